@@ -20,6 +20,7 @@ MADE := $(VENV)/.made
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 RECIPES := $(VENV)/.recipes
+LIBRARY := kernels/cpu/libnative.so
 OUT := out
 BENCH = $(PY) -m pytest bench/kernels --benchmark-only --benchmark-quiet --bench-results=bench/results
 TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
@@ -27,16 +28,19 @@ FIRST = -c $(VENV)/first.txt
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo evidence test test-slow test-kernels test-collectives test-emulated \
+.PHONY: help build demo evidence test test-slow test-kernels test-collectives test-emulated \
 	test-timing test-recipes test-torch test-newest nightly lint docs docs-links bench gpu bench-compiled clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 20
 
-demo: $(READY)  ## train on handwritten digits: Sum, Average, Adasum at 1, 2, 4, 8 ranks
+# What a checkout runs, also one that is found by PYTHONPATH: nothing is done where it is up to date.
+build: $(READY) $(LIBRARY)  ## compile the C kernels in place; installing does so, too
+
+demo: build  ## train on handwritten digits: Sum, Average, Adasum at 1, 2, 4, 8 ranks
 	$(PY) examples/compare_digits.py --out $(OUT)
 
-evidence: $(READY)  ## run what is missing of docs/evidence/protocol.md: tables and plots; again to go on
+evidence: build  ## run what is missing of docs/evidence/protocol.md: tables and plots; again to go on
 	PYTHONPATH=examples $(PY) -m evidence $(EVIDENCE_ARGS)
 
 # Two files at a time have more threads than there are cores: one that spins keeps the one it waits for from running.
@@ -46,27 +50,27 @@ test test-slow test-kernels test-collectives test-emulated: export PYTHONDONTWRI
 FILES = --dist loadfile --no-loadscope-reorder
 TWO_FILES = -n 2 $(FILES)
 
-test: $(READY)  ## the tests to run before a commit: every package, two files at a time
+test: build  ## the tests to run before a commit: every package, two files at a time
 	$(PY) -m pytest tests $(TWO_FILES) $(PYTEST_ARGS)
 
-test-slow: $(READY)  ## the long tests, which `make test` leaves out
+test-slow: build  ## the long tests, which `make test` leaves out
 	$(PY) -m pytest tests -m 'slow and not timing' $(TWO_FILES) $(PYTEST_ARGS)
 
-test-kernels: $(READY)  ## the tests of kernels, and of the emulator that runs their compiled code
+test-kernels: build  ## the tests of kernels, and of the emulator that runs their compiled code
 	$(PY) -m pytest tests/kernels tests/ptx_emulator $(TWO_FILES) $(PYTEST_ARGS)
 
 # Three files at a time, because a third of their time is waiting.
-test-collectives: $(READY)  ## the tests of collectives in one process, without those that start ranks
+test-collectives: build  ## the tests of collectives in one process, without those that start ranks
 	$(PY) -m pytest tests/collectives -n 3 $(FILES) $(PYTEST_ARGS)
 
-test-emulated: $(READY)  ## collectives and adasum over the kernels' compiled code, emulated: 10 minutes
+test-emulated: build  ## collectives and adasum over the kernels' compiled code, emulated: 10 minutes
 	$(PY) -m pytest tests/collectives tests/adasum/test_reducer.py tests/adasum/optimizer/test_optimizer.py \
 		tests/adasum/horovod/test_allreduce.py --emulated -n 2 --dist loadfile $(PYTEST_ARGS)
 
-test-timing: $(READY)  ## tests of measured times, for a machine with nothing else to do
+test-timing: build  ## tests of measured times, for a machine with nothing else to do
 	$(PY) -m pytest tests -m timing $(PYTEST_ARGS)
 
-test-recipes: $(RECIPES)  ## the examples for other frameworks and mpirun, which it installs: Ray alone is 100 MB
+test-recipes: build $(RECIPES)  ## the examples for other frameworks and mpirun, which it installs: Ray alone is 100 MB
 	$(PY) -m pytest tests/examples/test_frameworks.py tests/packaging/test_other_packages.py \
 		tests/processes/test_mpirun.py -m 'not timing' $(PYTEST_ARGS)
 	$(MAKE) test-torch
@@ -74,7 +78,7 @@ test-recipes: $(RECIPES)  ## the examples for other frameworks and mpirun, which
 # Ranks that wait must leave the cores to those they wait for.
 test-torch: export OMP_WAIT_POLICY = passive
 test-torch: export PYTHONDONTWRITEBYTECODE =
-test-torch: $(READY)  ## torch's own tests of DDP, and its optimizers, over adasum: 6 minutes
+test-torch: build  ## torch's own tests of DDP, and its optimizers, over adasum: 6 minutes
 	$(PY) -m tests.torch_conformance $(CONFORMANCE_ARGS)
 
 nightly: test-slow test-recipes test-newest  ## all of what no commit waits for: for every night
@@ -84,29 +88,29 @@ test-newest:  ## the tests on the newest torch, pre-releases too, in an environm
 	rm -rf $(VENV)-newest
 	$(MAKE) test VENV=$(VENV)-newest TORCH=torch FIRST= PIP_ARGS='--pre $(PIP_ARGS)'
 
-lint: $(READY)  ## ruff and mypy
+lint: build  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-docs: $(DOCS)  ## the guide and the reference in out/docs; a warning is an error
+docs: build $(DOCS)  ## the guide and the reference in out/docs; a warning is an error
 	$(PY) -m sphinx -b html -W --keep-going -n -E -q docs $(OUT)/docs
 
-docs-links: $(DOCS)  ## the same, following links to other sites
+docs-links: build $(DOCS)  ## the same, following links to other sites
 	$(PY) -m sphinx -b linkcheck -E -q docs $(OUT)/docs-links
 
-bench: $(READY)  ## the kernels beside their peers, on the GPU where there is one; writes bench/results/
+bench: build  ## the kernels beside their peers, on the GPU where there is one; writes bench/results/
 	@mkdir -p $(OUT)
 	$(BENCH) --benchmark-json=$(OUT)/bench.json $(PYTEST_ARGS)
 
-gpu: $(READY)  ## all that a machine with a GPU is asked: tests, benches, a page of results; again to go on
+gpu: build  ## all that a machine with a GPU is asked: tests, benches, a page of results; again to go on
 	$(PY) -m bench.gpu $(GPU_ARGS)
 
-bench-compiled: $(READY)  ## what the compiler makes of each kernel, no GPU needed: a table in bench/results
+bench-compiled: build  ## what the compiler makes of each kernel, no GPU needed: a table in bench/results
 	$(PY) -m bench.static_analysis
 
-clean:  ## remove .venv, out/ and caches
-	rm -rf $(VENV) $(VENV)-newest $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+clean:  ## remove .venv, out/, what was compiled, and caches
+	rm -rf $(VENV) $(VENV)-newest $(OUT) $(LIBRARY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(MADE): pyproject.toml constraints.txt
@@ -130,6 +134,10 @@ $(READY): $(MADE)
 		!(name in there)' $(VENV)/present.txt constraints.txt >$(VENV)/rest.txt
 	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[dev]'
 	@touch $(READY)
+
+# Without a compiler it says so, makes no file, and torch's functions serve.
+$(LIBRARY): $(wildcard kernels/cpu/*.[ch]) setup.py | $(READY)
+	$(PY) setup.py -q build_ext --inplace -b $(OUT)/build -t $(OUT)/build
 
 $(RECIPES): $(READY)
 	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[dev,recipes]'

@@ -106,7 +106,7 @@ def init(
     settings = given.checked()
     timeout, choice = settings.timeout or TIMEOUT, str(settings.transport)
     validation.no_mode("init's messages")
-    # What these raise, and the second it may take, come before anybody waits.
+    # What these raise comes before anybody waits.
     warning_seconds()
     kernels.backend_info()
     # Else torch's communicators are ours.
@@ -244,7 +244,7 @@ def _over_gloo(gloo: GlooTransport, timeout: float, start: Call) -> Group:
 def _report(group: Group, choice: str) -> None:
     """Log how the group works, where anybody wants to know."""
     if _logger.isEnabledFor(logging.INFO):
-        _logger.info(report(group.transport, choice, group.hosts))
+        _logger.info(report(group.transport, choice, group.hosts, group.topology))
 
 
 def shutdown() -> None:

@@ -27,9 +27,10 @@ def span(name: Callable[[], str], *, cuda: bool = False) -> AbstractContextManag
         name: Returns the range's name; called only while something records.
         cuda: Whether to make an NVTX range, too.
     """
-    if not (cuda or recording()):
+    profiled = torch.autograd.profiler._is_profiler_enabled
+    if not (cuda or profiled or timeline.current is not None):
         return _NOTHING
-    return _ranges(name(), cuda, torch.autograd.profiler._is_profiler_enabled)
+    return _ranges(name(), cuda, profiled)
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()

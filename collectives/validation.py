@@ -152,7 +152,8 @@ def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch
 
 def integer(argument: str, value: int, least: int | None = None) -> None:
     """Check an int; `least`: the smallest that is allowed, None for any."""
-    instance(argument, value, int, "an int")
+    if type(value) is not int:
+        instance(argument, value, int, "an int")
     if least is not None and value < least:
         rule = f"be at least {least}" if least else "not be negative"
         raise ValueError(f"{argument} must {rule}, got {value}")
@@ -264,9 +265,10 @@ def row_splits(
     return counts.to(torch.int64)
 
 
-def reducer(argument: str, value: Reducer) -> None:
+def reducer(argument: str, value: object) -> None:
     """Check an instance of Reducer, such as Sum."""
-    instance(argument, value, Reducer, "a Reducer such as collectives.Sum")
+    if not isinstance(value, Reducer):
+        instance(argument, value, Reducer, "a Reducer such as collectives.Sum")
 
 
 def timeout(value: float) -> None:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling as is_compiling
 
-from kernels.cpu import tensor_list
 from kernels.findings import Findings
 from kernels.layout import Layout, PackedList, check_buffer, check_packed
 from kernels.validation import (
+    all_like,
     check_all_writable,
     check_dtype,
     check_like,
@@ -33,6 +33,8 @@ FUNCTIONS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine"
 # Of its tensors: these have derivatives.
 LINEAR = FUNCTIONS[:4]
 _NO_FINDINGS = Findings()
+# Of inputs whose addresses are yet to be read: the same for all calls, as dynamo makes no array.
+_UNREAD: array[int] = array("Q")
 EMPTY = "tensors is empty: pass at least one tensor to sum"
 
 
@@ -65,8 +67,7 @@ class Call:
     cooperative: bool = True
     made: bool = False
     rebound: bool = False
-    # The same for all: dynamo makes no array.
-    addresses: array[int] = field(default_factory=lambda: tensor_list.UNREAD)
+    addresses: array[int] = field(default_factory=lambda: _UNREAD)
 
     @property
     def out_name(self) -> str:
@@ -115,7 +116,7 @@ def check_pack(
     tensors: Sequence[Tensor], layout: Layout | None, out: Tensor | None, findings: Findings
 ) -> Call:
     """Check the arguments of `pack`; makes the buffer where `out` is None."""
-    inputs, packed, addresses = check_packed(tensors, layout, None)
+    inputs, packed = check_packed(tensors, layout, None)
     chosen, device = packed.layout, device_of(inputs)
     if out is not None:
         check_tensor("out", out)
@@ -126,10 +127,7 @@ def check_pack(
     made = out is None
     if out is None:
         out = torch.empty(chosen.numel, dtype=chosen.dtype, device=device)
-    segments = chosen.segments
-    return Call(
-        "pack", inputs, out, segments, findings, None, packed, made=made, addresses=addresses
-    )
+    return Call("pack", inputs, out, chosen.segments, findings, None, packed, made=made)
 
 
 def check_unpack(
@@ -137,25 +135,23 @@ def check_unpack(
 ) -> Call:
     """Check the arguments of `unpack`."""
     check_tensor("buffer", buffer)
-    inputs, packed, addresses = check_packed(tensors, layout, buffer.dtype)
+    inputs, packed = check_packed(tensors, layout, buffer.dtype)
     device = inputs[0].device if inputs else buffer.device
     check_buffer("buffer", buffer, packed.layout, device)
     check_all_writable("tensors", inputs)
     findings.check(device, *packed.dtypes)
-    segments = packed.layout.segments
-    return Call("unpack", inputs, buffer, segments, findings, None, packed, addresses=addresses)
+    return Call("unpack", inputs, buffer, packed.layout.segments, findings, None, packed)
 
 
 def check_sum_n(
     tensors: Sequence[Tensor], out: Tensor | None, dtype: torch.dtype | None, findings: Findings
 ) -> Call:
     """Check the arguments of `sum_n`; makes the output where `out` is None."""
-    inputs, addresses = check_equals(tensors)
+    inputs = check_equals(tensors)
     target = _check_target(out, "tensors[0]", inputs[0], dtype)
     findings.check(inputs[0].device, target.dtype)
     bounds = 0, target.numel()
-    made = out is None
-    return Call("sum_n", inputs, target, bounds, findings, made=made, addresses=addresses)
+    return Call("sum_n", inputs, target, bounds, findings, made=out is None)
 
 
 def check_scaled_add(
@@ -216,22 +212,17 @@ def device_of(tensors: Sequence[Tensor]) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def check_equals(tensors: object) -> tuple[list[Tensor], array[int]]:
-    """Check that a list's tensors, at least one, are equal in shape, dtype and device.
-
-    Returns them and where they lie, as uint64, or nothing where that is yet to be read.
-    """
+def check_equals(tensors: object) -> list[Tensor]:
+    """Return a list's tensors, at least one, which are equal in shape, dtype and device."""
     given = read_list("tensors", tensors)
     if not given:
         raise ValueError(EMPTY)
     first = check_tensor("tensors[0]", given[0])
-    if len(given) >= tensor_list.MANY and not tracing():
-        found = tensor_list.read(given, tensor_list.rows([first.shape], len(given)))
-        if found and found[1] == tensor_list.codes([first.dtype]) * len(given):
-            return given, found[0]
-    for i, tensor in enumerate(given[1:], 1):
-        check_like(f"tensors[{i}]", tensor, "tensors[0]", first)
-    return given, tensor_list.UNREAD
+    count = len(given)
+    if tracing() or not all_like(given, [first.dtype] * count, [first.shape] * count, first.device):
+        for i, tensor in enumerate(given[1:], 1):
+            check_like(f"tensors[{i}]", tensor, "tensors[0]", first)
+    return given
 
 
 def _check_target(

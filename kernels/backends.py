@@ -30,7 +30,7 @@ class BackendInfo:
 
 
 def backend_info() -> BackendInfo:
-    """Return what computes. The first call may compile the CPU path, for about a second.
+    """Return what computes.
 
     Raises:
         ValueError: The environment variable ADASUM_CPU_KERNELS has an unknown value.

@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kernels.cpu import tensor_list
 from kernels.validation import DTYPES, check_dtype, check_each, check_tensors, read_list, tracing
 
 CUDA_ALIGNMENT = 256
@@ -59,11 +58,6 @@ class Layout:
     def in_c(self) -> tuple[array[int], array[int]]:
         """int64: elements of each tensor; where the slots start, and end."""
         return array("q", self.numels), array("q", self.segments)
-
-    @cached_property
-    def rows(self) -> array[int]:
-        """The shapes, as `tensor_list.read` takes them."""
-        return tensor_list.rows(self.shapes)
 
     @cached_property
     def largest(self) -> int:
@@ -167,12 +161,11 @@ class PackedList:
 
 def check_packed(
     tensors: object, layout: Layout | None, dtype: torch.dtype | None
-) -> tuple[list[Tensor], PackedList, array[int]]:
+) -> tuple[list[Tensor], PackedList]:
     """Check that the tensors can be read and fit `layout`, or lay them out in `dtype`.
 
     Returns:
-        The tensors; how they are packed; where they lie, as uint64, or nothing where that is yet to
-        be read.
+        The tensors, and how they are packed.
 
     Raises:
         TypeError: A tensor or the layout has another type or dtype.
@@ -183,17 +176,13 @@ def check_packed(
         layout = layout_of(given, dtype=dtype)
     else:
         check_layout(layout)
-        many = len(given) >= tensor_list.MANY and not tracing()
-        found = tensor_list.read(given, layout.rows) if many else None
-        if found and (dtypes := tensor_list.dtypes(found[1])):
-            return given, PackedList(layout, dtypes), found[0]
         shapes = tuple([tensor.shape for tensor in check_each("tensors", given)])
         if shapes != layout.shapes:
             raise ValueError(
                 f"layout holds {len(layout.shapes)} tensors of other shapes than the "
                 f"{len(given)} given: call kernels.layout_of on these tensors"
             )
-    return given, PackedList(layout, [tensor.dtype for tensor in given]), tensor_list.UNREAD
+    return given, PackedList(layout, [tensor.dtype for tensor in given])
 
 
 def packed_within(

@@ -125,7 +125,7 @@ def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> in
 
 def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
     """Least traffic of `unpack`, in bytes: every slot read, every tensor written."""
-    _, packed, _ = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)
+    _, packed = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)
     itemsize = packed.layout.dtype.itemsize
     return sum(tensor.numel() * (tensor.element_size() + itemsize) for tensor in tensors)
 

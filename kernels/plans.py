@@ -13,19 +13,17 @@ import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kernels.arguments import Call
-from kernels.binding import Run, bind, locate
-from kernels.cpu import tensor_list
-from kernels.gpu import launcher
+from kernels.binding import Run, bind
 from kernels.gpu.device_tables import AddressTable
 from kernels.gradients import refuse_followed
 from kernels.validation import (
     EQUAL,
+    all_like,
     check_all_writable,
     check_like,
     check_scalar,
@@ -67,8 +65,7 @@ class Plan:
     out: Tensor
     _call: Call
     _run: Run
-    # All but the inputs; all; and their addresses.
-    _others: list[Tensor]
+    # All its tensors, and their addresses.
     _held: list[Tensor]
     _places: list[int]
 
@@ -100,11 +97,8 @@ class Plan:
         call = self._call
         _refuse_outside_eager(call.function)
         inputs = read_list("tensors", tensors)
-        rows, codes = self._wanted
-        found = tensor_list.read(inputs, rows, self._device)
-        if found is None or found[1] != codes:
+        if not all_like(inputs, self._dtypes, self._shapes, self._device):
             self._check_equal(inputs)
-        addresses = found[0] if found else array("Q")
         target = self.out if self._in_place is None else inputs[self._in_place]
         if call.function == "unpack":
             check_all_writable("tensors", inputs)
@@ -113,20 +107,13 @@ class Plan:
             # The buffer that is unpacked is only read.
             if call.function != "unpack":
                 check_writable("out", out)
-        changed = {"inputs": inputs, "out": target, "addresses": addresses, "rebound": True}
+        changed = {"inputs": inputs, "out": target, "addresses": array("Q"), "rebound": True}
         if target is not self.out:
             changed["made"] = False
         # In half the time of `replace`.
         fresh = Call(**{**vars(call), **changed})
         refuse_followed(fresh, _UNSEEN)
-        if self._moves and found and target is self.out:
-            locate(fresh)
-            call.inputs[:], call.addresses[:] = inputs, addresses
-            self._run = self._bound
-            self._held = [*inputs, *self._others]
-            self._places[: len(inputs)] = addresses
-        else:
-            self._take(fresh)
+        self._take(fresh)
 
     def release(self) -> None:
         """Let go of the input tensors, and of `out` where it is one of them.
@@ -136,10 +123,7 @@ class Plan:
         if self._in_place is not None:
             self.out = self.out.new_empty(0)
             self._call = replace(self._call, out=self.out)
-        if not self._moves:
-            self._bound = _released
         self._call.inputs.clear()
-        self._others = [one for _, one in self._call.others()]
         self._held = []
         self._run = _released
 
@@ -163,11 +147,6 @@ class Plan:
                     "(resize_, set_ or .data =): rebind the plan"
                 )
 
-    @cached_property
-    def _wanted(self) -> tuple[array[int], array[int]]:
-        """Shapes and dtypes of the inputs, as `tensor_list` has them."""
-        return tensor_list.rows(self._shapes), tensor_list.codes(self._dtypes)
-
     def _check_equal(self, inputs: list[Tensor]) -> None:
         if len(inputs) != len(self._dtypes):
             raise ValueError(
@@ -185,17 +164,13 @@ class Plan:
                 )
 
     def _take(self, call: Call) -> None:
-        # Whether what runs finds its inputs, plain tensors whose addresses C has read, in the
-        # call's own list and array: others like them may take their place there.
-        in_own = self._in_place is None and not launcher.on_triton(call.out)
-        self._moves = in_own and len(call.addresses) > 0
-        self._run = self._bound = bind(call, self._table)
+        self._run = bind(call, self._table)
         call.rebound, self._call = False, call
         self.out = call.out
-        self._others = [one for _, one in call.others()]
-        self._others_seen = [_place(one) for one in self._others]
-        self._held = [*call.inputs, *self._others]
-        self._places = [*call.addresses, *[one.data_ptr() for one in self._others]]
+        others = [one for _, one in call.others()]
+        self._others_seen = [_place(one) for one in others]
+        self._held = [*call.inputs, *others]
+        self._places = [*call.addresses, *[one.data_ptr() for one in others]]
 
     def _start(self, *scalars: float) -> None:
         """Run, if all tensors are where they were."""

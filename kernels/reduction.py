@@ -143,7 +143,7 @@ def _written(like: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def sum_n_reference(tensors: Sequence[Tensor], *, scale: float = 1.0) -> Tensor:
     """`sum_n` evaluated in float64 and left there; arguments and errors as there."""
-    checked, _ = check_equals(tensors)
+    checked = check_equals(tensors)
     scale = check_scalar("scale", scale)
     total = torch.zeros_like(checked[0], dtype=torch.float64, requires_grad=False)
     for tensor in checked:

@@ -12,14 +12,16 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling as is_compiling
 
-from kernels.cpu.tensor_list import PLAIN
-
+# Types of tensors that are no more than their memory, dtype and shape.
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
 _SUPPORTED = frozenset(DTYPES)
 _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _is_cpu, _is_cuda = operator.attrgetter("is_cpu"), operator.attrgetter("is_cuda")
-_is_nested = operator.attrgetter("is_nested")
+_is_nested, _shape = operator.attrgetter("is_nested"), operator.attrgetter("shape")
+# Of fewer tensors a loop of checks takes less time than a pass for each thing that is checked.
+_MANY = 4
 
 
 class NoMemory(TypeError):
@@ -160,6 +162,25 @@ def all_sound(tensors: Sequence[Any]) -> bool:
         and not any(map(_is_nested, tensors))
         and not any(map(Tensor.is_neg, tensors))
         and all(map(Tensor.is_contiguous, tensors))
+    )
+
+
+def all_like(
+    tensors: Sequence[Any],
+    dtypes: Sequence[torch.dtype],
+    shapes: Sequence[Sequence[int]],
+    device: torch.device,
+) -> bool:
+    """Whether these are many tensors, `all_sound`, of these dtypes and shapes and on this device.
+
+    Of few it is False: no word on them.
+    """
+    return (
+        len(tensors) >= _MANY
+        and all_sound(tensors)
+        and [*map(_dtype, tensors)] == dtypes
+        and [*map(_shape, tensors)] == shapes
+        and tensors[0].device == device
     )
 
 

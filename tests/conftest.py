@@ -1,4 +1,4 @@
-"""The order of the test files, `--emulated` and `--gpu`, and kernels compiled once at the start.
+"""The order of the test files, `--emulated` and `--gpu`, and kernels compiled before the start.
 
 What takes long to import is imported where it is used: the process that hands out files to others
 runs no test, and they start after it.
@@ -6,9 +6,17 @@ runs no test, and they start after it.
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
+COMPILE = ("setup.py", "-q", "build_ext", "--inplace", "-b", "out/build", "-t", "out/build")
 
 # Files and folders that take longest. Two workers take files in turn: one that is long and last
 # leaves the other worker without work.
@@ -51,7 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `--gpu`, do not take skipped tests for passed ones."""
+    """Compile a checkout's C kernels. With `--gpu`, do not take skipped tests for passed ones."""
+    if not hasattr(config, "workerinput"):
+        _compile_kernels(ROOT / "kernels" / "cpu")
     if config.getoption("gpu"):
         import torch
 
@@ -59,12 +69,25 @@ def pytest_configure(config: pytest.Config) -> None:
             pytest.exit("torch sees no GPU here", returncode=2)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _compile_kernels() -> None:
-    """Compile the C kernels once, so that no timed rank has to."""
-    import kernels
+def _compile_kernels(folder: Path) -> None:
+    """Do as `make build`, where need be: without it all tests would be of torch's functions.
 
-    kernels.backend_info()
+    So it is an error if they cannot be compiled, unless ADASUM_CPU_KERNELS=torch asks for that.
+    """
+    library, sources = folder / "libnative.so", [*folder.glob("*.[ch]")]
+
+    def is_current() -> bool:
+        made = library.stat().st_mtime if library.exists() else 0.0
+        return made >= max(path.stat().st_mtime for path in sources)
+
+    # Without sources the packages are installed elsewhere.
+    if not sources or is_current() or os.environ.get("ADASUM_CPU_KERNELS") == "torch":
+        return
+    command = [sys.executable, *COMPILE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # Without a compiler, or on another processor, there is nothing but torch's functions.
+    if done.stderr and not is_current() and shutil.which("gcc"):
+        pytest.exit(f"kernels/cpu/native.c is not compiled: {done.stderr}", returncode=2)
 
 
 @pytest.fixture(scope="session", autouse=True)

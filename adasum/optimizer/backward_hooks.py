@@ -12,14 +12,10 @@ import torch
 from torch import Tensor
 
 from adasum.optimizer.buckets.planning import Named, by_kind
-from adasum.optimizer.buckets.reduction import InFlight, Reduction
-from adasum.optimizer.errors import (
-    OptimizerOrderError,
-    reduced_twice,
-    too_late,
-    too_many_passes,
-)
+from adasum.optimizer.buckets.reduction import InFlight
+from adasum.optimizer.errors import OptimizerOrderError, reduced_twice, too_late, too_many_passes
 from adasum.optimizer.parameter_hooks import ParameterHooks
+from adasum.optimizer.reduces import Reduces
 from collectives import CollectiveError, TransportError
 
 # Not public, but the only way to be called when backward ends; torch's DDP uses it too.
@@ -35,33 +31,6 @@ class _Bucket(NamedTuple):
     number: int
     name: str
     members: Sequence[Named]
-
-
-class Reduces:
-    """What an optimizer does when its hooks say so; each method of reduction fills it in."""
-
-    def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
-        """Start reducing the members of a bucket."""
-        raise NotImplementedError
-
-    def _finish_reductions(self) -> None:
-        """Do what is left when all buckets of a step are reduced; may call collectives."""
-
-    def _check_parameters(self) -> None:
-        """Let ranks compare the parameters that are new, before anything of them is reduced."""
-
-    def _densify(self, named: Sequence[Named]) -> None:
-        """Make gradients dense where `sparse_as_dense` asks for it, on one rank too."""
-
-    def _before_gradient(self, parameter: Tensor) -> None:
-        """Prepare a parameter on the CPU for the accumulation of its gradient."""
-
-    def _wants(self, parameter: Tensor) -> bool:
-        """Return whether a parameter that is not trainable is to be reduced all the same.
-
-        Asked where buckets start early: somebody may have given it a gradient.
-        """
-        return False
 
 
 class BackwardHooks:

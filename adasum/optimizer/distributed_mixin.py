@@ -13,12 +13,12 @@ from adasum.horovod.process_sets import ProcessSet
 from adasum.modes import outside_modes
 from adasum.observer import Observer, require_observer
 from adasum.optimizer.arguments import require_passes
-from adasum.optimizer.backward_hooks import Reduces
 from adasum.optimizer.buckets.planning import Named
 from adasum.optimizer.clipping import clip, norm_of
 from adasum.optimizer.consistency.membership import Change, Membership
 from adasum.optimizer.consistency.parameter_check import ParameterCheck
 from adasum.optimizer.errors import OptimizerOrderError
+from adasum.optimizer.reduces import Reduces
 from adasum.optimizer.state_average import average_state
 from adasum.optimizer.wrapped_step import SCALER_STATE, WrappedStep
 from collectives import Reducer

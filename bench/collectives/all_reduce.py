@@ -37,19 +37,18 @@ from collectives.schedules.spec import parse_all_reduce_spec, parse_general_int,
 
 TORCH = "torch"
 DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "int32": torch.int32,
-    "int64": torch.int64,
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.int8, torch.uint8, torch.int32, torch.int64),
+    )
 }
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 _DEFAULTS = {"sum": "xring,rechd,rd", "avg": "xring,rechd,rd", "adasum": "vhdd,rd"}
 # How long a block lasts, much longer than ranks take to leave a barrier; its calls at most.
 _BLOCK_SECONDS, _BLOCK_CALLS = 2e-3, 10
+# A call that takes longer than this, and so many times as long as the fastest, is not repeated.
+_HOPELESS_SECONDS, _HOPELESS = 0.1, 3
 
 
 class Bench:
@@ -127,7 +126,13 @@ class Bench:
             name: min(max(1, math.ceil(_BLOCK_SECONDS / each)), _BLOCK_CALLS)
             for name, (each,) in once.items()
         }
-        return ranks.slowest(ranks.in_turns(prepare, self._args.iters, self._wait, times))
+        # One sample of what is far behind is enough.
+        hopeless = max(_HOPELESS_SECONDS, _HOPELESS * min(each for (each,) in once.values()))
+        rest = {name: each for name, each in prepare.items() if once[name][0] <= hopeless}
+        turn = sum(times[name] * once[name][0] for name in rest)
+        iterations = max(self._args.iters, int(self._args.seconds / turn))
+        samples = ranks.slowest(ranks.in_turns(rest, iterations, self._wait, times))
+        return {name: samples.get(name, once[name]) for name in calls}
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -177,10 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(
-    args: Any,
-    group: collectives.Group,
-    device: torch.device,
-    ops: Mapping[str, Sequence[str]],
+    args: Any, group: collectives.Group, device: torch.device, ops: Mapping[str, Sequence[str]]
 ) -> None:
     """Raise ValueError for what cannot be run on this group."""
     group.transport.check_device(device)
@@ -278,6 +280,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("-e", "--maxbytes", default="32M", help="largest size (32M)")
     parser.add_argument("-f", "--stepfactor", type=int, default=2, help="from size to size (2)")
     parser.add_argument("-n", "--iters", type=int, default=20, help="iterations (20)")
+    parser.add_argument("--seconds", type=float, default=0, help="of a size's iterations, at least")
     parser.add_argument("-w", "--warmup", type=int, default=5, help="calls before them (5)")
     parser.add_argument("-c", "--check", type=int, default=1, help="calls checked (1), 0 for none")
     parser.add_argument("-d", "--datatype", default="float", help="such as float16 (float)")

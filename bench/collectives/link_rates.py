@@ -1,170 +1,132 @@
-"""Measure link rates: what messages and reductions cost on this machine.
+"""Measure link rates, which the cost model takes: what messages and reductions cost here.
 
-`calibrate` runs schedules on the group's transport, all ranks at once as in an all-reduce, for a
-fraction of a second; every rank gets rank 0's numbers, so that all of them choose alike.
+    torchrun --nproc-per-node 4 -m bench.collectives.link_rates
+
+All ranks measure at once, as in an all-reduce. Where every node has one rank, or where there is one
+node, the rates within and between nodes are the same. The last line is the command that prices
+algorithms by them and prints the best specification.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import torch
 
+import collectives
 from collectives.cost import LinkRates, Rate
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.reducers import Sum, kernels
-from collectives.schedules import binomial_tree, ring
-from collectives.schedules.partition import split_bounds
-from collectives.schedules.topology import Topology
-from collectives.transport.base import Transport
+from collectives.schedules import ring
 
 # What a message costs; what fits in the caches of a core; what does not.
 _SIZES = (64, 512 << 10, 8 << 20)
-# A size is measured 3 to 50 times, for about _BUDGET seconds; a call that takes longer than _SLOW
-# is measured once and is the last, larger sizes are left out.
-_BUDGET, _MIN_RUNS, _MAX_RUNS, _SLOW = 0.04, 3, 50, 0.25
-_RING = 4
-_TICK = time.get_clock_info("perf_counter").resolution
+# A size is measured for about so many seconds, but at the least and the most so often.
+_BUDGET, _MIN_RUNS, _MAX_RUNS = 0.2, 3, 50
 _NO_COST = Rate(0.0, 0.0)
+Prepare = Callable[[int], Callable[[], object]]
 
 
-class Ranks(Protocol):
-    """What a group has that is needed to measure it."""
-
-    transport: Transport
-    topology: Topology
-    timeout: float
-
-
-def calibrate(group: Ranks, device: torch.device | str = "cpu") -> LinkRates:
-    """Measure the group's link rates and `device`'s reductions; the same answer on every rank.
-
-    A collective of all ranks with nothing else under way on the group. Where every node has one
-    rank, or where there is one node, the rates within and between nodes are the same.
-
-    Args:
-        group: The ranks.
-        device: Where the tensors lie that are reduced and sent.
-
-    Raises:
-        ValueError: The group's transport does not carry `device`'s tensors.
-    """
-    device = torch.device(device)
-    if str(device) == "cuda" and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    group.transport.check_device(device)
-    bench = _Bench(group, device)
-    local, rank = group.topology.local_size, group.transport.rank
-    intra = bench.message(range(rank - rank % local, rank - rank % local + local))
-    inter = bench.message(range(rank % local, group.topology.size, local))
-    rates = (
-        intra or inter or _NO_COST,
-        inter or intra or _NO_COST,
-        bench.reduction(lambda mine, theirs: kernels.sum_n([mine, theirs], out=mine)),
-        bench.reduction(_adasum),
-    )
-    intra, inter, plain, adasum = (Rate(*numbers) for numbers in bench.from_rank_0(rates))
-    return LinkRates(intra, inter, plain, adasum)
+def calibrate(group: collectives.Group, device: torch.device) -> LinkRates:
+    """Measure the links and the device's reductions: rank 0's numbers, on every rank."""
+    local, rank = group.topology.local_size, group.rank
+    near = _message(group, range(rank - rank % local, rank - rank % local + local), device)
+    far = _message(group, range(rank % local, group.size, local), device)
+    rates = [_rate(group, prepare) for prepare in (near, far) if prepare]
+    intra, inter = (rates or [_NO_COST])[0], (rates or [_NO_COST])[-1]
+    plain = _reduction(lambda mine, theirs: kernels.sum_n([mine, theirs], out=mine), device)
+    adasum = _reduction(_adasum, device)
+    return LinkRates(intra, inter, _rate(group, plain), _rate(group, adasum))
 
 
-class _Bench:
-    """The measurements of one rank; every method is a collective of the group."""
+def _message(group: collectives.Group, ranks: range, device: torch.device) -> Prepare | None:
+    """Return a step in which each of `ranks` sends to the next; None for a single rank."""
+    if len(ranks) == 1:
+        return None
+    # A ring of two is as good as a longer one, and as fair to a switch.
+    first = min(ranks.index(group.rank) // 2 * 2, len(ranks) - 2)
+    pair = ranks[first : first + 2]
+    call = CallContext(group.transport, "a measurement", group.timeout, Workspace())
 
-    def __init__(self, group: Ranks, device: torch.device) -> None:
-        self._call = CallContext(group.transport, "calibration", group.timeout, Workspace())
-        self._device = device
+    def prepare(nbytes: int) -> Callable[[], object]:
+        buffer = torch.ones(2 * nbytes, dtype=torch.uint8, device=device)
+        if group.rank not in pair:
+            return lambda: None
+        return lambda: execute(ring.all_gather(2), buffer, Sum, call, ranks=pair)
 
-    def from_rank_0(self, numbers: Sequence[Any]) -> list[Any]:
-        """Return rank 0's numbers, or rows of numbers."""
-        buffer = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        schedule = binomial_tree.broadcast(self._call.transport.size, 0)
-        execute(schedule, buffer.view(-1), Sum, self._call)
-        return buffer.tolist()
-
-    def message(self, ranks: range) -> Rate | None:
-        """Measure a step in which each of `ranks` sends to the next; None for a single rank.
-
-        The steps of small rings, so that a rank's step waits for its neighbour's as in a schedule.
-        """
-        if len(ranks) == 1:
-            return None
-        members = _ring(ranks, self._call.transport.rank)
-        schedule = ring.all_gather(len(members))
-
-        def prepare(nbytes: int) -> Callable[[], object]:
-            buffer = torch.ones(nbytes * len(members), dtype=torch.uint8, device=self._device)
-            return lambda: execute(schedule, buffer, Sum, self._call, ranks=members)
-
-        return self._rate(prepare).scaled(1 / (len(members) - 1))
-
-    def reduction(self, reduce: Callable[[torch.Tensor, torch.Tensor], object]) -> Rate:
-        """Measure one reduction of a received buffer, while all other ranks reduce as well."""
-
-        def prepare(nbytes: int) -> Callable[[], object]:
-            mine, theirs = (torch.ones(nbytes // 4, device=self._device) for _ in range(2))
-            return lambda: reduce(mine, theirs)
-
-        return self._rate(prepare)
-
-    def _rate(self, prepare: Callable[[int], Callable[[], object]]) -> Rate:
-        """Measure prepare(bytes)'s calls.
-
-        By means: the times of steps add up, and a rank that shares a processor waits for it, or
-        is woken late, now and then.
-        """
-        points: list[tuple[int, float]] = []
-        for nbytes in _SIZES:
-            call = prepare(nbytes)
-            call()
-            (once,) = self.from_rank_0([min(self._timed(call) for _ in range(2))])
-            times = 1 if once > _SLOW else round(min(max(_BUDGET / once, _MIN_RUNS), _MAX_RUNS))
-            points.append((nbytes, statistics.fmean(self._timed(call) for _ in range(times))))
-            if once > _SLOW:
-                break
-        return fit(points)
-
-    def _timed(self, call: Callable[[], object]) -> float:
-        begin = time.perf_counter()
-        call()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        # What takes less than a tick takes no time by the clock, which no rate has.
-        return max(time.perf_counter() - begin, _TICK)
+    return prepare
 
 
-def fit(points: Sequence[tuple[int, float]]) -> Rate:
-    """Return the rate through up to three points (bytes, seconds), sizes ascending.
+def _reduction(
+    reduce: Callable[[torch.Tensor, torch.Tensor], object], device: torch.device
+) -> Prepare:
+    def prepare(nbytes: int) -> Callable[[], object]:
+        mine, theirs = (torch.ones(nbytes // 4, device=device) for _ in range(2))
+        return lambda: reduce(mine, theirs)
 
-    No part of it is negative: what falls with the size counts as level.
-    """
-    (first, seconds), *others = points
-    if not others:
-        return Rate(seconds, 0.0)
-    knee, near = others[0]
-    beta = max(0.0, (near - seconds) / (knee - first))
-    rate = Rate(max(0.0, seconds - beta * first), beta)
-    if len(others) == 1:
-        return rate
-    last, far = others[1]
-    return rate._replace(knee=float(knee), far=max(0.0, (far - near) / (last - knee)))
-
-
-def _ring(ranks: range, rank: int) -> range:
-    """Return the run of two to _RING neighbours that `rank` is in.
-
-    No run is shorter than another by more than one rank.
-    """
-    bounds = split_bounds(len(ranks), -(-len(ranks) // _RING))
-    begin = bisect_right(bounds, ranks.index(rank)) - 1
-    return ranks[bounds[begin] : bounds[begin + 1]]
+    return prepare
 
 
 def _adasum(mine: torch.Tensor, theirs: torch.Tensor) -> object:
     whole = (0, mine.numel())
     dots = kernels.dot_and_norms(mine, theirs, whole)
     return kernels.combine(mine, theirs, dots, whole, out=mine)
+
+
+def _rate(group: collectives.Group, prepare: Prepare) -> Rate:
+    """Measure prepare(bytes)'s calls, by medians: other programs use the processors, too."""
+    seconds = []
+    for nbytes in _SIZES:
+        call = prepare(nbytes)
+        call()
+        once = _from_rank_0(group, _timed(call))
+        times = round(min(max(_BUDGET / max(once, 1e-9), _MIN_RUNS), _MAX_RUNS))
+        median = statistics.median(_timed(call) for _ in range(times))
+        seconds.append(_from_rank_0(group, median))
+    return fit(seconds)
+
+
+def _from_rank_0(group: collectives.Group, number: float) -> float:
+    return group.broadcast(torch.tensor([number], dtype=torch.float64)).item()
+
+
+def _timed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def fit(seconds: Sequence[float]) -> Rate:
+    """Return the rate through the three times; what falls with the size counts as level."""
+    (first, near, far), (small, knee, last) = seconds, _SIZES
+    beta = max(0.0, (near - first) / (knee - small))
+    beyond = max(0.0, (far - near) / (last - knee))
+    return Rate(max(0.0, first - beta * small), beta, float(knee), beyond)
+
+
+def main() -> None:
+    """Run on every rank; rank 0 prints."""
+    group = collectives.init()
+    device = torch.device("cpu")
+    rates = calibrate(group, device)
+    if group.rank == 0:
+        nodes, local = group.topology.num_nodes, group.topology.local_size
+        alpha, beta = (
+            f"{getattr(rates.intra, part):.3g},{getattr(rates.inter, part):.3g}"
+            for part in ("alpha", "beta")
+        )
+        print(rates)
+        print(
+            f"python -m collectives.cost --nodes {nodes} --local {local} --alpha {alpha} "
+            f"--beta {beta} --gamma {rates.sum.beta:.3g} --host 0"
+        )
+    collectives.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -32,7 +32,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "adasum of steps": ("Adasum", {}),
 }
 WARM_UP = 3
-# What DistributedOptimizer does unless told otherwise, and checks that are timed.
+# What DistributedOptimizer does by default, and checks that are timed.
 CHECK, CHECK_EVERY, CHECKS = "running check", 100, 21
 
 

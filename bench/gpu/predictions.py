@@ -65,10 +65,7 @@ _BY_GOALS: tuple[tuple[str, str] | tuple[str, str, float], ...] = (
         "adasum: torch eager over ours",
         "adasum is three times as fast as torch in eager mode, or more.",
     ),
-    (
-        "adasum: torch.compile over ours",
-        "adasum is 1.5 times as fast as torch.compile, or more.",
-    ),
+    ("adasum: torch.compile over ours", "adasum is 1.5 times as fast as torch.compile, or more."),
     (
         "host cost of a planned run beside 0.1 a tensor, microseconds",
         "A planned run costs the host at most 10 microseconds and 0.1 a tensor, the driver's part "

@@ -97,8 +97,8 @@ def _specs(kernel: str) -> Iterator[Spec]:
 SPECS = [*_specs("pack"), *_specs("unpack")]
 
 
-def case_of(spec: Spec, compiled: bool = False) -> Case:
-    """Return the case of a row; with `compiled`, torch.compile is among the peers."""
+def case_of(spec: Spec, compiled: bool = DEVICE == "cuda") -> Case:
+    """Return the case of a row; with `compiled`, torch.compile is a peer: minutes on a CPU."""
     tensors = [normal(shape, spec.tensor, spec.misaligned) for shape in spec.shapes]
     layout = kernels.layout_of(tensors, dtype=spec.buffer)
     flag = torch.zeros((), device=DEVICE) if spec.checked else None
@@ -227,7 +227,5 @@ def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_packing(
-    spec: Spec, record: Callable[[Case], None], request: pytest.FixtureRequest
-) -> None:
-    record(case_of(spec, request.config.getoption("bench_compile")))
+def test_packing(spec: Spec, record: Callable[[Case], None]) -> None:
+    record(case_of(spec))

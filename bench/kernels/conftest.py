@@ -1,7 +1,6 @@
 """The bench's options, the fixture `record` that measures a case, and the report at the end.
 
     --bench-results DIR   write results.json, tables.md and plots to DIR/<device>
-    --bench-compile       have torch.compile as a peer on the CPU, too (it takes minutes there)
     --bench-rows TEXT     only rows with TEXT in their name: "sum_n n=5 16 MiB" is one row
     --bench-part PART     "goals": only rows that goals single out; "others": only the rest
     --bench-gpu           end with status 2 where torch sees no GPU
@@ -15,6 +14,7 @@ measured; a run that is killed leaves it behind, and one that is to be resumed.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import gc
@@ -45,12 +45,6 @@ _played = {"now": 0.0}
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("bench")
     group.addoption("--bench-results", type=Path, metavar="DIR", help="write the report there")
-    group.addoption(
-        "--bench-compile",
-        action="store_true",
-        default=DEVICE == "cuda",
-        help="time torch.compile on the CPU, too",
-    )
     group.addoption("--bench-rows", default="", metavar="TEXT", help="only rows named like it")
     group.addoption("--bench-part", choices=["goals", "others"], help="rows of goals, or the rest")
     group.addoption("--bench-gpu", action="store_true", help="end where torch sees no GPU")
@@ -204,9 +198,9 @@ def _meta(rows: list[Row], began: float, load: float) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown CPU"
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    # Where there is no such file, or no such line, its architecture must do.
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

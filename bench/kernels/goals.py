@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from bench.kernels.inputs import FRESH, PLANNED, WALL
 from bench.kernels.judging import Goal
@@ -11,7 +12,7 @@ from bench.kernels.peers_compiled import COMPILED
 from bench.kernels.peers_elementwise import CHAIN
 from bench.kernels.peers_projection import EAGER, THREE_DOTS
 
-PACKING = ("pack", "unpack")
+PACKING, SUMS = ("pack", "unpack"), ("sum_n", "scaled_add")
 LARGE = 64_000_000
 ON_CHIP = 2 << 20
 _CPU_KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "combine", "adasum")
@@ -23,36 +24,22 @@ def singled_out(kernel: str, series: str, size: int) -> bool:
     return kernel == "adasum" or size >= LARGE or series in named or FRESH in series
 
 
-def _of(*kernels: str) -> Callable[[Row], bool]:
-    return lambda row: row.kernel in kernels
-
-
-def _of_size(kernel: str) -> Callable[[Row], bool]:
-    return lambda row: row.kernel == kernel and row.size >= 1 << 20
-
-
-def _ratio(row: Row) -> float | None:
-    return row.ratio
-
-
-def _fraction(row: Row) -> float:
-    return row.fraction
+def _of(*kernels: str, least: int = 0) -> Callable[[Row], bool]:
+    """Choose these kernels' rows of `least` bytes or more."""
+    return lambda row: row.kernel in kernels and row.size >= least
 
 
 def _straight(row: Row) -> bool:
-    return row.kernel in PACKING and row.size >= LARGE and row.series != "misaligned"
+    return _of(*PACKING, least=LARGE)(row) and row.series != "misaligned"
 
 
 def _misaligned(row: Row) -> bool:
-    return row.kernel in PACKING and row.size >= LARGE and row.series == "misaligned"
-
-
-def _sums(row: Row) -> bool:
-    return row.kernel in ("sum_n", "scaled_add") and row.size >= LARGE
+    return _of(*PACKING, least=LARGE)(row) and row.series == "misaligned"
 
 
 def _special_sums(row: Row) -> bool:
-    return _sums(row) and (" to " in row.series or "found_inf" in row.series)
+    special = " to " in row.series or "found_inf" in row.series
+    return _of(*SUMS, least=LARGE)(row) and special
 
 
 def _one_segment(row: Row) -> bool:
@@ -69,22 +56,16 @@ def _over_best(prefix: str) -> Callable[[Row], float | None]:
     return figure
 
 
-def _times_empty(row: Row) -> float | None:
-    return row.seconds / row.times[EMPTY].median if EMPTY in row.times else None
-
-
 def _over_three_units(row: Row) -> float | None:
     """Return our time less that of an empty launch, over the roof of three units of traffic."""
-    if EMPTY not in row.times:
-        return None
-    return (row.seconds - row.times[EMPTY].median) / (row.traffic / row.roof)
+    empty = row.times.get(EMPTY)
+    return (row.seconds - empty.median) / (row.traffic / row.roof) if empty else None
 
 
 def _over_three_units_and_launch(row: Row) -> float | None:
     """Return our time over the roof of three units of traffic and an empty launch."""
-    if EMPTY not in row.times:
-        return None
-    return row.seconds / (row.traffic / row.roof + row.times[EMPTY].median)
+    empty = row.times.get(EMPTY)
+    return row.seconds / (row.traffic / row.roof + empty.median) if empty else None
 
 
 def _of_five_units(row: Row) -> float:
@@ -122,13 +103,16 @@ def _beside_tensors(row: Row) -> float | None:
     return None if found is None else found - 0.1 * row.tensors
 
 
+_ratio, _fraction = attrgetter("ratio"), attrgetter("fraction")
+
+
 GPU = (
     Goal("pack, unpack of 64 MB or more: fraction of the roof", _straight, _fraction, 0.95),
     Goal("the same, misaligned", _misaligned, _fraction, 0.85),
     Goal(
         "1,000 tensors of 1 KiB: times an empty launch",
         lambda row: row.kernel in PACKING and "1,000 x" in row.label,
-        _times_empty,
+        _slowdown(EMPTY),
         2.0,
         True,
     ),
@@ -145,14 +129,14 @@ GPU = (
     ),
     Goal(
         "sum_n, scaled_add of tensors of 64 MB or more: fraction of the roof",
-        _sums,
+        _of(*SUMS, least=LARGE),
         _fraction,
         0.95,
     ),
     Goal("the same, mixed dtypes and found_inf", _special_sums, _fraction, 0.95),
     Goal(
         "dot_and_norms of 64 MB or more: fraction of the read-only roof",
-        lambda row: row.kernel == "dot_and_norms" and row.size >= LARGE,
+        _of("dot_and_norms", least=LARGE),
         _fraction,
         0.9,
     ),
@@ -246,7 +230,7 @@ CPU = (
         for kernel in _CPU_KERNELS
     ),
     *(
-        Goal(f"CPU {kernel}, 1 MiB or more: the same", _of_size(kernel), _ratio, 0.9)
+        Goal(f"CPU {kernel}, 1 MiB or more: the same", _of(kernel, least=1 << 20), _ratio, 0.9)
         for kernel in _CPU_KERNELS
     ),
     Goal(

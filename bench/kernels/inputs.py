@@ -59,32 +59,31 @@ def size_label(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def copy_roof(traffic: int, device: str = DEVICE) -> tuple[Call, int]:
+def copy_roof(traffic: int) -> tuple[Call, int]:
     """Return a copy to time beside a kernel that moves `traffic` bytes, and the bytes it moves.
 
     On CUDA it is always the large one. On the CPU it moves as much as the kernel, up to the large
     one, so that a kernel whose data stay in a cache is compared with that cache.
     """
-    size = LARGE[device]
-    if device == "cpu":
+    size = LARGE[DEVICE]
+    if DEVICE == "cpu":
         size = max(4096, min(size, traffic // 2 // 4 * 4))
-    return _copy(size, device), 2 * size
+    return _copy(size), 2 * size
 
 
 def read_roof() -> tuple[Call, int]:
     """Return a sum, which reads and hardly writes, for kernels that do the same, and its bytes."""
-    return _sum(LARGE[DEVICE], DEVICE), LARGE[DEVICE]
+    return _sum(LARGE[DEVICE]), LARGE[DEVICE]
 
 
 @functools.lru_cache(maxsize=1)
-def _sum(size: int, device: str) -> Call:
-    source = torch.rand(size // 4, device=device)
-    total = torch.empty((), device=device)
+def _sum(size: int) -> Call:
+    source, total = torch.rand(size // 4, device=DEVICE), torch.empty((), device=DEVICE)
     return lambda: torch.sum(source, 0, out=total)
 
 
 @functools.lru_cache(maxsize=1)
-def _copy(size: int, device: str) -> Call:
-    source = torch.rand(size // 4, device=device)
+def _copy(size: int) -> Call:
+    source = torch.rand(size // 4, device=DEVICE)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)

@@ -3,7 +3,7 @@
 Each has its best form: memory to write into, views made in advance, and for packing a buffer
 without padding; what moves more bytes than another one here in every row is left out. A peer's
 bound is the kernel's unless its arithmetic is coarser; then it has a caveat, too. torch's private
-functions are here because users are told to use them: `torch._foreach_*` are the successors of
+functions are here because users are advised to use them: `torch._foreach_*` are the successors of
 apex's multi-tensor kernels.
 """
 

@@ -24,6 +24,11 @@ _NO_CURVES = (
     *("models", "segments", "segments on chip", "many small", "planned model"),
     *("planned segments", WALL, FRESH),
 )
+_ROOFS = {
+    "cuda": "The roof is that large copy, of dot_and_norms the sum. Times are the device's alone, "
+    "but for rows by wall clock.",
+    "cpu": "The roof is a copy of as much traffic as the row's, at most that large one.",
+}
 KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
 
 
@@ -64,8 +69,8 @@ def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
             f"{row.bandwidth / 1e9:.1f}",
             f"{row.fraction:.2f}",
             "none" if best is None else best + ("*" if best in row.notes else ""),
-            _ratio_text(row.ratio),
-            _ratio_text(row.over(DIRECT)),
+            "" if best is None else f"{row.ratio:.2f}",
+            f"{row.over(DIRECT):.2f}" if DIRECT in row.times else "",
         ]
         if on_gpu:
             cells.insert(6, f"{row.hosts[OURS] * 1e6:.1f}")
@@ -82,10 +87,6 @@ def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
         *(f"\\* {note}" for note in notes),
         "",
     ]
-
-
-def _ratio_text(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def goal_lines(rows: Sequence[Row], device: str) -> list[str]:
@@ -106,11 +107,8 @@ def goal_lines(rows: Sequence[Row], device: str) -> list[str]:
 def _goal_cells(goal: Goal, verdict: Verdict) -> list[str]:
     asked = "" if goal.threshold is None else f"{'<=' if goal.at_most else '>='} {goal.threshold:g}"
     got = "" if verdict.value is None else f"{verdict.value:.3g}"
-    rows = (
-        f"{verdict.measured}"
-        if verdict.measured == verdict.rows
-        else f"{verdict.measured}/{verdict.rows}"
-    )
+    part = f"/{verdict.rows}" if verdict.measured < verdict.rows else ""
+    rows = f"{verdict.measured}{part}"
     return [goal.name, asked, got, rows, f"{verdict.missed}", verdict.status, verdict.row]
 
 
@@ -127,7 +125,7 @@ def report(rows: Sequence[Row], meta: dict[str, Any]) -> list[str]:
         f"- rows whose quartiles are more than 20 % apart: {wide} of {len(rows)}",
         "",
         "Medians; spread is from the lower to the upper quartile. GB/s counts the least traffic "
-        "(`*_bytes`). " + _roof_definition(meta["kind"]) + " Peer / ours above 1: ours is faster.",
+        f"(`*_bytes`). {_ROOFS[meta['kind']]} Peer / ours above 1: ours is faster.",
         "",
     ]
     for kernel in KERNELS:
@@ -147,15 +145,6 @@ def _roof_lines(rows: Sequence[Row]) -> list[str]:
                 f"{min(large) / 1e9:.1f} to {max(large) / 1e9:.1f} GB/s {done}"
             )
     return lines
-
-
-def _roof_definition(kind: str) -> str:
-    if kind == "cuda":
-        return (
-            "The roof is that large copy, of dot_and_norms the sum. Times are the device's alone, "
-            "but for rows by wall clock."
-        )
-    return "The roof is a copy of as much traffic as the row's, at most that large one."
 
 
 def slug(device: str) -> str:

@@ -77,11 +77,7 @@ KERNELS = {
         _ELEMENTWISE_VARIANTS,
     ),
     "dots": Kernel(
-        projection_kernels._dots_kernel.function,
-        chunking.tile_of,
-        _EDGES_APART,
-        {},
-        stores=False,
+        projection_kernels._dots_kernel.function, chunking.tile_of, _EDGES_APART, {}, stores=False
     ),
     "combine": Kernel(
         projection_kernels._combine_kernel.function,

@@ -8,30 +8,12 @@ from bench.static_analysis.occupancy import ARCHITECTURES, LATENCY_NS, residency
 from bench.static_analysis.sass import Path
 
 WIDTHS = ("16", "8", "4", "2", "1")
+_A_PATH = ("in flight KiB", "of need", "instr. a byte", "of issue", "barriers")
 _HEAD = (
-    "dtype",
-    "variant",
-    "sm",
-    "registers",
-    "warps",
-    "shared",
-    "spills",
-    "instructions",
-    "loads 16/8/4/2/1 B",
-    "stores 16/8/4/2/1 B",
-    "atomics",
-    "fp64",
-    "programs an SM (limit)",
-    "in flight KiB",
-    "of need",
-    "instr. a byte",
-    "of issue",
-    "barriers",
-    "scalar: in flight KiB",
-    "of need",
-    "instr. a byte",
-    "of issue",
-    "barriers",
+    *("dtype", "variant", "sm", "registers", "warps", "shared", "spills", "instructions"),
+    *("loads 16/8/4/2/1 B", "stores 16/8/4/2/1 B", "atomics", "fp64", "programs an SM (limit)"),
+    *_A_PATH,
+    *(f"scalar: {_A_PATH[0]}", *_A_PATH[1:]),
 )
 
 

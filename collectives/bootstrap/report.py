@@ -8,25 +8,27 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from collectives.reducers import Sum
+from collectives.schedules.auto import sum_algorithm
+from collectives.schedules.topology import Topology
 from collectives.transport import Transport, load_nccl
 
 # For which the line says what `auto` takes.
 _SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "64 MiB": 2**26}
 
 
-def report(transport: Transport, choice: str, hosts: Sequence[int]) -> str:
+def report(transport: Transport, choice: str, hosts: Sequence[int], topology: Topology) -> str:
     """Return the transport and why, the algorithms of `auto`, the CPU path and NCCL's version.
 
     Args:
         transport: Of the group.
         choice: Which transport was asked for, as `transport_choice` returns it.
         hosts: A number for every rank's host.
+        topology: The nodes that algorithms see.
     """
     where = f"rank {transport.rank} of {transport.size} on {len(set(hosts))} host(s)"
     said = [f"transport={choice!r}: {_way(transport)}"]
     if transport.size > 1:
-        said.append(f"sums of CPU tensors by {_algorithms(transport.size)}")
+        said.append(f"sums of CPU tensors by {_algorithms(topology)}")
     said += [f"CPU kernels {kernels.backend_info().cpu_path}", f"NCCL {_nccl(transport)}"]
     return f"{where}: {'; '.join(said)}"
 
@@ -39,9 +41,10 @@ def _way(transport: Transport) -> str:
     return f"{way}, gloo where nothing faster was asked for or to be had" if "loo" in way else way
 
 
-def _algorithms(size: int) -> str:
-    """Return what `auto` takes for a few sizes."""
-    return ", ".join(f"{Sum.algorithm(nbytes, size)} at {name}" for name, nbytes in _SIZES.items())
+def _algorithms(topology: Topology) -> str:
+    """Return what `auto` takes for a few sizes, by messages."""
+    chosen = {name: sum_algorithm("cpu", nbytes, topology) for name, nbytes in _SIZES.items()}
+    return ", ".join(f"{spec} at {name}" for name, spec in chosen.items())
 
 
 def _nccl(transport: Transport) -> str:

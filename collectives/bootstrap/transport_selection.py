@@ -24,7 +24,7 @@ from collectives.transport import (
     load_nccl,
 )
 from collectives.transport.byte_gathering import gather_objects
-from collectives.transport.connections.connect import KINDS, descriptors_of
+from collectives.transport.connections.connect import KINDS, descriptors_of, neighbours
 from collectives.transport.descriptors import shortage
 from collectives.transport.nccl.calling_thread import shared_thread
 from collectives.transport.nccl.cupy_backend import CupyBackend
@@ -84,11 +84,15 @@ def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
     choice, store = start.options["transport"], store_of(gloo.process_group)
     kinds = _KINDS[choice]
     names = gather_objects(os.uname().nodename, gloo, timeout)
-    short = shortage(_descriptors(kinds, gloo.size, names.count(names[gloo.rank]))) if kinds else ""
+    local_size, short = names.count(names[gloo.rank]), ""
+    if kinds:
+        # As far as the system lets it: what only some algorithms need is opened when they run.
+        shortage(_descriptors(kinds, gloo.size, local_size))
+        short = shortage(_descriptors(kinds, gloo.size, local_size, at_start=True))
     if short:
         kinds = ()
         _logger.warning("rank %d: %s; its messages go over gloo meanwhile", gloo.rank, short)
-    opened = ConnectionTransport(gloo, timeout, kinds=kinds, toward=_host_of(store))
+    opened = ConnectionTransport(gloo, timeout, kinds=kinds, store_host=_host_of(store))
     with contextlib.ExitStack() as failed:
         failed.callback(opened.close)
         peers = {*range(gloo.size)} - {gloo.rank}
@@ -185,10 +189,15 @@ def require_room(
         raise TransportError(f"{size} ranks cannot be connected: {short}")
 
 
-def _descriptors(kinds: Collection[str], size: int, local_size: int) -> int:
-    """Return how many descriptors connections of these kinds need."""
+def _descriptors(
+    kinds: Collection[str], size: int, local_size: int, *, at_start: bool = False
+) -> int:
+    """Return how many descriptors connections of these kinds need: all, or those at start."""
     near = min(local_size, size) - 1 if "shm" in kinds else 0
-    return descriptors_of(near, size - 1 - near if "tcp" in kinds else 0) if kinds else 0
+    far = size - 1 - near if "tcp" in kinds else 0
+    if at_start:
+        far = min(far, len(neighbours(0, size)))
+    return descriptors_of(near, far) if kinds else 0
 
 
 def _check_demand(choice: str, missing: Sequence[Sequence[Any]]) -> None:

@@ -2,6 +2,9 @@
 
     python -m collectives.cost --nodes 128 --local 8 --bytes 256M
 
+No call asks it: what it says of machines in general is the table of `auto`
+(collectives/schedules/auto.py), which it makes.
+
 `walk` goes through a schedule's own steps, rank by rank; `estimate` does so for each level of an
 algorithm's by itself, and takes a ring, which has too many of them, from its closed form.
 

@@ -1,13 +1,16 @@
-"""What every algorithm would cost on a machine, as a table.
+"""What every algorithm would cost on a machine, as a table, and the best specification for it.
 
     python -m collectives.cost --nodes 128 --local 8 --bytes 256M
     python -m collectives.cost --nodes 2 --alpha 3e-6,20e-6 --beta 2e-12,1e-10 --op adasum
     python -m collectives.cost --local 8 --host 0
+    python -m collectives.cost --table
 
 Rates are seconds and seconds a byte; unless given they are assumptions about H100 nodes, which the
 heading repeats. `nccl` is the price of NCCL's own sum. A two-level algorithm with Adasum averages
 inside nodes: that computes something else than Adasum over all ranks, so its time is no reason to
-prefer it.
+prefer it. The specifications below the table, of up to 1,024 ranks and among schedules of the same
+mathematics, are what `algorithm=` takes where these rates are yours: their limits count elements of
+4 bytes.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from dataclasses import replace
 from collectives import validation
 from collectives.cost import ASSUMED, OPS, Cost, LinkRates, Rate, estimate
 from collectives.cost.library import library_cost
+from collectives.cost.thresholds import best_specification, table
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
 
 _Row = tuple[str, str, Cost]
+_MOST_RANKS = 1024
 
 
 def algorithms(op: str, topology: Topology) -> list[str]:
@@ -40,7 +45,7 @@ def algorithms(op: str, topology: Topology) -> list[str]:
     return names
 
 
-def table(
+def costs(
     topology: Topology,
     rates: LinkRates,
     nbytes: int,
@@ -74,6 +79,10 @@ def table(
                 _bytes(cost.memory),
             ]
             lines.append(f"| {' | '.join(cells)} |")
+    # Their steps are priced at many sizes, which of so many ranks takes minutes.
+    if not names and topology.size <= _MOST_RANKS:
+        lines.append("")
+        lines += [f'{op}: algorithm="{best_specification(op, rates, topology)}"' for op in ops]
     return lines
 
 
@@ -90,14 +99,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, about in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
         text = f"{about}: inside a node and between nodes, or one for both"
         parser.add_argument(f"--{name}", metavar="INTRA[,INTER]", help=text)
+    parser.add_argument("--gamma", type=float, help="seconds a byte of a sum; Adasum's are 2.5")
     parser.add_argument("--host", type=float, metavar="SECONDS", help="of the host, a step")
+    parser.add_argument("--table", action="store_true", help="print the table of `auto` instead")
     args = parser.parse_args(argv)
+    if args.table:
+        rows = (f"    {key}: {text!r},".replace("'", '"') for key, text in table().items())
+        print("TABLE = {", *rows, "}", sep="\n")
+        return
     try:
         topology, rates = _machine(args)
         ops = OPS if args.op == "all" else (args.op,)
         names = args.algorithms.split(",") if args.algorithms else None
         nbytes = parse_general_int(args.bytes)
-        print("\n".join(table(topology, rates, nbytes, ops, names, args.segments)))
+        print("\n".join(costs(topology, rates, nbytes, ops, names, args.segments)))
     except ValueError as error:
         parser.error(str(error))
 
@@ -112,6 +127,11 @@ def _machine(args: argparse.Namespace) -> tuple[Topology, LinkRates]:
             intra, inter = intra._replace(**{part: inside}), inter._replace(**{part: between})
     host = ASSUMED.host if args.host is None else args.host
     rates = replace(ASSUMED, intra=intra, inter=inter, host=host)
+    if args.gamma is not None:
+        plain, adasum = (factor * args.gamma for factor in (1.0, 2.5))
+        rates = replace(
+            rates, sum=rates.sum._replace(beta=plain), adasum=rates.adasum._replace(beta=adasum)
+        )
     return Topology(args.nodes * args.local, args.local), rates
 
 

@@ -36,18 +36,6 @@ def library_cost(nbytes: float, rates: LinkRates, topology: Topology) -> Cost:
     return min(costs, key=lambda cost: cost.seconds)
 
 
-def least_seconds(nbytes: float, rates: LinkRates, topology: Topology) -> float:
-    """Return less than any schedule takes: log2 n steps, and the least bytes on either link.
-
-    To walk the schedules of thousands of ranks takes seconds, which this saves.
-    """
-    local, nodes = topology.local_size, topology.num_nodes
-    within, between = (2 * (count - 1) / count * nbytes for count in (local, nodes))
-    steps = (topology.size - 1).bit_length()
-    step = rates.host + min(rates.intra.alpha, rates.inter.alpha)
-    return rates.call + steps * step + _transfer(within, between, rates, local)
-
-
 def _ring(nbytes: float, rates: LinkRates, topology: Topology) -> Cost:
     size, local, nodes = topology.size, topology.local_size, topology.num_nodes
     hops = 2 * (size - 1)

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from collectives.cost import ASSUMED
-from collectives.cost.choice import choose
 from collectives.execution.call import Call
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
@@ -19,7 +17,8 @@ from collectives.execution.phases import AllReducePhases, auto_of, phases_of
 from collectives.execution.vectors import flatten, multiply, vector_of
 from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
-from collectives.schedules.algorithm import Deal
+from collectives.schedules.algorithm import ONE_TENSOR, Deal
+from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.schedules.topology import Topology
@@ -147,7 +146,13 @@ class Runner:
         algorithm, phases = self._phases(flat, op, options, schedule)
         with call_span(label, op, algorithm, flat):
             multiply(flat, prescale * phases.prescale)
-            self._run(phases, flat, op, options.segments, label)
+            context = self.context(label)
+            buffer = self._before_schedule(phases, flat, context)
+            if phases.schedule is not None:
+                reducers = (Sum, op) if phases.two_levels else op
+                execute(phases.schedule, buffer, reducers, context, segments=options.segments)
+            if buffer is not flat:
+                flat.copy_(buffer)
             op.finish(flat, self.size)
         multiply(flat, options.postscale)
 
@@ -162,7 +167,9 @@ class Runner:
         spec = spec_for(options.specs, flat.numel())
         if spec.outer == "auto":
             spec = self._choose(flat, op)
-        deal = Deal(_count(options.segments), self.first)
+        deal = ONE_TENSOR
+        if spec.deals_shards:
+            deal = Deal(_count(options.segments), self.first)
         self.first += 1
         return spec, phases_of(spec, op, self.topology, deal)
 
@@ -210,52 +217,53 @@ class Runner:
 
     def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
         """Return what `auto` stands for, the same on all ranks and in every run."""
-        if not flat.is_cuda or not op.associative:
+        if not is_plain_sum(op):
             return auto_of(op, flat.nbytes, self.size)
-        library = self._library_for(flat, op)
-        (spec,) = parse_all_reduce_spec(choose(op, flat.nbytes, ASSUMED, self.topology, library))
-        return spec
+        device = "cuda" if flat.is_cuda else "cpu"
+        return sum_algorithm(device, flat.nbytes, self.topology, self._library_for(flat))
 
-    def _library_for(self, flat: Tensor, op: Reducer) -> str | None:
-        """Return the name of NCCL's own all-reduce where `auto` may take it, alike on all ranks."""
+    def _library_for(self, flat: Tensor) -> str | None:
+        """Return the name of NCCL's own sum where `auto` may take it, alike on all ranks."""
         dtype = flat.dtype.to_real() if flat.is_complex() else flat.dtype
-        if not flat.is_cuda or dtype not in DTYPES or not is_plain_sum(op):
+        if not flat.is_cuda or dtype not in DTYPES:
             return None
         if self.transport.sums_on_gpu:
             return "nccl"
         group = self.transport.process_group
         return None if group is None or not has_nccl(group) else "collective"
 
-    def _run(
-        self,
-        phases: AllReducePhases,
-        flat: Tensor,
-        op: Reducer,
-        segments: Sequence[int] | None,
-        label: str,
-    ) -> None:
-        call, on_host = self.context(label), phases.host and flat.is_cuda
+    def _before_schedule(self, phases: AllReducePhases, flat: Tensor, call: CallContext) -> Tensor:
+        """Sum by the library, if there is one; return what the schedule works on."""
+        on_host = phases.host and flat.is_cuda
         # NCCL's own sum inside the nodes works on the GPUs.
         buffer = _on_host(flat) if on_host and phases.library != "nccl" else flat
-        if phases.library is not None:
-            self._run_library(phases, buffer, call)
-        if phases.schedule is not None:
-            if on_host and buffer is flat:
-                # The copy waits for that sum, or for what ended it.
-                buffer = _on_host(flat)
-                self.transport.check_streams()
-            reducers = (Sum, op) if phases.two_levels else op
-            execute(phases.schedule, buffer, reducers, call, segments=segments)
-        if buffer is not flat:
-            flat.copy_(buffer)
-
-    def _run_library(self, phases: AllReducePhases, buffer: Tensor, call: CallContext) -> None:
+        if phases.library is None:
+            return buffer
         ranks = None
         if phases.schedule is not None:
             ranks = tuple(self.topology.ranks_of(self.topology.node_of(self.rank)))
         if ranks is None or len(ranks) > 1:
-            assert phases.library is not None
             self.libraries.all_reduce(phases.library, phases.shards, buffer, ranks, call)
+        if on_host and buffer is flat and phases.schedule is not None:
+            # The copy waits for that sum, or for what ended it.
+            buffer = _on_host(flat)
+            self.transport.check_streams()
+        return buffer
+
+
+def all_reduce(runner: Runner, call: Call) -> Tensor:
+    """Carry out an all_reduce, or a run of a user's schedule."""
+    (tensor,) = call.tensors
+    options = AllReduceOptions.of(call)
+    runner.all_reduce(flatten(tensor), call.op, options, call.label, schedule=call.schedule)
+    return tensor
+
+
+def grouped_all_reduce(runner: Runner, call: Call) -> Sequence[Tensor]:
+    """Carry out a grouped_all_reduce."""
+    for options, tensors in AllReduceOptions.of(call).by_range(call.tensors):
+        runner.all_reduce_packed(tensors, call.op, options, call.label)
+    return call.tensors
 
 
 def _count(segments: Sequence[int] | None) -> int:

@@ -13,35 +13,26 @@ from typing import Any
 
 import torch
 
-from collectives.cost import ASSUMED
-from collectives.cost.choice import all_gather_schedule, reduce_schedule
 from collectives.errors import CollectiveMismatchError, TransportError
-from collectives.execution.all_reduce import AllReduceOptions, Runner
+from collectives.execution.all_reduce import (
+    AllReduceOptions,
+    Runner,
+    all_reduce,
+    grouped_all_reduce,
+)
 from collectives.execution.call import Call
 from collectives.execution.owned_vectors import owned_vectors
 from collectives.execution.vectors import flatten, multiply
 from collectives.owners import owners
 from collectives.reducers import Sum
 from collectives.schedules import binomial_tree, bruck, ring
+from collectives.schedules.auto import all_gather_schedule, reduce_schedule
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.transport.base import Message
 
 Tensor = torch.Tensor
 _NO_OUT = -1
-
-
-def _all_reduce(runner: Runner, call: Call) -> Tensor:
-    (tensor,) = call.tensors
-    options = AllReduceOptions.of(call)
-    runner.all_reduce(flatten(tensor), call.op, options, call.label, schedule=call.schedule)
-    return tensor
-
-
-def _grouped_all_reduce(runner: Runner, call: Call) -> Sequence[Tensor]:
-    for options, part in AllReduceOptions.of(call).by_range(call.tensors):
-        runner.all_reduce_packed(part, call.op, options, call.label)
-    return call.tensors
 
 
 def _reduce(runner: Runner, call: Call) -> Tensor:
@@ -53,8 +44,7 @@ def _reduce(runner: Runner, call: Call) -> Tensor:
 def _reduce_onto(runner: Runner, call: Call, tensor: Tensor, dst: int) -> None:
     flat = flatten(tensor)
     multiply(flat, runner.factor(call, flat.dtype))
-    schedule = reduce_schedule(flat.nbytes, dst, ASSUMED if flat.is_cuda else None, runner.topology)
-    runner.execute(call, schedule, flat, call.op)
+    runner.execute(call, reduce_schedule(flat.nbytes, dst, runner.size), flat, call.op)
     if runner.rank == dst:
         runner.finish(call, flat)
 
@@ -136,8 +126,8 @@ def _gather(runner: Runner, call: Call) -> tuple[Tensor, list[int]]:
     result = mine.new_empty(rows[-1], *mine.shape[1:]) if call.out is None else call.out
     whole = result.detach()
     whole[rows[runner.rank] : rows[runner.rank + 1]] = mine.detach()
-    width = prod(mine.shape[1:])
-    schedule = all_gather_schedule(whole.nbytes, ASSUMED, runner.topology)
+    width, device = prod(mine.shape[1:]), "cuda" if whole.is_cuda else "cpu"
+    schedule = all_gather_schedule(device, whole.nbytes, runner.topology)
     runner.execute(call, schedule, whole.view(-1), Sum, [row * width for row in rows])
     return result, rows
 
@@ -200,9 +190,9 @@ def _barrier(runner: Runner, call: Call) -> None:
 
 
 OPERATIONS: dict[str, Callable[[Runner, Call], Any]] = {
-    "all_reduce": _all_reduce,
-    "grouped_all_reduce": _grouped_all_reduce,
-    "run": _all_reduce,
+    "all_reduce": all_reduce,
+    "grouped_all_reduce": grouped_all_reduce,
+    "run": all_reduce,
     "reduce": _reduce,
     "reduce_to_owners": _reduce_to_owners,
     "broadcast_from_owners": _broadcast_from_owners,

@@ -24,36 +24,44 @@ def as_tensor(payload: bytes) -> torch.Tensor:
 def gather_bytes(payload: bytes, transport: Transport, step: str, timeout: float) -> list[bytes]:
     """Return every rank's bytes, by rank; lengths may differ.
 
+    In about log2 n exchanges, after each of which a rank knows twice as many: those of the ranks
+    from itself on. So it takes connections to `2 log2 n` ranks alone.
+
     Args:
         payload: This rank's.
         transport: Between the ranks, all of which call this.
         step: What an error calls this.
-        timeout: Seconds, for the lengths and for the bytes.
+        timeout: Seconds, for each exchange of lengths and of bytes.
     """
-    peers = [rank for rank in range(transport.size) if rank != transport.rank]
+    rank, size = transport.rank, transport.size
+    known = [payload]
+    while (distance := len(known)) < size:
+        count = min(distance, size - distance)
+        peer, target = (rank + distance) % size, (rank - distance) % size
 
-    def gather(tensors: Sequence[torch.Tensor], what: str) -> None:
-        mine = tensors[transport.rank]
-        transport.exchange(
-            [Message(peer, mine) for peer in peers],
-            [Message(peer, tensors[peer]) for peer in peers],
-            f"{step} ({what})",
-            timeout,
-        )
+        def swap(
+            mine: torch.Tensor,
+            theirs: torch.Tensor,
+            what: str,
+            peer: int = peer,
+            target: int = target,
+        ) -> None:
+            sends, recvs = [Message(target, mine)], [Message(peer, theirs)]
+            transport.exchange(sends, recvs, f"{step} ({what})", timeout)
 
-    lengths = torch.full((transport.size, 1), len(payload), device="cpu")
-    gather([*lengths], "lengths")
-    told = lengths.flatten().tolist()
-    for peer, length in enumerate(told):
-        if not 0 <= length <= _MAX_BYTES:
-            raise TransportError(
-                f"{step}: rank {transport.name(peer)} says that it sends {length} bytes, which is "
-                f"not from 0 to {_MAX_BYTES}"
-            )
-    pieces = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in told]
-    pieces[transport.rank] = as_tensor(payload)
-    gather(pieces, "contents")
-    return [piece.numpy().tobytes() for piece in pieces]
+        lengths = torch.empty(count, dtype=torch.int64, device="cpu")
+        swap(torch.tensor([len(each) for each in known[:count]], device="cpu"), lengths, "lengths")
+        for number, length in enumerate(lengths.tolist()):
+            if not 0 <= length <= _MAX_BYTES:
+                name = transport.name((peer + number) % size)
+                raise TransportError(
+                    f"{step}: rank {name} says that it sends {length} bytes, which is not from 0 "
+                    f"to {_MAX_BYTES}"
+                )
+        theirs = torch.empty(int(lengths.sum()), dtype=torch.uint8, device="cpu")
+        swap(as_tensor(b"".join(known[:count])), theirs, "contents")
+        known += [each.numpy().tobytes() for each in theirs.split(lengths.tolist())]
+    return [known[(each - rank) % size] for each in range(size)]
 
 
 def gather_objects(value: Any, transport: Transport, timeout: float) -> list[Any]:
@@ -63,18 +71,18 @@ def gather_objects(value: Any, transport: Transport, timeout: float) -> list[Any
     )
 
 
-def read_objects(told: Sequence[bytes], transport: Transport) -> list[Any]:
-    """Return what ranks told as JSON, by rank.
+def read_objects(reports: Sequence[bytes], transport: Transport) -> list[Any]:
+    """Return what ranks have sent as JSON, by rank.
 
     Raises:
         TransportError: It is none; the text names the rank.
     """
     read = []
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(reports):
         try:
             read.append(json.loads(each))
         except (ValueError, RecursionError) as error:
             raise TransportError(
-                f"what rank {transport.name(rank)} told is not what a rank tells: {error}"
+                f"what rank {transport.name(rank)} sent is not what a rank sends: {error}"
             ) from None
     return read

@@ -1,1 +1,1 @@
-"""The CPU path: C compiled at first use, or torch's functions."""
+"""The CPU path: C compiled at installation, or torch's functions."""

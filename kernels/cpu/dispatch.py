@@ -8,46 +8,22 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from functools import partial
 
 from kernels.arguments import Call
 from kernels.cpu import native, torch_fallback
-from kernels.cpu.build import Unavailable
 
 _logger = logging.getLogger(__name__)
 _VARIABLE = "ADASUM_CPU_KERNELS"
 _CHOICES = ("auto", "native", "torch")
-
-
-class _State:
-    """found: the compiled functions, or why torch's are used; None until it is looked for."""
-
-    def __init__(self) -> None:
-        # Of a thread, whose signal handlers may call this, too.
-        self.lock = threading.RLock()
-        self.found: native.Library | str | None = None
-
-
-_state = _State()
-
-
-def _forked() -> None:
-    """A thread that compiles is not in a child of the process, the lock that it held is."""
-    _state.lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+# "found": the compiled functions, or why torch's are used; nothing until it is looked for.
+_state: dict[str, native.Library | str] = {}
 
 
 def _found() -> native.Library | str:
-    if _state.found is None:
-        with _state.lock:
-            if _state.found is None:
-                _state.found = _load()
-    return _state.found
+    # Threads that come first at once use what one of them has set: all, the same.
+    return _state.get("found") or _state.setdefault("found", _load())
 
 
 def _load() -> native.Library | str:
@@ -57,8 +33,8 @@ def _load() -> native.Library | str:
     if choice == "torch":
         return f"{_VARIABLE}=torch"
     try:
-        return native.build()
-    except Unavailable as error:
+        return native.load()
+    except native.Unavailable as error:
         if choice == "native":
             raise RuntimeError(f"{_VARIABLE}=native: {error}") from error
         _logger.warning(
@@ -73,8 +49,7 @@ def _load() -> native.Library | str:
 def library() -> native.Library | None:
     """Return the compiled functions; None where torch's are used.
 
-    The first call may compile, for about a second. ADASUM_CPU_KERNELS says what to use: "auto", the
-    default, "torch", or "native".
+    ADASUM_CPU_KERNELS says what to use: "auto", the default, "torch", or "native".
 
     Raises:
         ValueError: The variable has another value.
@@ -95,8 +70,7 @@ def use_torch(why: str) -> None:
 
     Their last bits are others: for ranks of which one has no compiled functions.
     """
-    with _state.lock:
-        _state.found = why
+    _state["found"] = why
 
 
 def bind(call: Call) -> Callable[..., None]:

@@ -10,19 +10,18 @@
  *
  * Every `out` may be one of the inputs: a tile is read before it is written.
  *
- * A function takes one argument, the struct of task.h, which is generated from kernels/cpu/native.py.
+ * A function takes one argument, the struct of task.h. setup.py has the flags of the compiler, which
+ * matter: products must not be fused with sums.
  */
+#include "task.h"
 #include "vectors.h"
 
 #include <math.h>
 
-/* GOMP_parallel; omp_get_thread_num and omp_get_num_threads. */
-typedef void run_in_team(void (*start)(void *), void *argument, unsigned threads, unsigned flags);
-typedef int count_threads(void);
-#include "task.h"
+/* The hash of these files, by which kernels/cpu/native.py refuses what was made of others. */
+const char compiled_from[] = COMPILED_FROM;
 
-/* In the order of kernels/cpu/native.py. BLOCK, elements whose dot products are one partial result,
- * comes from there, too, as do TINY, CANCELLED and the coefficients that are safe in float. */
+/* In the order of kernels/cpu/native.py. */
 enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
 /* Elements; up to ALONE are not worth a second thread. */
 enum { TILE = 1024, LANES = 8, ALONE = 32768 };

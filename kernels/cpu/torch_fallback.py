@@ -1,4 +1,4 @@
-"""The CPU path where nothing could be compiled: torch's functions, in blocks that stay in a cache.
+"""The CPU path where nothing was compiled: torch's functions, in blocks that stay in a cache.
 
 The arithmetic of kernels/cpu/native.c: float32 for float16, bfloat16 and float32, float64 for
 float64, rounded once. Dot products are taken in float64.

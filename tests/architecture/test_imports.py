@@ -40,7 +40,6 @@ WINGS = {
         ("kernels.backends",),
         ("kernels.gpu", "kernels.cpu"),
         ("kernels",),
-        ("kernels.cpu.tensor_list", "kernels.cpu.build"),
     ),
     "collectives": (
         ("collectives.__init__",),

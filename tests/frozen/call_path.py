@@ -151,7 +151,7 @@ def starts_request(frame: FrameType, event: str, arg: Any) -> bool:
 def _all_reduce(rank: int, transport: str) -> Trace:
     tracer = Tracer(sends, here=rank == 0)
     # By size alone: measured rates may choose another algorithm on another machine.
-    group = collectives.init(transport=transport, calibrate=False)
+    group = collectives.init(transport=transport)
     tensor = torch.ones(1 << 18)
     for _ in range(WARM):
         group.all_reduce(tensor, collectives.Sum)
@@ -168,7 +168,7 @@ def all_reduce(transport: str) -> Trace:
 
 def _optimizer_step(rank: int) -> Trace:
     tracer = Tracer(starts_request, here=rank == 0)
-    adasum.init(calibrate=False)
+    adasum.init()
     model = torch.nn.Linear(64, 64)
     optimizer = adasum.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()

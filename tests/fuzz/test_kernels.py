@@ -37,7 +37,7 @@ SCALES = (1.0, 0.5, 2, 1e-300, 1e300)
 
 # Plain data, whose wrong values are passed to the functions that take them.
 DATA = {"DTYPES", "Layout"}
-# What may compile, which tests/kernels/cpu/test_native.py tries, and types that plans have.
+# What tests/kernels/cpu/test_native.py tries, and types that plans have.
 OTHERS = {name for name in kernels.__all__ if "lan" in name} | {"BackendInfo", "backend_info"}
 
 

@@ -1,6 +1,6 @@
 """The backends every kernel test runs on.
 
-`cpu` is the CPU path, compiled or, `cpu_torch`, where nothing could be; `triton` the Triton path on
+`cpu` is the CPU path, compiled or, `cpu_torch`, where nothing was; `triton` the Triton path on
 a GPU, `emulator` the same code, compiled for sm_90 and run on CPU tensors by tests/ptx_emulator,
 which looks for stray and misaligned accesses, races and hangs on the way.
 """

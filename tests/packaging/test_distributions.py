@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import email
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -20,6 +22,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("adasum", "collectives", "kernels")
 # What the sdist has beside the packages.
 TREE = ("bench", "docs", "examples", "tests")
+LIBRARY = "kernels/cpu/libnative.so"
+HAS_C = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64")
+needs_c = pytest.mark.skipif(
+    not (HAS_C and shutil.which("gcc")), reason="no gcc on the PATH, or nothing for it to compile"
+)
 # One quick file for each package.
 FAST = (
     "tests/kernels/test_packing.py",
@@ -35,27 +42,29 @@ for kind in kinds:
 """
 
 
-def build(tree: Path, out: Path, *kinds: str) -> list[Path]:
-    """Build `kinds` ("sdist", "wheel") of `tree` into `out`, as pip does without isolation."""
+def build(tree: Path, out: Path, *kinds: str, **variables: str) -> list[Path]:
+    """Build `kinds` ("sdist", "wheel", "editable") of `tree` into `out`, as pip does without
+    isolation."""
     out.mkdir()
     done = subprocess.run(
         [sys.executable, "-c", BUILD, str(out), *kinds],
         cwd=tree,
         capture_output=True,
         text=True,
+        env={**os.environ, **variables},
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [next(out.glob({"sdist": "*.tar.gz", "wheel": "*.whl"}[kind])) for kind in kinds]
+    return [next(out.glob("*.tar.gz" if kind == "sdist" else "*.whl")) for kind in kinds]
 
 
 def sources(tree: Path, folder: str) -> set[str]:
-    """List a folder's files, relative to the tree, without compiled Python."""
+    """List a folder's files, relative to the tree, without what was compiled."""
     return {
         path.relative_to(tree).as_posix()
         for path in (tree / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
+        if path.is_file() and not {"__pycache__", path.suffix} & {*path.parts, ".pyc", ".so"}
     }
 
 
@@ -64,21 +73,25 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Build both distributions of a copy of the tree, since building writes into it."""
+def copy_of_the_tree(tree: Path, *folders: str) -> None:
     pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools>=77")
-    place = tmp_path_factory.mktemp("built")
-    tree = place / "tree"
     tree.mkdir()
-    for folder in (*PACKAGES, *TREE):
-        shutil.copytree(
-            ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
-        )
+    for folder in folders:
+        ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "*.so")
+        shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, tree)
-    shutil.copytree(ROOT / ".ci", tree / ".ci")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Build both distributions of a copy of the tree, since building writes into it."""
+    place = tmp_path_factory.mktemp("built")
+    tree = place / "tree"
+    copy_of_the_tree(tree, *PACKAGES, *TREE, ".ci")
+    # As `make build` leaves it: neither distribution is to have that one.
+    (tree / LIBRARY).write_bytes(b"compiled from other sources")
     sdist, wheel = build(tree, place / "out", "sdist", "wheel")
     unpacked = place / "unpacked"
     shutil.unpack_archive(sdist, unpacked)
@@ -90,7 +103,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_wheel_contains_the_three_packages_and_nothing_else(built: dict[str, Path]) -> None:
     files = set(contents(built["wheel"]))
     info = {name for name in files if name.startswith("adasum-") and ".dist-info/" in name}
-    assert files - info == set().union(*(sources(ROOT, package) for package in PACKAGES))
+    assert files - info - {LIBRARY} == set().union(*(sources(ROOT, each) for each in PACKAGES))
     assert {f"{package}/py.typed" for package in PACKAGES} <= files
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in info)
 
@@ -115,7 +128,11 @@ def test_wheel_metadata_has_license_readme_and_dependencies(built: dict[str, Pat
         "triton",
         "typing_extensions",
     ]
-    assert b"Root-Is-Purelib: true" in next(v for k, v in files.items() if k.endswith("/WHEEL"))
+    tags = email.message_from_bytes(next(v for k, v in files.items() if k.endswith("/WHEEL")))
+    assert tags["Root-Is-Purelib"] == ("false" if HAS_C else "true")
+    # ctypes loads what is compiled: one wheel serves any Python.
+    system = sysconfig.get_platform().replace("-", "_") if HAS_C else "any"
+    assert tags.get_all("Tag") == [f"py3-none-{system}"]
 
 
 def test_extras_for_cuda_bring_cupy_alone(built: dict[str, Path]) -> None:
@@ -145,6 +162,57 @@ def test_sdist_builds_the_same_wheel(built: dict[str, Path]) -> None:
     assert contents(built["wheel of the sdist"]) == contents(built["wheel"])
 
 
+PATH_AND_SUM = """
+import kernels, torch
+print(kernels.sum_n([torch.ones(3), torch.ones(3)]).tolist())
+print(kernels.backend_info().cpu_path)
+"""
+
+
+def path_and_sum(packages: Path) -> list[str]:
+    """What computes on CPU tensors with the packages of a folder."""
+    bare = {name: value for name, value in os.environ.items() if name != "ADASUM_CPU_KERNELS"}
+    done = subprocess.run(
+        [sys.executable, "-c", PATH_AND_SUM],
+        cwd=packages,
+        env={**bare, "PYTHONPATH": str(packages)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+@needs_c
+def test_wheel_has_the_compiled_kernels(built: dict[str, Path], tmp_path: Path) -> None:
+    assert contents(built["wheel"])[LIBRARY].startswith(b"\x7fELF")
+    shutil.unpack_archive(built["wheel"], tmp_path, format="zip")
+    assert path_and_sum(tmp_path) == ["[2.0, 2.0, 2.0]", "compiled"]
+
+
+def test_wheel_made_without_a_compiler_has_torchs_functions_and_says_so(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    copy_of_the_tree(tree, *PACKAGES)
+    (wheel,) = build(tree, tmp_path / "out", "wheel", CC="/bin/false")
+    assert LIBRARY not in contents(wheel)
+    shutil.unpack_archive(wheel, tmp_path / "site", format="zip")
+    result, path = path_and_sum(tmp_path / "site")
+    assert result == "[2.0, 2.0, 2.0]" and path.startswith("torch: ")
+    if HAS_C:
+        assert "the C kernels were not compiled at installation: with gcc, or what $CC" in path
+
+
+@needs_c
+def test_editable_installation_compiles_in_place_where_there_is_a_compiler(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    copy_of_the_tree(tree, *PACKAGES)
+    build(tree, tmp_path / "without", "editable", CC="/bin/false")
+    assert path_and_sum(tree)[1].startswith("torch: ")
+    build(tree, tmp_path / "with", "editable")
+    assert path_and_sum(tree) == ["[2.0, 2.0, 2.0]", "compiled"]
+
+
 @pytest.mark.slow
 def test_installed_wheel_passes_the_tests_of_every_package(
     built: dict[str, Path], tmp_path: Path
@@ -155,7 +223,7 @@ def test_installed_wheel_passes_the_tests_of_every_package(
     (site,) = environment.glob("lib/python*/site-packages")
     here = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (site / "here.pth").write_text("\n".join(here))
-    # Unpacking a wheel of pure Python installs it.
+    # Unpacking a wheel without scripts installs it.
     with zipfile.ZipFile(built["wheel"]) as archive:
         archive.extractall(site)
     tests = tmp_path / "tests of the sdist"
@@ -182,6 +250,6 @@ def test_installed_wheel_passes_the_tests_of_every_package(
     version = built["wheel"].name.split("-")[1]
     assert f"  adasum                   {version}" in output
     assert f"  kernels imported from    {site / 'kernels'}" in output
-    # The C source is in the wheel, or this would be torch.
+    # The compiled kernels are in the wheel, or this would be torch.
     assert f"  CPU tensors by           {kernels.backend_info().cpu_path}" in output
     assert " passed" in output[-1]

@@ -1,9 +1,12 @@
-"""The Makefile's set-up where a Python is there whose torch sees a GPU: .venv borrows it."""
+"""The Makefile: its set-up where a Python is there whose torch sees a GPU, and what it compiles."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
+import sys
 import textwrap
 import venv
 from pathlib import Path
@@ -17,6 +20,8 @@ class cuda:
     def is_available():
         return True
 """
+LIBRARY = "kernels/cpu/libnative.so"
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 
 
 def site_packages(environment: Path) -> Path:
@@ -24,7 +29,6 @@ def site_packages(environment: Path) -> Path:
     return found
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_environment_borrows_torch_from_a_python_that_lives_in_one_itself(tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     venv.create(theirs, symlinks=True)
@@ -55,3 +59,61 @@ def test_environment_borrows_torch_from_a_python_that_lives_in_one_itself(tmp_pa
         [ours / "bin" / "python", "-c", code], capture_output=True, text=True, check=True
     )
     assert found.stdout.split()[0] == str(site_packages(ours) / "torch.py")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What compiling needs of the tree, where nothing is compiled and .venv is set up."""
+    pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools>=77")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=ignored)
+    for name in ("Makefile", "README.md", "LICENSE", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copy(ROOT / "constraints.txt", tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    for name in (".made", ".ready", ".docs", ".recipes"):
+        (tmp_path / ".venv" / name).touch()
+    return tmp_path
+
+
+def make(checkout: Path, *arguments: str, **variables: str) -> str:
+    """Return what it prints."""
+    done = subprocess.run(
+        ["make", *arguments],
+        cwd=checkout,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc on the PATH")
+def test_build_compiles_in_place_where_something_changed_and_else_does_nothing(
+    checkout: Path,
+) -> None:
+    library, header = checkout / LIBRARY, checkout / "kernels" / "cpu" / "real.h"
+    assert "build_ext" in make(checkout, "build", CC="/bin/false") and not library.exists()
+    assert "build_ext" in make(checkout, "build")
+    made = library.stat()
+    assert "build_ext" not in make(checkout, "build")
+    assert library.stat().st_mtime_ns == made.st_mtime_ns
+    later = made.st_mtime + 1.0
+    os.utime(header, (later, later))
+    assert "build_ext" in make(checkout, "build")
+    assert library.stat().st_ino != made.st_ino or library.stat().st_mtime_ns > made.st_mtime_ns
+
+
+def test_every_target_that_runs_something_compiles_first(checkout: Path) -> None:
+    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.M)
+    # The last two run others.
+    running = [one for one in targets if one not in ("help", "clean", "nightly", "test-newest")]
+    assert len(running) > 12
+    for target in running:
+        assert "build_ext" in make(checkout, "--dry-run", target), target

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import adasum
 import collectives
 import kernels
-from kernels.cpu import dispatch
+from kernels.cpu import dispatch, native
 from tests.processes.harness import Kept, run_ranks
 
 ASKED = "ADASUM_CPU_KERNELS=torch"
@@ -27,7 +28,7 @@ def need_compiled() -> None:
 
 def _reduce(rank: int, lacking: Sequence[int]) -> tuple[str, list[str], bytes]:
     os.environ["ADASUM_CPU_KERNELS"] = "torch" if rank in lacking else "auto"
-    dispatch._state = dispatch._State()
+    dispatch._state.clear()
     kept = Kept()
     logging.getLogger("collectives").addHandler(kept)
     group = collectives.init(timeout=30.0)
@@ -41,7 +42,7 @@ def _reduce(rank: int, lacking: Sequence[int]) -> tuple[str, list[str], bytes]:
 def _later(rank: int) -> tuple[str, str, list[bytes]]:
     """Ranks 0, 1 and 2 are compiled and meet; then rank 2 meets rank 3, which is not."""
     os.environ["ADASUM_CPU_KERNELS"] = "torch" if rank == 3 else "auto"
-    dispatch._state = dispatch._State()
+    dispatch._state.clear()
     dist.init_process_group("gloo")
     first, second = dist.new_group([0, 1, 2]), dist.new_group([2, 3])
     group = collectives.from_process_group(first, timeout=30.0) if rank < 3 else None
@@ -70,9 +71,8 @@ ranks [1] cannot: rank 1 has torch: {ASKED}; set ADASUM_CPU_KERNELS=torch on all
 
 def _demand(rank: int) -> str:
     os.environ["ADASUM_CPU_KERNELS"] = "native" if rank else "auto"
-    os.environ["CC"] = "no-such-compiler"
-    os.environ["XDG_CACHE_HOME"] = "/dev/null"
-    dispatch._state = dispatch._State()
+    native.LIBRARY = Path("no such file")
+    dispatch._state.clear()
     dist.init_process_group("gloo")
     begin = time.monotonic()
     try:
@@ -85,7 +85,7 @@ def _demand(rank: int) -> str:
 
 def test_what_cannot_be_had_is_said_before_anybody_waits() -> None:
     first, second = run_ranks(2, _demand)
-    assert "no-such-compiler, is not on the PATH" in second
+    assert "ADASUM_CPU_KERNELS=native: the C kernels were not compiled" in second
     # Rank 1 is not there.
     assert "rank 0 could not start: rank 1 did not come within" in first
 

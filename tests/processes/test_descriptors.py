@@ -101,8 +101,8 @@ def test_the_need_is_that_of_one_mesh_of_gloo_and_one_of_connections(
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
     monkeypatch.setattr(descriptors, "_opened", lambda: 30)
     require_room(512, 8, "auto", gloo=True)
-    # gloo 512 + 8; memory 2 * 7, TCP 504, and 8 beside; 30 are open and 64 to spare.
-    assert set_to == [(30 + 64 + 520 + 14 + 504 + 8, 4096)]
+    # gloo 512 + 8; memory 2 * 7, TCP 504, and 6 beside; 30 are open and 64 to spare.
+    assert set_to == [(30 + 64 + 520 + 14 + 504 + 6, 4096)]
     require_room(512, 8, "gloo", gloo=True, store=True)
     assert set_to[1:] == [(30 + 64 + 520 + 528, 4096)] * 2
 
@@ -141,11 +141,11 @@ def parts(rank: int) -> tuple[list[int], str]:
     return counts, str(caught.value)
 
 
-def test_parts_open_no_socket_to_a_peer_over_tcp() -> None:
-    """What wakes threads is two sockets of its own; gloo's listener is one more."""
+def test_groups_split_over_tcp_open_a_socket_to_each_neighbour() -> None:
+    """gloo's listener is one more; its own connections are opened when they are used."""
     for (before, whole, *after), text in run_ranks(4, parts):
         # gloo's mesh and ours; gloo's listener; torch's way to the store, and rank 0's store.
         assert whole - before <= 2 * 3 + 8
-        assert [count - whole for count in after] == [2 + 3, 2 + 2 * 3, 2 + 3 * 3]
+        assert [count - whole for count in after] == [3 + 1, 2 * (3 + 1), 3 * (3 + 1)]
         assert text.startswith("rank 1 cannot split its group: ")
         assert "file descriptors are needed" in text

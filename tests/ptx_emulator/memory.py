@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.cpu.tensor_list import PLAIN
+from kernels.validation import PLAIN
 from tests.ptx_emulator.arithmetic import Array
 from tests.ptx_emulator.races import Clocks, Races
 

@@ -59,7 +59,7 @@ def _inet6(name: str) -> str | None:
     return None
 
 
-def toward(host: str) -> str:
+def source_of(host: str) -> str:
     """The address that this machine sends from to a host; OSError where no way leads there."""
     error = OSError(f"{host} has no address")
     for family, kind, _, _, target in socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,6 +15,7 @@ from collectives.transport.connections.connection import Connection
 from collectives.transport.connections.listener import Listener
 from collectives.transport.connections.shm_listener import ShmListener
 from collectives.transport.connections.tcp_listener import TcpListener, find_address
+from collectives.transport.connections.unopened import Unopened
 
 _logger = logging.getLogger(__name__)
 
@@ -24,8 +25,18 @@ Refusals: TypeAlias = dict[int, tuple[type[OSError], str]]
 
 
 # Beside those of connections: the symmetric memory's, two listeners' and one that a listener has
-# accepted, a memory's own on its way, what wakes a thread, and a listener of gloo's.
-_BESIDE = 8
+# accepted, a memory's own on its way, and a listener of gloo's.
+_BESIDE = 6
+
+
+def neighbours(rank: int, size: int) -> set[int]:
+    """Return the ranks to which one connects at start: those 1, 2, 4, ... further, both ways.
+
+    These are the ones that every call's negotiation needs, and from each to each other one it is
+    no more than log2 n steps: by them all ranks learn why one has ended.
+    """
+    distances = [1 << bit for bit in range((size - 1).bit_length())]
+    return {(rank + way * each) % size for each in distances for way in (-1, 1)} - {rank}
 
 
 def descriptors_of(near: int, far: int) -> int:
@@ -33,7 +44,7 @@ def descriptors_of(near: int, far: int) -> int:
 
     Args:
         near: Peers that it shares memory with: a socket, and the memory's, which mmap keeps.
-        far: Those over TCP, with a socket of their own.
+        far: Those over TCP.
     """
     return 2 * near + far + _BESIDE
 
@@ -45,11 +56,13 @@ class Opened(NamedTuple):
         connections: By peer.
         memory: Zeros that all ranks share, on every rank or on none: where all have connections
             through memory to all, and the system gave it.
-        complete: Whether every rank has a connection to every other one.
+        unopened: Those that are opened when they are first used, if any.
+        complete: Whether every rank has a connection to every other one, or can open it.
     """
 
     connections: dict[int, Connection]
     memory: memoryview | None
+    unopened: Unopened | None
     complete: bool
 
 
@@ -58,23 +71,23 @@ def open_connections(
     timeout: float,
     *,
     kinds: Collection[str] = KINDS,
-    toward: str = "localhost",
+    store_host: str = "localhost",
     near: Collection[int] | None = None,
-    shared: Mapping[int, Connection] | None = None,
 ) -> Opened:
-    """Open a connection to every rank, of the best kind that both offer and that works.
+    """Open connections of the best kind that both ranks offer and that works.
 
-    A collective. Both ranks of a pair get a connection, or neither does: where the system refuses
-    sockets, memory or descriptors, there is none. A rank listens over TCP only where there is a
+    A collective. Through memory to all ranks of this host, over TCP to `neighbours`; to further
+    ranks when they are first used. Both ranks of a pair get a connection, or neither does: where
+    the system refuses sockets, memory or descriptors, there is none, and where that is so for any
+    of the neighbours over TCP, none is opened later. A rank listens over TCP only where there is a
     rank that it shares no memory with.
 
     Args:
-        other: A transport between the ranks, over which they tell each other how to connect.
+        other: A transport between the ranks, over which they say how to connect.
         timeout: Seconds that a peer's answer may take.
         kinds: What this rank offers.
-        toward: A host that all ranks know (`find_address`).
+        store_host: As `find_address` takes it.
         near: The ranks to share memory with, symmetrically; all unless given.
-        shared: Connections that there are already, at both ends, by peer.
     """
 
     def gather(value: Any) -> list[Any]:
@@ -82,9 +95,10 @@ def open_connections(
 
     rank, size = other.rank, other.size
     everyone = {*range(size)} - {rank}
-    connections: dict[int, Connection] = dict(shared or {})
+    connections: dict[int, Connection] = {}
     memory: mmap.mmap | None = None
-    whole = False
+    unopened: Unopened | None = None
+    whole = complete = False
     with contextlib.ExitStack() as failed:
         failed.callback(_close_all, connections)
         for kind in KINDS:
@@ -93,27 +107,42 @@ def open_connections(
             if kind == "shm":
                 wanted &= everyone if near is None else {*near}
             else:
-                host = find_address(toward if wanted else None, gather)
+                host = find_address(store_host if wanted else None, gather)
             with contextlib.ExitStack() as stack:
                 listener = _listen(kind, rank, size, host, stack) if wanted else None
-                _connect(listener, wanted, connections, rank, timeout, gather)
+                offers = gather(None if listener is None else listener.offer)
+                at_start = wanted if kind == "shm" else wanted & neighbours(rank, size)
+                _connect(listener, offers, at_start, connections, rank, timeout, gather)
                 if kind == "shm" and listener is not None:
                     memory = listener.symmetric_memory
-            near_by = sum(each.shares_memory for each in connections.values())
-            reports = gather([list(connections), memory is not None and near_by == size - 1])
-            for peer in [peer for peer in connections if rank not in reports[peer][0]]:
-                connections.pop(peer).close()
-            whole = all(len(peers) == size - 1 for peers, _ in reports)
+                near_by = sum(each.shares_memory for each in connections.values())
+                reports = gather([list(connections), memory is not None and near_by == size - 1])
+                for peer in [peer for peer in connections if rank not in reports[peer][0]]:
+                    connections.pop(peer).close()
+                whole = complete = all(len(peers) == size - 1 for peers, _ in reports)
+                if kind == "tcp" and not whole:
+                    complete = all(
+                        offer is not None and offer[0] == TcpListener.FORMAT for offer in offers
+                    ) and all(
+                        neighbours(each, size) <= {*peers}
+                        for each, (peers, _) in enumerate(reports)
+                    )
+                    if complete and isinstance(listener, TcpListener):
+                        left = {peer: offers[peer] for peer in everyone - connections.keys()}
+                        if left:
+                            unopened = Unopened(listener, left)
+                            failed.push(stack.pop_all())
             if whole:
                 break
         failed.pop_all()
     everywhere = whole and all(has for _, has in reports)
     mapped = memoryview(memory) if memory is not None and everywhere else None
-    return Opened(dict(sorted(connections.items())), mapped, whole)
+    return Opened(dict(sorted(connections.items())), mapped, unopened, complete)
 
 
 def _connect(
     listener: Listener | None,
+    offers: list[Any],
     wanted: Collection[int],
     connections: dict[int, Connection],
     rank: int,
@@ -124,7 +153,6 @@ def _connect(
 
     A rank connects to the lower ones, and the higher ones connect to it.
     """
-    offers = gather(None if listener is None else listener.offer)
     connected = []
     refused: Refusals = {}
     for peer in range(rank):
@@ -137,9 +165,9 @@ def _connect(
                 refused[peer] = type(error), str(error)
     if listener is not None:
         _warn_of_refusals(rank, listener, refused)
-    told = gather(connected)
+    reached = gather(connected)
     if listener is not None:
-        expected = [peer for peer, others in enumerate(told) if rank in others]
+        expected = [peer for peer, others in enumerate(reached) if rank in others]
         connections.update(listener.accept(expected, timeout))
 
 

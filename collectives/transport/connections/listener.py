@@ -1,4 +1,4 @@
-"""How ranks connect: every rank listens, and tells all ranks where and by which secret.
+"""How ranks connect: every rank listens, and says to all ranks where and by which secret.
 
 What is the same for both kinds of connections; shm_listener.py and tcp_listener.py hold the rest.
 A rank that connects says hello: the secret and its number. So whoever else connects is turned away,
@@ -12,16 +12,16 @@ import hmac
 import mmap
 import os
 import secrets
-import selectors
+import select
 import socket
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
 from collectives.transport.connections.connection import Connection
-from collectives.transport.connections.shared_socket import LINE_BYTES
+from collectives.transport.connections.tcp import LINE_BYTES
 
 _SECRET_BYTES = 16
 # As long as a line of TcpConnection's, which is behind it.
@@ -31,6 +31,8 @@ _CONNECT_SECONDS = 10.0
 # What accepting may take: all ranks wait for each other afterwards, and an error comes within 5 s
 # of the timeout.
 _ACCEPT_SECONDS = 4.0
+# Accepted sockets whose hello has not come; of more, which are hardly ranks', the oldest is closed.
+_MAX_SILENT = 64
 
 
 class Listener(ABC):
@@ -40,6 +42,7 @@ class Listener(ABC):
         rank: This rank.
         listening: The socket that others connect to.
         address: Where they do so, for JSON.
+        stack: With it ends what is held beside the connections.
 
     Attributes:
         FORMAT: Ranks of another one would not understand this one, and open no connection.
@@ -51,10 +54,14 @@ class Listener(ABC):
     FORMAT: ClassVar[Any]
     symmetric_memory: mmap.mmap | None = None
 
-    def __init__(self, rank: int, listening: socket.socket, address: Any) -> None:
+    def __init__(
+        self, rank: int, listening: socket.socket, address: Any, stack: contextlib.ExitStack
+    ) -> None:
         listening.setblocking(False)
         self._rank = rank
         self._listening = listening
+        self._silent: list[socket.socket] = []
+        stack.callback(self.close)
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._spent = 0.0
         self.offer = [self.FORMAT, address, self._secret.hex()]
@@ -63,7 +70,6 @@ class Listener(ABC):
         """Connect to a rank by what it offers; OSError where that cannot be."""
         if offer[0] != self.FORMAT:
             raise OSError(f"rank {peer} speaks {offer[0]}, this one {self.FORMAT}")
-        _, address, secret = offer
         # The others, who wait for this rank, wait longer than it does.
         left = min(_CONNECT_SECONDS, timeout / 2) - self._spent
         if left <= 0:
@@ -71,58 +77,88 @@ class Listener(ABC):
         start = time.monotonic()
         with contextlib.ExitStack() as failed:
             try:
-                sock = failed.enter_context(self._reach(address, left))
+                sock = failed.enter_context(self._reach(offer[1], left))
             finally:
                 self._spent += time.monotonic() - start
-            connection = self._introduce(peer, sock, _HELLO.pack(bytes.fromhex(secret), self._rank))
+            connection = self._introduce(peer, sock, self._hello(offer))
             failed.pop_all()
         return connection
+
+    def _hello(self, offer: Sequence[Any]) -> bytes:
+        return _HELLO.pack(bytes.fromhex(offer[2]), self._rank)
 
     def accept(self, expected: Collection[int], timeout: float) -> dict[int, Connection]:
         """Return connections to those of `expected` that come in time.
 
-        All of them have connected by now; strangers may have, too.
+        All of them have connected by now; others may have, too.
         """
         connections: dict[int, Connection] = {}
         missing = set(expected)
         deadline = time.monotonic() + min(timeout, _ACCEPT_SECONDS)
-        with selectors.PollSelector() as waiting:
-            waiting.register(self._listening, selectors.EVENT_READ)
-            while missing and (left := deadline - time.monotonic()) > 0:
-                for key, _ in waiting.select(left):
-                    sock: socket.socket | None = key.data
-                    try:
-                        if sock is None:
-                            sock, _ = self._listening.accept()
-                            sock.setblocking(False)
-                            waiting.register(sock, selectors.EVENT_READ, sock)
-                        else:
-                            waiting.unregister(sock)
-                            connection = self._welcome(sock, missing)
-                            connections[connection.peer] = connection
-                            missing.remove(connection.peer)
-                    except OSError:
-                        if sock is not None:
-                            sock.close()
-            for key in waiting.get_map().values():
-                if key.data is not None:
-                    key.data.close()
+        while missing and (left := deadline - time.monotonic()) > 0:
+            poller = select.poll()
+            for sock in self.sockets():
+                poller.register(sock, select.POLLIN)
+            poller.poll(left * 1e3)
+            # Who finds no descriptor here has no connection.
+            with contextlib.suppress(OSError):
+                for connection in self.come(missing):
+                    connections[connection.peer] = connection
+                    missing.remove(connection.peer)
         return connections
 
-    def _welcome(self, sock: socket.socket, missing: Collection[int]) -> Connection:
-        """Return a connection to the rank of `missing` that the other end says and proves to be.
+    def sockets(self) -> list[socket.socket]:
+        """Return what is to be polled for a rank that connects."""
+        return [self._listening, *self._silent]
 
-        OSError for a stranger.
+    def come(self, expected: Collection[int]) -> Iterator[Connection]:
+        """Return connections to those of `expected` that have connected by now, without a wait.
+
+        OSError where the system gives no more descriptors.
+        """
+        while True:
+            try:
+                sock, _ = self._listening.accept()
+            except BlockingIOError:
+                break
+            except ConnectionAbortedError:
+                continue
+            sock.setblocking(False)
+            self._silent.append(sock)
+        while len(self._silent) > _MAX_SILENT:
+            self._silent.pop(0).close()
+        for sock in list(self._silent):
+            connection = None
+            try:
+                connection = self._welcome(sock, expected)
+            except BlockingIOError:
+                continue
+            except OSError:
+                sock.close()
+            self._silent.remove(sock)
+            if connection is not None:
+                yield connection
+
+    def _welcome(self, sock: socket.socket, expected: Collection[int]) -> Connection:
+        """Return a connection to the rank of `expected` that the other end says and proves to be.
+
+        BlockingIOError where it has said nothing yet, OSError for anyone else.
         """
         hello, descriptors, _, _ = socket.recv_fds(sock, _HELLO.size, 2)
         try:
             secret, peer = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", -1)
-            if peer not in missing or not hmac.compare_digest(secret, self._secret):
-                raise OSError("a stranger")
+            if peer not in expected or not hmac.compare_digest(secret, self._secret):
+                raise OSError("no rank that is expected")
             return self._connection(peer, sock, descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+    def close(self) -> None:
+        """Listen no longer; also in a forked child."""
+        for sock in self.sockets():
+            sock.close()
+        self._silent.clear()
 
     @abstractmethod
     def _reach(self, address: Any, timeout: float) -> socket.socket:

@@ -30,9 +30,9 @@ from collectives.transport.connections.connection import (
     CLOSED,
     DATA,
     EMPTY,
-    FAREWELL,
     KIND_SHIFT,
     LENGTH_MASK,
+    REASON,
     Bytes,
     Connection,
     PeerGone,
@@ -81,7 +81,8 @@ class ShmConnection(Connection):
         # Pieces that came before a receive was posted: length, inline data if any.
         self._early: deque[tuple[int, Bytes]] = deque()
         self._sent = self._returned = 0
-        self._taken = self._told = 0
+        # Pieces taken, and how many of them the peer knows of.
+        self._taken = self._reported = 0
 
     def send(self, data: Bytes) -> None:
         """Post a message, which must not change while the connection is busy."""
@@ -132,12 +133,13 @@ class ShmConnection(Connection):
     def _post(self, field: int, inline: Bytes) -> bool:
         """Send a record; False where the socket's queue is full. Raises CLOSED."""
         try:
+            assert self._socket is not None
             self._socket.sendmsg([_HEADER.pack(self._taken, field), inline.data])
         except BlockingIOError:
             self._blocked = True
             return False
         self._blocked = False
-        self._told = self._taken
+        self._reported = self._taken
         return True
 
     def _no_slot(self) -> bool:
@@ -145,18 +147,18 @@ class ShmConnection(Connection):
 
     def _listens(self) -> bool:
         """Whether a record could help: one with data, or with slots handed back."""
-        return self._expects() or (bool(self._sends) and self._no_slot())
+        return super()._listens() or (bool(self._sends) and self._no_slot())
 
     def _owing(self) -> bool:
         """Whether the peer may be waiting for slots that this rank has emptied."""
-        return self._taken - self._told >= SLOTS // 2
+        return self._taken - self._reported >= SLOTS // 2
 
     def _hand_back(self) -> bool:
         try:
             return self._post(0, EMPTY)
         except CLOSED:
             # The peer has ended after its last message, which may still be read: no error here.
-            self._told = self._taken
+            self._reported = self._taken
             return True
 
     def _pull(self) -> bool:
@@ -164,6 +166,7 @@ class ShmConnection(Connection):
         if self._early and self._recvs:
             self._take(*self._early.popleft())
             return True
+        assert self._socket is not None
         try:
             count = self._socket.recv_into(self._record)
         except BlockingIOError:
@@ -176,7 +179,7 @@ class ShmConnection(Connection):
         self._returned, field = self._header(count)
         kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
         inline = self._inline[: count - _HEADER.size]
-        if kind == FAREWELL:
+        if kind == REASON:
             raise PeerGone(self.peer, self.name, inline.tobytes().decode(errors="replace"))
         if length and self._dropping:
             self._taken += 1
@@ -195,7 +198,7 @@ class ShmConnection(Connection):
             expected = length if kind == DATA and length <= INLINE_BYTES else 0
             inside = count - _HEADER.size
             # One that was sent may not be counted yet, after an interrupt.
-            fits = kind == FAREWELL or (inside == expected and length <= SLOT_BYTES)
+            fits = kind == REASON or (inside == expected and length <= SLOT_BYTES)
             if fits and self._returned <= returned <= self._sent + 1:
                 return returned, field
         raise TransportError(

@@ -55,7 +55,7 @@ class ShmListener(Listener):
         name = f"\0adasum-{secrets.token_hex(8)}"
         listening.bind(name)
         listening.listen(socket.SOMAXCONN)
-        super().__init__(rank, listening, name)
+        super().__init__(rank, listening, name, stack)
         self._memory_bytes = symmetric_memory_bytes(size)
         # Of the memory, on the rank that sends it to all.
         self._descriptors: list[int] = []

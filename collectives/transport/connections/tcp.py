@@ -1,9 +1,7 @@
 """One peer that is reached over TCP: most often a rank on another host.
 
-The socket may have other connections to the same peer beside this one (shared_socket.py).
-
-A message is a frame: a header, the bytes, and padding. All of it goes out with one system call and
-comes in with one, the bytes straight to where they are wanted, as far as the kernel has room or has
+A message is a frame: a header, the bytes, and padding. All of it goes out with one system call, and
+comes in with two, the bytes straight to where they are wanted, as far as the kernel has room or has
 them: nothing is staged, and no thread stands between the rank and the kernel. A rank that waits
 sleeps on the socket. The end of the peer's process is seen at once; that of its host, or of the
 network to it, by the time limit alone.
@@ -17,23 +15,32 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections import deque
+import struct
 
 import numpy as np
 
 from collectives.errors import TransportError
 from collectives.transport.connections.connection import (
     DATA,
-    FAREWELL,
-    Bytes,
+    KIND_SHIFT,
+    LENGTH_MASK,
+    REASON,
+    REASON_BYTES,
     Connection,
     PeerGone,
     Queued,
 )
-from collectives.transport.connections.shared_socket import LINE_BYTES, SCRATCH, SharedSocket
-from collectives.transport.connections.waker import Waker
 
-__all__ = ["LINE_BYTES", "TcpConnection"]
+LINE_BYTES = 64
+# What every frame begins with, so that bytes of anything else are not taken for one; then how many
+# bytes follow, less the padding, with the kind above them.
+_FRAME = 0x6D61_7573_6164_AD04
+_HEADER = struct.Struct(f"<QQ{LINE_BYTES - 16}x")
+_PADDING = memoryview(bytes(LINE_BYTES))
+# Where padding is written, and what is dropped; never read.
+SCRATCH = memoryview(bytearray(1 << 16))
+# Of what is sent: bytes as they are, before the first frame.
+_HELLO = -1
 
 
 class TcpConnection(Connection):
@@ -41,163 +48,164 @@ class TcpConnection(Connection):
 
     Args:
         peer: The other rank.
-        sock: Connected to the peer, and nothing but lines sent on it.
-        beside: A connection to the same rank whose socket this one shares; none unless given.
-        number: The channel's, the same at both ends and new to the socket.
-        waker: Of the thread that uses this connection.
+        sock: To the peer, connected or on the way to it; None where the peer has yet to connect.
+        hello: What is sent before anything else.
     """
 
-    def __init__(
-        self,
-        peer: int,
-        sock: socket.socket,
-        beside: TcpConnection | None = None,
-        number: int = 0,
-        waker: Waker | None = None,
-    ) -> None:
-        super().__init__(peer, sock)
-        if beside is None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.number = number
-        self.waker = waker
-        self._shared: SharedSocket = SharedSocket() if beside is None else beside._shared
-        # What has come while nothing waited for it.
-        self._early: deque[Queued] = deque()
-        with self._shared.lock:
-            self._early.extend(self._shared.open(self))
+    def __init__(self, peer: int, sock: socket.socket | None = None, hello: bytes = b"") -> None:
+        super().__init__(peer, None)
+        # What is left of what has begun to go out, and of a header or a message that has begun to
+        # come in; where it is no header, to whom it belongs.
+        self._outgoing: list[memoryview] = []
+        self._header = memoryview(bytearray(LINE_BYTES))
+        self._incoming: list[memoryview] = [self._header]
+        self._arriving: Queued | None = None
+        # Bytes that come next and are dropped.
+        self._unwanted = 0
+        # Whether an interrupt came before it was noted how much the kernel took.
+        self._unsure = False
+        if hello:
+            self._sends.append(Queued(np.frombuffer(hello, np.uint8), _HELLO))
+        if sock is not None:
+            self.attach(sock)
 
-    def channel(self, peer: int, number: int, waker: Waker) -> TcpConnection:
-        """Return another connection through the same socket; `peer` is what it calls the rank."""
-        return TcpConnection(peer, self._socket, self, number, waker)
+    def attach(self, sock: socket.socket) -> None:
+        """Go on with the socket by which the peer has connected."""
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
 
-    def first(self) -> Queued:
-        """Return what is to be sent next: `Channel.first`."""
-        return self._sends[0]
-
-    def sent(self) -> None:
-        """Forget what was first: `Channel.sent`."""
-        self._sends.popleft()
-
-    def place(self, length: int) -> Bytes | None:
-        """Return where a message goes straight to: `Channel.place`."""
-        if self._early or not self._recvs or self._dropping:
-            return None
-        data, _ = self._recvs[0]
-        return data if length == data.size else None
-
-    def refusal(self, length: int) -> TransportError | None:
-        """Return what a message that is not the one expected raises: `Channel.refusal`."""
-        if not self._recvs:
-            return None
-        data, _ = self._recvs[0]
-        return TransportError(
-            f"rank {self.name} sent a message of {length} bytes where one of {data.size} was "
-            "expected"
-        )
-
-    def placed(self) -> None:
-        """Take note that a message has come: `Channel.placed`."""
-        self._recvs.popleft()
-
-    def drops(self, kind: int) -> bool:
-        """Return whether frames of this kind are not wanted: `Channel.drops`."""
-        return kind == DATA and self._dropping
-
-    def put(self, frame: Queued) -> None:
-        """Keep a frame until this rank asks: `Channel.put`."""
-        self._early.append(frame)
-
-    def wake(self) -> None:
-        """Let the thread that uses this connection look again: `Channel.wake`."""
-        if self.waker is not None:
-            self.waker.wake()
-
-    def has_left(self) -> bool:
-        """Whether the peer has closed this connection of a socket that others still use."""
-        if not self._shared.was_shared:
-            return False
-        with self._shared.lock:
-            with contextlib.suppress(OSError, PeerGone, TransportError):
-                while self._shared.read(self, self._socket, own=False):
-                    pass
-            return any(frame.kind == FAREWELL for frame in self._early)
-
-    def _listens(self) -> bool:
-        # What others that share the socket wait for may be why the peer takes nothing, and that
-        # it has left this connection is told by a frame.
-        return self._expects() or (self._blocked and self._shared.was_shared and not self._ending)
+    def detached(self) -> socket.socket:
+        """Return the socket, of which this end has read nothing; it cannot be used any more."""
+        assert self._socket is not None
+        sock, self._socket = self._socket, None
+        return sock
 
     def _transmit(self) -> bool:
-        self._blocked = False
-        try:
-            with self._shared.lock:
-                # Another channel's thread may have sent the rest.
-                if self._sends:
-                    self._shared.write(self, self._socket)
-        except BlockingIOError:
-            self._blocked = True
-            return False
-        return True
+        assert self._socket is not None
+        self._blocked, moved = False, False
+        while self._sends:
+            outgoing = self._outgoing or _frame(self._sends[0])
+            self._unsure = True
+            try:
+                count = self._socket.sendmsg(outgoing)
+            except BlockingIOError:
+                self._blocked, self._unsure = True, False
+                break
+            except OSError:
+                self._unsure = False
+                raise
+            self._outgoing = _behind(outgoing, count)
+            if not self._outgoing:
+                self._sends.popleft()
+            self._unsure, moved = False, True
+        return moved
 
     def _pull(self) -> bool:
-        with self._shared.lock:
-            early = self._early
-            if early and (self._expects() or early[0].kind == FAREWELL):
-                self._take(early.popleft())
-                return True
-            return self._shared.read(self, self._socket)
+        assert self._socket is not None
+        moved = False
+        while self._recvs or self._dropping:
+            unwanted = self._unwanted
+            try:
+                into = [SCRATCH[:unwanted]] if unwanted else self._incoming
+                count = self._socket.recvmsg_into(into)[0]
+            except BlockingIOError:
+                break
+            if not count:
+                raise PeerGone(self.peer, self.name)
+            moved = True
+            if unwanted:
+                self._unwanted -= count
+                continue
+            self._incoming = _behind(self._incoming, count)
+            if not self._incoming:
+                self._arrived()
+        return moved
 
-    def _take(self, frame: Queued) -> None:
-        """Do what a frame asks for that came before."""
-        data, kind = frame
-        if kind == FAREWELL:
-            raise PeerGone(self.peer, self.name, data.tobytes().decode(errors="replace"))
-        if not self._dropping:
-            target, _ = self._recvs[0]
-            refusal = self.refusal(data.size) if data.size != target.size else None
-            if refusal is not None:
-                raise refusal
-            np.copyto(target, data)
-            self._recvs.popleft()
+    def _arrived(self) -> None:
+        """Take note of a header, or of a message, that has come whole."""
+        arriving, self._arriving = self._arriving, None
+        self._incoming = [self._header]
+        if arriving is None:
+            arriving = self._expected()
+            if arriving is None:
+                return
+            size = arriving.data.size
+            if size:
+                self._arriving = arriving
+                self._incoming = [arriving.data.data, SCRATCH[: -size % LINE_BYTES]]
+                return
+        if arriving.kind == REASON:
+            raise PeerGone(self.peer, self.name, arriving.data.tobytes().decode(errors="replace"))
+        self._recvs.popleft()
+
+    def _expected(self) -> Queued | None:
+        """Return where that goes which the header announces; None where it is dropped.
+
+        TransportError for what is no message, or not the one expected.
+        """
+        begins, field = _HEADER.unpack(self._header)
+        kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
+        if begins != _FRAME or kind > REASON or (kind == REASON and length > REASON_BYTES):
+            raise TransportError(
+                f"what came over the connection to rank {self.name} is no message of a rank: "
+                "something else has written to it, or a part was lost on the way"
+            )
+        if kind == REASON:
+            return Queued(np.empty(length, np.uint8), REASON)
+        if self._dropping:
+            self._unwanted = length + -length % LINE_BYTES
+            return None
+        target = self._recvs[0]
+        if length != target.data.size:
+            raise TransportError(
+                f"rank {self.name} sent a message of {length} bytes where one of "
+                f"{target.data.size} was expected"
+            )
+        return target
 
     def _drop(self) -> None:
-        with self._shared.lock:
-            begun = self._shared.writes(self)
-            while len(self._sends) > begun:
-                self._sends.pop()
-            self._recvs.clear()
-            self._shared.forget(self)
+        kept = bool(self._outgoing) or (bool(self._sends) and self._sends[0].kind == _HELLO)
+        while len(self._sends) > kept:
+            self._sends.pop()
+        self._recvs.clear()
+        if self._arriving is not None and self._arriving.kind == DATA:
+            # Its target may be gone.
+            self._unwanted = sum(part.nbytes for part in self._incoming)
+            self._arriving, self._incoming = None, [self._header]
 
-    def send_farewell(self, text: str) -> bool:
-        """Send no more but `text`: `Connection.send_farewell`."""
+    def send_reason(self, text: str) -> bool:
+        """Send no more but `text`: `Connection.send_reason`."""
         # A message that is half sent is sent whole before it. Where it is not known how much has
-        # gone there is no farewell: the peer would take it for data.
-        try:
-            return self._shared.torn or super().send_farewell(text)
-        except PeerGone:
-            return True
+        # gone there is no reason either: the peer would take it for data.
+        return self._unsure or super().send_reason(text)
 
     def close(self) -> None:
         """End the connection; what was sent before still arrives."""
-        if self._shared.shared and not self._ending:
-            # The socket stays open, so its end does not tell.
-            self.send_farewell("")
-        with contextlib.suppress(OSError):
-            if self._shared.torn:
-                self._socket.shutdown(socket.SHUT_RDWR)
-        with self._shared.lock:
-            waiting = list(self._sends)[self._shared.writes(self) :]
-            unsaid = next((item for item in waiting if item.kind == FAREWELL), None)
-            if not self._shared.leave(self, unsaid):
-                # Another connection's socket.
-                self._sends.clear()
-                self._recvs.clear()
-                return
-        with contextlib.suppress(OSError):
-            # To close with something unread would take back what is not yet delivered. No more than
-            # what can be there now: a peer may be sending still.
-            self._socket.shutdown(socket.SHUT_WR)
-            left = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-            while left > 0 and (count := len(self._socket.recv(SCRATCH.nbytes))):
-                left -= count
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                # To close with something unread would take back what is not yet delivered. No more
+                # than what can be there now: a peer may be sending still.
+                self._socket.shutdown(socket.SHUT_WR)
+                left = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+                while left > 0 and (count := len(self._socket.recv(SCRATCH.nbytes))):
+                    left -= count
         self.detach()
+
+
+def _frame(item: Queued) -> list[memoryview]:
+    """Return what goes out for what was posted."""
+    size = item.data.size
+    if item.kind == _HELLO:
+        return [item.data.data]
+    header = memoryview(_HEADER.pack(_FRAME, size | item.kind << KIND_SHIFT))
+    return [header, item.data.data, _PADDING[: -size % LINE_BYTES]] if size else [header]
+
+
+def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+    """Return the parts without their first `count` bytes."""
+    for number, part in enumerate(parts):
+        if count < part.nbytes:
+            return [part[count:], *parts[number + 1 :]]
+        count -= part.nbytes
+    return []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -24,7 +26,7 @@ class TcpListener(Listener):
         OSError: The system refuses it.
     """
 
-    FORMAT: ClassVar[Any] = 4
+    FORMAT: ClassVar[Any] = 5
 
     def __init__(self, rank: int, host: str, stack: contextlib.ExitStack) -> None:
         if not hasattr(socket.socket, "recvmsg_into"):
@@ -33,7 +35,7 @@ class TcpListener(Listener):
         listening = stack.enter_context(
             socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
         )
-        super().__init__(rank, listening, [host, listening.getsockname()[1]])
+        super().__init__(rank, listening, [host, listening.getsockname()[1]], stack)
 
     def _reach(self, address: Sequence[Any], timeout: float) -> socket.socket:
         host, port = address
@@ -43,33 +45,50 @@ class TcpListener(Listener):
         sock.sendall(hello)
         return TcpConnection(peer, sock)
 
+    def begin(self, peer: int, offer: Sequence[Any]) -> TcpConnection:
+        """Begin to connect to a rank, whose answer is not waited for."""
+        return TcpConnection(peer, reach(offer), self._hello(offer))
+
     def _connection(
         self, peer: int, sock: socket.socket, descriptors: Sequence[int]
     ) -> TcpConnection:
         return TcpConnection(peer, sock)
 
 
-def find_address(toward: str | None, gather: Callable[[Any], list[Any]]) -> str | None:
+def reach(offer: Sequence[Any]) -> socket.socket:
+    """Return a socket on its way to where a rank listens."""
+    host, port = offer[1]
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    error = sock.connect_ex((host, port))
+    # Any other answer of the network comes by the first use.
+    if error and error not in (errno.EINPROGRESS, errno.ECONNREFUSED):
+        sock.close()
+        raise OSError(error, os.strerror(error))
+    return sock
+
+
+def find_address(store_host: str | None, gather: Callable[[Any], list[Any]]) -> str | None:
     """Return the address at which the other ranks reach this one; None where there is none.
 
     A collective.
 
     Args:
-        toward: A host that all ranks know, such as the one of the store through which they found
-            each other; None for a rank that is not to be reached. Where this host takes the name
-            for its own, the route to another rank tells the address.
+        store_host: A host that all ranks know, such as the one of the store through which they
+            found each other; None for a rank that is not to be reached. Where this host takes the
+            name for its own, the route to another rank gives the address.
         gather: Returns what every rank gives, by rank.
     """
     mine: str | None = None
     chosen = address.interface()
-    if toward is not None:
+    if store_host is not None:
         with contextlib.suppress(OSError, UnicodeError):
-            mine = address.of_interface(chosen) if chosen else address.toward(toward)
-    told: list[str | None] = gather(mine)
+            mine = address.of_interface(chosen) if chosen else address.source_of(store_host)
+    theirs: list[str | None] = gather(mine)
     if mine is None or chosen or address.reaches_others(mine):
         return mine
-    for other in told:
+    for other in theirs:
         if other is not None and address.reaches_others(other):
             with contextlib.suppress(OSError):
-                return address.toward(other)
+                return address.source_of(other)
     return mine

@@ -1,18 +1,21 @@
 """Messages between CPU tensors over connections: through memory to ranks of this host, else TCP.
 
-connect.py opens the connections, shm.py and tcp.py are one kind each. Messages to ranks to which
-there is no connection, and those of other devices, go through another transport.
+connect.py opens the connections that there are from the start, unopened.py those that are opened
+when they are first used; shm.py and tcp.py are one kind each. Messages to ranks to which there is
+no connection, and those of other devices, go through another transport.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import math
 import os
 import select
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -22,11 +25,14 @@ from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.stall import Stall
 from collectives.transport.base import Message, Messages, Transport
 from collectives.transport.byte_gathering import gather_objects
-from collectives.transport.connections.connect import KINDS, descriptors_of, open_connections
-from collectives.transport.connections.connection import Bytes, Connection, PeerGone
-from collectives.transport.connections.part import Shared, channel_numbers
+from collectives.transport.connections.connect import (
+    KINDS,
+    descriptors_of,
+    neighbours,
+    open_connections,
+)
+from collectives.transport.connections.connection import Connection, PeerGone
 from collectives.transport.connections.tcp import TcpConnection
-from collectives.transport.connections.waker import Waker, wait_for_any
 from collectives.transport.descriptors import shortage
 from collectives.transport.members import Members
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
@@ -35,8 +41,16 @@ from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 _INTERRUPT_SECONDS = 0.1
 # After such a wait it may be a stall.
 _FIRST_SECONDS = 0.5
-# What telling the peers the cause may take, all of them together.
-_FAREWELL_SECONDS = 0.5
+# What giving all peers the reason may take.
+_REASON_SECONDS = 0.5
+# How long the ranks in between may take to pass on why a rank has ended that one was not connected
+# to. Short of the 5 s beyond the timeout in which every rank is to have its error.
+_PASS_ON_SECONDS = 1.0
+# What poll is asked for an end that is closed, over TCP too and behind data that has come before;
+# without it a system reports only connections that are closed both ways.
+_ENDED = getattr(select, "POLLRDHUP", 0)
+# A day; poll counts milliseconds in 32 bits.
+_LONGEST_SECONDS = 86400.0
 
 
 class ConnectionTransport(Transport):
@@ -47,19 +61,19 @@ class ConnectionTransport(Transport):
     One exchange may use both: first `other`, then connections. That cannot deadlock, because every
     rank does it in this order and neither waits for the other.
 
-    After a failed exchange it is unusable, and the peers are told the cause, so that they fail with
-    it at once instead of waiting. In a forked child it is unusable; the parent's is not touched.
+    After a failed exchange it is unusable, and the peers get the reason, so that they fail with it
+    at once instead of waiting. In a forked child it is unusable; the parent's is not touched.
 
     Args:
         other: A transport between all ranks.
         timeout: Seconds that a peer's answer may take.
         kinds: As `open_connections` takes them.
-        toward: Likewise.
+        store_host: Likewise.
         near: Likewise.
-        shared: What this transport shares with the one that it is split from; nothing unless given.
+        through: By what the ranks say how to connect; `other` unless given.
 
     Attributes:
-        connected_peers: The ranks to which there is a connection.
+        connected_peers: The ranks to which there is a connection, open already or not.
         memory_peers: Those to which there is one through memory.
     """
 
@@ -71,9 +85,9 @@ class ConnectionTransport(Transport):
         timeout: float,
         *,
         kinds: Collection[str] = KINDS,
-        toward: str = "localhost",
+        store_host: str = "localhost",
         near: Collection[int] | None = None,
-        shared: Shared | None = None,
+        through: Transport | None = None,
     ) -> None:
         self.rank = other.rank
         self.size = other.size
@@ -82,22 +96,20 @@ class ConnectionTransport(Transport):
         self.device = other.device
         self._other = other
         self._kinds = tuple(kinds)
-        self._toward = toward
+        self._store_host = store_host
         self._unusable = ""
-        # Wakes the thread that uses this transport, once sockets are shared with another one.
-        self._waker = shared.waker if shared is not None else None
-        self._numbers = shared.numbers if shared is not None else channel_numbers(self.rank)
-        self._connections, memory, self._complete = open_connections(
-            other if shared is None else shared.members,
+        self._connections, memory, self._unopened, self._complete = open_connections(
+            other if through is None else through,
             timeout,
             kinds=kinds if self.size > 1 else (),
-            toward=toward,
+            store_host=store_host,
             near=near,
-            shared={} if shared is None else shared.connections,
         )
         for peer, connection in self._connections.items():
             connection.name = self.name(peer)
         self.connected_peers = frozenset(self._connections)
+        if self._unopened is not None:
+            self.connected_peers = frozenset({*range(self.size)} - {self.rank})
         self.memory_peers = frozenset(
             peer for peer, each in self._connections.items() if each.shares_memory
         )
@@ -123,40 +135,100 @@ class ConnectionTransport(Transport):
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
-        active: dict[int, Connection] = {}
-        far_sends: list[Message] = []
-        far_recvs: list[Message] = []
-        with self._aborting(step):
-            for sending, messages, far in ((True, sends, far_sends), (False, recvs, far_recvs)):
-                for message in messages:
-                    peer, tensor = message
-                    if peer not in self._connections or not tensor.is_cpu:
-                        far.append(message)
-                    elif tensor.numel():
-                        active[peer] = connection = self._connections[peer]
-                        post = connection.send if sending else connection.receive
-                        post(_memory_of(tensor))
-            if far_sends or far_recvs:
-                start = time.monotonic()
-                self._other.exchange(far_sends, far_recvs, step, timeout)
-                timeout = max(start + timeout - time.monotonic(), 0.0)
-            self._run(list(active.values()), step, timeout)
-
-    @contextmanager
-    def _aborting(self, step: str) -> Iterator[None]:
-        """Whatever is raised within is the end."""
         if self._unusable:
             raise TransportError(f"the connections cannot be used in {step}: {self._unusable}")
+        active: dict[int, Connection] = {}
+        far: tuple[list[Message], list[Message]] = ([], [])
         try:
-            yield
-        except PeerGone as gone:
-            self.abort(str(gone))
-            raise CollectiveTimeoutError(
-                f"{self.me} got no answer from {self.named([gone.peer])} in {step}: {gone}"
-            ) from None
+            for sending, messages in ((True, sends), (False, recvs)):
+                for message in messages:
+                    peer, tensor = message
+                    if not tensor.is_cpu or peer not in self.connected_peers:
+                        far[not sending].append(message)
+                    elif nbytes := tensor.nbytes:
+                        connection = self._connections.get(peer) or self._open(peer)
+                        active[peer] = connection
+                        # Not by Tensor.numpy(), after which torch lets nobody resize the tensor's
+                        # storage any more; it lives as long as the array.
+                        memory: Any = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+                        memory.tensor = tensor
+                        data = np.frombuffer(memory, np.uint8)
+                        (connection.send if sending else connection.receive)(data)
+            if far[0] or far[1]:
+                start = time.monotonic()
+                self._other.exchange(*far, step, timeout)
+                timeout = max(start + timeout - time.monotonic(), 0.0)
+            self._run([*active.values()], step, timeout)
         except BaseException as error:
-            self.abort(describe(error))
+            self._fail(error, step)
             raise
+
+        if self._unusable:
+            raise TransportError(f"the connections cannot be used in {step}: {self._unusable}")
+
+    def _fail(self, error: BaseException, step: str) -> None:
+        """End everything for an error in a step; raise another one where a peer is gone."""
+        if not isinstance(error, PeerGone):
+            self.abort(describe(error))
+            return
+        reason = str(error)
+        if not error.reason and error.peer not in neighbours(self.rank, self.size):
+            reason = self._passed_on() or reason
+        self.abort(reason)
+        raise CollectiveTimeoutError(
+            f"{self.me} got no answer from {self.named([error.peer])} in {step}: {reason}"
+        ) from None
+
+    def _passed_on(self) -> str:
+        """Return why other ranks have failed, as soon as one says so.
+
+        A rank that this one was not connected to may have ended since it saw another one end.
+        """
+        deadline = time.monotonic() + _PASS_ON_SECONDS
+        left = [each for each in self._connections.values() if each.is_open]
+        while left and (wait := deadline - time.monotonic()) > 0:
+            poller = select.poll()
+            for connection in left:
+                poller.register(connection, _ENDED)
+            ended = {fd for fd, _ in poller.poll(math.ceil(wait * 1e3))}
+            for connection in [each for each in left if each.fileno() in ended]:
+                if reason := connection.gone().reason:
+                    return reason
+                left.remove(connection)
+        return ""
+
+    def _open(self, peer: int) -> Connection:
+        """Return the connection to a rank that is used for the first time."""
+        assert self._unopened is not None
+        try:
+            self._accept()
+            if peer not in self._connections:
+                self._connections[peer] = self._unopened.open(self.rank, peer)
+                self._connections[peer].name = self.name(peer)
+        except OSError as error:
+            why = shortage(1) if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+            raise TransportError(
+                f"{self.me} cannot connect to {self.named([peer])}: {why or error}"
+            ) from None
+        return self._connections[peer]
+
+    def _accept(self) -> None:
+        """Take the connections of ranks that have connected meanwhile."""
+        assert self._unopened is not None
+        missing = {
+            peer
+            for peer in self.connected_peers
+            if peer > self.rank
+            and not ((known := self._connections.get(peer)) is not None and known.is_open)
+        }
+        for connection in self._unopened.come(missing):
+            known = self._connections.setdefault(connection.peer, connection)
+            if known is connection:
+                known.name = self.name(known.peer)
+            elif isinstance(known, TcpConnection) and isinstance(connection, TcpConnection):
+                # Messages wait there already.
+                known.attach(connection.detached())
+            missing.discard(connection.peer)
 
     def _run(self, connections: list[Connection], step: str, timeout: float) -> None:
         """Advance the connections until none is busy."""
@@ -168,91 +240,116 @@ class ConnectionTransport(Transport):
             return self.named(connection.peer for connection in connections)
 
         while connections:
-            moved = [connection.advance() for connection in connections]
+            moved = False
+            for connection in connections:
+                moved = connection.advance() or moved
             connections = [connection for connection in connections if connection.busy]
-            self.check_interrupt(step)
-            if stall is not None and any(moved):
+            if self._interrupted:
+                self.check_interrupt(step)
+            if stall is not None and moved:
                 stall.restart()
             slept = min(nap, _INTERRUPT_SECONDS)
-            if (
-                any(moved)
-                or not connections
-                or wait_for_any(connections, deadline, slept, self._waker)
-            ):
+            if moved or not connections or self._wait(connections, deadline, slept):
                 continue
             waited += slept
             if time.monotonic() >= deadline:
                 raise CollectiveTimeoutError(
                     f"{self.me} got no answer from {late()} in {step} within {timeout:.3g} s"
                 )
+            self._check_unopened(connections)
             if waited < nap:
                 continue
             if stall is None:
                 stall = Stall(self.name(self.rank), step, timeout, late)
             nap, waited = stall.check(), 0.0
 
+    def _wait(
+        self, connections: Sequence[Connection], deadline: float, nap: float = math.inf
+    ) -> bool:
+        """Sleep to the deadline, or for `nap` seconds; True at once where one can go on."""
+        left = min(deadline - time.monotonic(), nap, _LONGEST_SECONDS)
+        if left <= 0:
+            return False
+        poller = select.poll()
+        accepts = False
+        for connection in connections:
+            if connection.is_open:
+                poller.register(connection, connection.events)
+            else:
+                accepts = True
+        if not accepts or self._unopened is None:
+            return bool(poller.poll(math.ceil(left * 1e3)))
+        for sock in self._unopened.sockets():
+            poller.register(sock, select.POLLIN)
+        ready = bool(poller.poll(math.ceil(left * 1e3)))
+        self._accept()
+        return ready
+
+    def _check_unopened(self, connections: Sequence[Connection]) -> None:
+        """Raise PeerGone where a rank has ended that was to connect to this one."""
+        for connection in connections:
+            if not connection.is_open and self._refuses(connection.peer):
+                raise PeerGone(connection.peer, connection.name)
+
+    def _refuses(self, peer: int) -> bool:
+        return self._unopened is not None and self._unopened.refuses(peer)
+
     def gone(self, peers: Collection[int] | None = None) -> int | None:
-        """Return a peer whose end is closed, if any: `Transport.gone`."""
+        """Return a peer whose end is closed, if any: `Transport.gone`.
+
+        Of ranks to which no connection is open yet only those in `peers`.
+        """
         if self._unusable:
             raise TransportError(f"the connections cannot be used: {self._unusable}")
         self.check_interrupt("a wait for all ranks")
-        asked = self._connections.keys() if peers is None else self._connections.keys() & {*peers}
+        connections = dict(self._connections)
+        asked = connections.keys() if peers is None else {*peers} & self.connected_peers
         hang_ups = select.poll()
+        found = {}
         for peer in asked:
-            hang_ups.register(self._connections[peer], 0)
-        closed = {fd for fd, _ in hang_ups.poll(0)}
-        for peer in asked:
-            connection = self._connections[peer]
-            if connection.fileno() in closed or connection.has_left():
+            connection = connections.get(peer)
+            if connection is not None and connection.is_open:
+                found[connection.fileno()] = peer
+                hang_ups.register(connection, _ENDED)
+            elif peers is not None and self._refuses(peer):
                 return peer
-        return None
+        closed = {fd for fd, _ in hang_ups.poll(0)}
+        return next((peer for fd, peer in found.items() if fd in closed), None)
 
     def why_gone(self, peer: int) -> str:
         """Say why the end of a peer that is gone was closed."""
-        return str(self._connections[peer].gone())
+        connection = self._connections.get(peer)
+        if connection is None or not connection.is_open:
+            return str(PeerGone(peer, self.name(peer)))
+        return str(connection.gone())
 
     def split(self, ranks: Sequence[int], timeout: float) -> ConnectionTransport:
-        """Open new connections through memory, share the sockets over TCP, and split `other`.
-
-        Where a rank has no connection to another one, all of them are new.
-        """
+        """Open connections of these ranks' own, and split `other`."""
         near = [new for new, old in enumerate(ranks) if old in self.memory_peers]
         with ExitStack() as failed:
-            shared = self._share(ranks, timeout, failed) if self._complete else None
+            members = Members(self, ranks) if self._complete else None
+            if members is not None:
+                self._check_room(members, len(near), timeout)
             other = self._other.split(ranks, timeout)
             failed.callback(other.close)
             part = ConnectionTransport(
-                other, timeout, kinds=self._kinds, toward=self._toward, near=near, shared=shared
+                other,
+                timeout,
+                kinds=self._kinds,
+                store_host=self._store_host,
+                near=near,
+                through=members,
             )
             failed.pop_all()
         return part
 
-    def _share(self, ranks: Sequence[int], timeout: float, failed: ExitStack) -> Shared:
-        """Return what the part of these ranks shares; `failed` ends it."""
-        members = Members(self, ranks)
-        far = {
-            new: connection
-            for new, old in enumerate(ranks)
-            if isinstance(connection := self._connections.get(old), TcpConnection)
-        }
-        short = shortage(descriptors_of(len(ranks) - 1 - len(far), 0))
-        told = gather_objects([next(self._numbers), short], members, timeout)
-        for rank, (_, missing) in zip(ranks, told, strict=True):
+    def _check_room(self, members: Members, near: int, timeout: float) -> None:
+        """Raise TransportError where a rank cannot open the connections of a part's start."""
+        far = min(len(neighbours(members.rank, members.size)), members.size - 1 - near)
+        short = shortage(descriptors_of(near, far))
+        for rank, missing in enumerate(gather_objects(short, members, timeout)):
             if missing:
-                raise TransportError(f"rank {self.name(rank)} cannot split its group: {missing}")
-        # The first rank's number: no two channels of a socket have the same, whoever counts.
-        number = told[0][0]
-        if not far:
-            return Shared(members, self._numbers, {}, None)
-        waker = Waker()
-        failed.callback(waker.close)
-        self._waker = self._waker or Waker()
-        connections = {}
-        for new, connection in far.items():
-            connection.waker = self._waker
-            connections[new] = connection.channel(new, number, waker)
-            failed.callback(connections[new].close)
-        return Shared(members, self._numbers, connections, waker)
+                raise TransportError(f"rank {members.name(rank)} cannot split its group: {missing}")
 
     def interrupt(self, reason: str) -> None:
         """Let this rank's waits raise: `Transport.interrupt`."""
@@ -263,16 +360,19 @@ class ConnectionTransport(Transport):
         self._other.interrupt(reason)
 
     def abort(self, reason: str) -> None:
-        """Close every connection and tell the peers why."""
+        """Close every connection and give the peers the reason."""
         if self.symmetric_memory is not None:
             self.symmetric_memory.withdraw()
-        connections = list(self._connections.values())
-        deadline = time.monotonic() + _FAREWELL_SECONDS
         with ExitStack() as stack:
             stack.callback(self._other.abort, reason)
             stack.callback(self._close_connections, reason)
-            while connections := [each for each in connections if not each.send_farewell(reason)]:
-                if not wait_for_any(connections, deadline):
+            if self._unopened is not None and not self._unusable:
+                with suppress(OSError):
+                    self._accept()
+            connections = list(self._connections.values())
+            deadline = time.monotonic() + _REASON_SECONDS
+            while connections := [each for each in connections if not each.send_reason(reason)]:
+                if not self._wait(connections, deadline):
                     break
 
     def close(self) -> None:
@@ -286,8 +386,8 @@ class ConnectionTransport(Transport):
         self.symmetric_memory = None
         for connection in self._connections.values():
             connection.close()
-        if self._waker is not None:
-            self._waker.close()
+        if self._unopened is not None:
+            self._unopened.close()
 
     def detach(self) -> None:
         """In a forked child: let go of the parent's sockets, which would outlive the parent."""
@@ -295,18 +395,8 @@ class ConnectionTransport(Transport):
         self.symmetric_memory = None
         for connection in self._connections.values():
             connection.detach()
-        if self._waker is not None:
-            self._waker.close()
-
-
-def _memory_of(tensor: torch.Tensor) -> Bytes:
-    """Return the memory of a contiguous tensor on the host, which lives as long as the array.
-
-    Not by Tensor.numpy(), after which torch lets nobody resize the tensor's storage any more.
-    """
-    memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.tensor = tensor
-    return np.frombuffer(memory, np.uint8)
+        if self._unopened is not None:
+            self._unopened.close()
 
 
 def _cores() -> set[int]:

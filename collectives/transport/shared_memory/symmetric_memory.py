@@ -185,9 +185,7 @@ class SymmetricMemory:
         """Signal the next call: a code of CODE_BITS bits, not 0, or JOINED."""
         self._calls += 1
         self._word = (self._calls % _NUMBERS + 1) << CODE_BITS | code
-        self._fence()
-        self._mine[self._calls % 2] = self._word
-        self._fence()
+        self._post(self._calls % 2, self._word)
         try:
             settled = self.all_signalled()
         except RanksDiffer:
@@ -212,8 +210,9 @@ class SymmetricMemory:
         if words.count(self._word) == self._size:
             return True
         number = self._word >> CODE_BITS
-        if any(word != self._word and word >> CODE_BITS == number for word in words):
-            raise RanksDiffer
+        for word in words:
+            if word >> CODE_BITS == number and word != self._word:
+                raise RanksDiffer
         return False
 
     def wait(self, step: str, timeout: float) -> None:
@@ -262,9 +261,7 @@ class SymmetricMemory:
                 that is gone.
         """
         self._barriers += 1
-        self._fence()
-        self._mine[_BARRIERS] = self._barriers
-        self._fence()
+        self._post(_BARRIERS, self._barriers)
         if self._all_reached():
             self._open(_BARRIERS, self._barriers)
         else:
@@ -332,6 +329,19 @@ class SymmetricMemory:
         mine = words[self.rank]
         late = int.__lt__ if word == _BARRIERS else int.__ne__
         return self._peers.named(r for r, other in enumerate(words) if late(other, mine))
+
+    def _post(self, word: int, value: int) -> None:
+        """Write this rank's word between two fences, which share the second lock's use.
+
+        Who sees it sees what this rank has written before; and this rank then reads what the others
+        have posted no earlier than they see this, so of the last two ranks one finds all there.
+        """
+        with self._lock:
+            pass
+        with self._lock:
+            self._mine[word] = value
+        with self._lock:
+            pass
 
     def _fence(self) -> None:
         """Keep the processor from moving memory accesses across this.

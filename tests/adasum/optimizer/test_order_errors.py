@@ -10,8 +10,9 @@ import torch
 import adasum as hvd
 import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
-from adasum.optimizer.backward_hooks import BackwardHooks, Reduces
+from adasum.optimizer.backward_hooks import BackwardHooks
 from adasum.optimizer.buckets.reduction import Reduction
+from adasum.optimizer.reduces import Reduces
 from collectives import CollectiveTimeoutError, TransportError
 from tests.adasum.definition import flat, loss_of, make_model
 from tests.adasum.jobs import OPS

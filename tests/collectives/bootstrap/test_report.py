@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from collectives.bootstrap.report import report
+from collectives.schedules.topology import Topology
 from collectives.transport import ThreadWorld
 from collectives.transport.connections import shm_listener
 from kernels.cpu import dispatch, native
-from kernels.cpu.build import Unavailable
 from tests.collectives.transport.thread_ranks import connect
 
 
 def test_report_of_many_ranks_names_their_number_and_hosts() -> None:
     transport = ThreadWorld(4).transport(2)
-    text = report(transport, "auto", [0, 0, 1, 1])
+    text = report(transport, "auto", [0, 0, 1, 1], Topology(4, 2))
     assert text.startswith("rank 2 of 4 on 2 host(s): ")
     assert "sums of CPU tensors by rd at 4 KiB, rechd at 1 MiB, xring at 64 MiB; " in text
 
@@ -42,13 +42,13 @@ def test_a_full_backlog_is_a_warning_that_names_the_limit(
     assert "net.core.somaxconn" in said[0]
 
 
-def test_a_missing_compiler_is_a_warning_unless_torch_is_asked_for(
+def test_missing_compiled_kernels_are_a_warning_unless_torch_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def build() -> Any:
-        raise Unavailable("no C compiler on the PATH")
+    def load() -> Any:
+        raise native.Unavailable("they were not compiled")
 
-    monkeypatch.setattr(native, "build", build)
+    monkeypatch.setattr(native, "load", load)
     with caplog.at_level(logging.WARNING, logger="kernels"):
         monkeypatch.setenv("ADASUM_CPU_KERNELS", "torch")
         dispatch._load()
@@ -56,4 +56,4 @@ def test_a_missing_compiler_is_a_warning_unless_torch_is_asked_for(
         monkeypatch.setenv("ADASUM_CPU_KERNELS", "auto")
         dispatch._load()
     (said,) = caplog.messages
-    assert "no C compiler on the PATH (ADASUM_CPU_KERNELS=torch says that this is" in said
+    assert "they were not compiled (ADASUM_CPU_KERNELS=torch says that this is" in said

@@ -323,6 +323,9 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(sums) == 16 and any("| nccl |" in line for line in sums)
     assert any("| rechd/rechd |" in line for line in sums)
 
+    assert lines[-2].startswith('sum: algorithm="rd:') and "/" in lines[-2]
+    assert lines[-1] == 'adasum: algorithm="rd:4M:vhdd"'
+
     main([*command, "--alpha", "1e-6", "--beta", "0,0", "--algorithms", "rd"])
     out = capsys.readouterr().out
     # Five steps of 1 µs, a launch of 3 µs and the host's 60 µs each; to sum 1 MiB takes 0.94 µs.
@@ -330,6 +333,9 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     main([*command, "--alpha", "1e-6", "--beta", "0,0", "--algorithms", "rd", "--host", "0"])
     out = capsys.readouterr().out
     assert ", host 0 µs a step" in out and "| sum | rd | 24.7 µs | 5 |" in out
+
+    main([*command, "--gamma", "1e-9", "--beta", "0,0", "--algorithms", "rd", "--op", "adasum"])
+    assert "adasum 7.5 µs + 0.4 GB/s" in capsys.readouterr().out
 
     for wrong, text in (
         (["--bytes", "1x"], "'1x' is not a positive integer"),

@@ -85,7 +85,7 @@ def test_sending_to_a_rank_that_has_ended(kind: str) -> None:
         exchange(second, [(0, noise(5, 0))], [])
 
 
-def test_a_farewell_comes_after_the_rest_of_a_message() -> None:
+def test_a_reason_comes_after_the_rest_of_a_message() -> None:
     """A rank that gives up within a long message still says why, behind it."""
     first, second = connect(2, kinds=("tcp",))
     sent, got = noise(2**25, 3), poisoned(2**25)
@@ -116,7 +116,7 @@ class Tampered:
 
 
 def test_an_interrupt_within_a_message_never_becomes_data() -> None:
-    """It can come before the kernel's answer is noted; then where a farewell would go is unknown.
+    """It can come before the kernel's answer is noted; then where a reason would go is unknown.
 
     The peer must see the end, not take what follows for the rest of the message.
     """
@@ -137,14 +137,14 @@ def test_an_interrupt_within_a_message_never_becomes_data() -> None:
         exchange(second, [], [(0, poisoned(5000))])
 
 
-def test_all_peers_are_told_within_one_limit() -> None:
+def test_all_peers_get_the_reason_within_one_limit() -> None:
     """Each of them is in the middle of a message and takes no more of it."""
     first, *others = connect(6, kinds=("tcp",))
     sent = noise(64 * 2**20, 0)
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match="rank 1, rank 2, rank 3, rank 4, rank 5"):
         exchange(first, [(peer, sent) for peer in range(1, 6)], [], timeout=0.1)
-    assert time.monotonic() - start < 0.1 + 3 * transport._FAREWELL_SECONDS
+    assert time.monotonic() - start < 0.1 + 3 * transport._REASON_SECONDS
     assert len(others) == 5
 
 
@@ -159,7 +159,7 @@ def test_to_close_does_not_wait_for_a_peer_that_sends_on() -> None:
 
 @pytest.mark.parametrize("cut", [1, LINE_BYTES - 1, LINE_BYTES, LINE_BYTES + 7])
 @pytest.mark.parametrize("length", [1, 5000])
-def test_a_farewell_that_comes_in_two_pieces(cut: int, length: int) -> None:
+def test_a_reason_that_comes_in_two_pieces(cut: int, length: int) -> None:
     first, second = connect(2, kinds=("tcp",))
     (connection,) = first._connections.values()
     text = "rank 0 got no answer"
@@ -194,7 +194,9 @@ def test_a_connection_that_breaks_is_named() -> None:
 
 
 @both
-def test_an_interrupt_is_told_to_the_peers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_given_to_peers_as_the_reason(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = connect(2, kinds=(kind,))
 
     def interrupt(connection: ShmConnection | TcpConnection) -> bool:

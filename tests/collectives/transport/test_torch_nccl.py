@@ -267,14 +267,14 @@ def test_a_group_of_gloo_alone_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> N
     assert not hasattr(group, "_get_backend")
 
 
-class Told(Connection):
-    """One that keeps what its peer would be told."""
+class Kept(Connection):
+    """One that keeps the reason that its peer would get."""
 
-    def __init__(self, told: list[str]) -> None:
-        self._told = told
+    def __init__(self, reasons: list[str]) -> None:
+        self._reasons = reasons
 
-    def send_farewell(self, text: str) -> bool:
-        self._told.append(text)
+    def send_reason(self, text: str) -> bool:
+        self._reasons.append(text)
         return True
 
     def close(self) -> None:
@@ -286,11 +286,11 @@ class Told(Connection):
 def _connected(
     fake: FakeTorch,
     monkeypatch: pytest.MonkeyPatch,
-    farewells: list[str],
+    reasons: list[str],
     ended: Sequence[int] = (),
 ) -> NcclTransport:
     """The transport that ranks of one host have, with one connection."""
-    opened = {1: Told(farewells)}, None, True
+    opened = {1: Kept(reasons)}, None, None, True
     monkeypatch.setattr(connections, "open_connections", lambda *_, **__: opened)
     host = ConnectionTransport(_gloo(fake, monkeypatch, owned=False)[0], TIMEOUT)
     host.gone = lambda peers=None: 1 if ended and 1 in peers else None  # type: ignore[method-assign]
@@ -367,15 +367,15 @@ def test_what_another_error_leaves_under_way_is_ended(
     fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
     """Through the transport that ranks of one host have; not where it has come meanwhile."""
-    farewells: list[str] = []
-    mixed = _connected(fake, monkeypatch, farewells)
+    reasons: list[str] = []
+    mixed = _connected(fake, monkeypatch, reasons)
     got = full(0.0)
     mixed.exchange([], [Message(1, got)], "step 5", 20.0)
     if comes:
         fake.lines[1, 0].put(torch.ones(3))
         read(fake, got)
     mixed.abort("interrupted")
-    assert farewells == ["interrupted"]
+    assert reasons == ["interrupted"]
     assert fake.aborted == (set() if comes else {0})
     if not comes:
         with pytest.raises(TransportError, match=r"interrupted \(NCCL was aborted\)"):

@@ -1,12 +1,18 @@
-"""What the tests of the compiled functions ask."""
+"""What the tests of the compiled functions ask, and how they compile."""
 
 from __future__ import annotations
+
+import runpy
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
 import kernels
 from tests.kernels.cases import random
+
+ROOT = Path(__file__).parents[3]
 
 
 def need_compiled() -> None:
@@ -17,3 +23,16 @@ def need_compiled() -> None:
 def works() -> bool:
     a, b = (random(1000, torch.float32, "cpu", seed) for seed in (1, 2))
     return torch.equal(kernels.scaled_add(a, b, alpha=0.5, beta=2.0), a * 0.5 + b * 2.0)
+
+
+def setup_py() -> dict[str, object]:
+    """The names of setup.py, which does not run."""
+    pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools>=77")
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def compile_library(compiler: str, source: Path, made: Path, *flags: str) -> Path:
+    command = [compiler, "-fPIC", "-shared", *flags, str(source), "-o", str(made)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return made

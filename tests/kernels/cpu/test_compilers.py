@@ -5,9 +5,12 @@ Those that are not here are skipped; the tests of what the files do use the firs
 
 from __future__ import annotations
 
+import hashlib
+import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,8 +20,9 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.cpu import build, dispatch, native
+from kernels.cpu import dispatch, native
 from tests.kernels.cases import DTYPES, bits, random
+from tests.kernels.cpu.cases import ROOT, compile_library, need_compiled, setup_py
 
 HERE = platform.machine()
 # By the processor that they compile for; Debian's other name of the gcc for this one is left out.
@@ -31,24 +35,20 @@ STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-warning-option", "-Wno-ov
 def _compile_strictly(compiler: str, machine: str, folder: Path) -> Path:
     if not shutil.which(compiler):
         pytest.skip(f"no {compiler} on the PATH")
-    if machine not in native._PROCESSORS:
-        pytest.skip(f"compiled for {', '.join(native._PROCESSORS)}, not for {machine}")
-    for name, text in native.HEADERS.items():
-        (folder / name).write_text(text)
-    flags = [*build._FLAGS, *native._FLAGS, *native._PROCESSORS[machine], f"-I{folder}"]
+    names = setup_py()
+    if machine not in names["PROCESSORS"]:
+        pytest.skip(f"compiled for {', '.join(names['PROCESSORS'])}, not for {machine}")
     # Of another processor there may be the compiler alone, without libraries to link.
     kind = [] if machine == HERE else ["-S", "-Wno-unused-command-line-argument"]
-    made = folder / "native.so"
-    command = [compiler, *flags, *kind, *STRICT, str(native._SOURCES[0]), "-o", str(made)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return made
+    flags = [*names["FLAGS"], *names["PROCESSORS"][machine], *kind, *STRICT]
+    source = ROOT / "kernels" / "cpu" / "native.c"
+    return compile_library(compiler, source, folder / "native.so", '-DCOMPILED_FROM=""', *flags)
 
 
 @pytest.fixture(scope="module")
 def compile_strictly(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """As at first use, where a warning is an error: also that of clang, if a loop that is marked as
-    elementwise has not become one of vectors. Each compiler once."""
+    """As at installation, where a warning is an error: also that of clang, if a loop that is marked
+    as elementwise has not become one of vectors. Each compiler once."""
     return cache(
         lambda name: _compile_strictly(name, COMPILERS[name], tmp_path_factory.mktemp("strict"))
     )
@@ -83,8 +83,7 @@ def answers() -> list[Tensor]:
 def test_the_bits_are_those_of_any_compiler(
     compiler: str, monkeypatch: pytest.MonkeyPatch, compile_strictly: Callable[[str], Path]
 ) -> None:
-    if why_not := kernels.backend_info().why_torch:
-        pytest.skip(f"no compiled CPU path: {why_not}")
+    need_compiled()
     expected = answers()
     library = native.Library(compile_strictly(compiler))
     monkeypatch.setattr(dispatch, "library", lambda: library)
@@ -92,19 +91,96 @@ def test_the_bits_are_those_of_any_compiler(
         assert bits(got) == bits(wanted)
 
 
-def test_flags_are_the_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A compiler for aarch64 takes no -mavx2, and torch says nothing of AVX2 there."""
-    said = tmp_path / "said"
-    compiler = tmp_path / "compiler"
-    compiler.write_text(f'#!/bin/sh\necho "$@" > {said}\necho no such thing >&2; exit 1\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("ADASUM_CPU_KERNELS", raising=False)
-    monkeypatch.setattr(dispatch, "_state", dispatch._State())
-    monkeypatch.setattr(platform, "system", lambda: "Linux")
+SUBNORMALS_AND_BITS = """
+import sys
+from pathlib import Path
+import kernels, torch
+from kernels.cpu import native
+native.LIBRARY = Path(sys.argv[1])
+native._sources = lambda: sys.argv[2]
+assert kernels.backend_info().cpu_path == "compiled", kernels.backend_info().cpu_path
+print((torch.tensor([1e-40]) * 1).item(), kernels.sum_n([torch.tensor([1e-40])]).item())
+from tests.kernels.cpu.test_compilers import digest_of_answers
+print(digest_of_answers())
+"""
+
+
+def digest_of_answers() -> str:
+    return hashlib.sha256(b"".join(map(bits, answers()))).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "option", ["-ffast-math", pytest.param("-funsafe-math-optimizations", marks=pytest.mark.slow)]
+)
+def test_a_compilers_own_options_change_no_numbers(option: str, tmp_path: Path) -> None:
+    """With these gcc would have the whole process flush subnormal numbers to zero."""
+    need_compiled()
+    sources = setup_py()["compiled_from"]()
+    if not shutil.which("gcc"):
+        pytest.skip("no gcc on the PATH")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CC": f"gcc {option} -march=native",
+        "CFLAGS": option,
+    }
+    made = tmp_path / "kernels" / "cpu" / "libnative.so"
+    place = ["-b", str(tmp_path), "-t", str(tmp_path)]
+    for command in (
+        ["setup.py", "-q", "build_ext", *place],
+        ["-c", SUBNORMALS_AND_BITS, str(made), sources],
+    ):
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    first, second, digest = done.stdout.split()
+    assert float(first) == float(second) == torch.tensor(1e-40).item()
+    assert digest == digest_of_answers()
+
+
+def test_hash_of_the_sources_is_the_one_that_is_compiled_in() -> None:
+    assert setup_py()["compiled_from"]() == native._sources()
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "flag"),
+    [
+        ("Linux", "x86_64", "-mavx2"),
+        ("Linux", "aarch64", "-march=armv8-a"),
+        ("Linux", "ppc64le", None),
+        ("Darwin", "x86_64", None),
+    ],
+)
+def test_flags_are_the_processors(
+    monkeypatch: pytest.MonkeyPatch, system: str, machine: str, flag: str | None
+) -> None:
+    """A compiler for aarch64 takes no -mavx2; for others nothing is compiled."""
+    names = setup_py()
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    found = [
+        option
+        for library in names["libraries"]()
+        for option in library.extra_compile_args
+        if option in ("-mavx2", "-march=armv8-a")
+    ]
+    assert found == ([] if flag is None else [flag])
+
+
+@pytest.mark.usefixtures("fresh")
+def test_aarch64_needs_no_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says nothing of it there."""
+    if HERE not in ("x86_64", "aarch64"):
+        pytest.skip(f"compiled for x86_64 and aarch64, not for {HERE}")
+    expected = kernels.backend_info().cpu_path
+    dispatch._state.clear()
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert kernels.backend_info().cpu_path == f"torch: {compiler} failed: no such thing"
-    words = said.read_text().split()
-    assert "-march=armv8-a" in words and not {"-mavx2", "-mfma", "-mf16c"} & {*words}
+    assert kernels.backend_info().cpu_path == expected

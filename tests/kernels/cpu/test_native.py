@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
+import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,36 +13,12 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.cpu import dispatch, native
+from kernels import arithmetic
+from kernels.cpu import dispatch, native, torch_fallback
 from tests.kernels.cases import DTYPES, bits, random
-from tests.kernels.cpu.cases import need_compiled, works
+from tests.kernels.cpu.cases import ROOT, need_compiled, works
 
 
-@pytest.mark.usefixtures("library", "fresh")
-@pytest.mark.parametrize(
-    "option", ["-ffast-math", pytest.param("-funsafe-math-optimizations", marks=pytest.mark.slow)]
-)
-def test_a_compilers_own_options_change_no_numbers(option: str) -> None:
-    """With these gcc would have the whole process flush subnormal numbers to zero."""
-    if not shutil.which("gcc"):
-        pytest.skip("no gcc on the PATH")
-    code = """
-import kernels, torch
-assert kernels.backend_info().cpu_path == "compiled", kernels.backend_info().cpu_path
-print((torch.tensor([1e-40]) * 1).item(), kernels.sum_n([torch.tensor([1e-40])]).item())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        env={**os.environ, "CC": f"gcc {option} -march=native"},
-    )
-    assert [float(word) for word in done.stdout.split()] == [torch.tensor(1e-40).item()] * 2
-
-
-@pytest.mark.usefixtures("built")
 def test_torchs_zeros_without_memory_are_summed_and_packed_as_zeros() -> None:
     zeros, ones = torch._efficientzerotensor(100), torch.ones(100)
     assert zeros.data_ptr() == 0
@@ -56,12 +31,13 @@ def test_torchs_zeros_without_memory_are_summed_and_packed_as_zeros() -> None:
         kernels.dot_and_norms(zeros, ones)
 
 
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("system", "machine", "capability"),
     [("Linux", "ppc64le", "VSX"), ("Darwin", "x86_64", "AVX2"), ("Linux", "x86_64", "DEFAULT")],
 )
 def test_other_machines(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, system: str, machine: str, capability: str
+    monkeypatch: pytest.MonkeyPatch, system: str, machine: str, capability: str
 ) -> None:
     monkeypatch.setattr(native.platform, "system", lambda: system)
     monkeypatch.setattr(native.platform, "machine", lambda: machine)
@@ -70,11 +46,73 @@ def test_other_machines(
     assert named in kernels.backend_info().cpu_path and works()
 
 
-def test_the_choice_is_the_users(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def lack(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "LIBRARY", path.with_name("libother.so"))
+
+
+def cut(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def put_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "LIBRARY", Path(torch._C.__file__))
+
+
+def change_its_sources(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path.parent / "task.h").open("a").write("\n")
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("happens", "reason"),
+    [
+        (lack, "the C kernels were not compiled at installation: "),
+        (cut, "libnative.so cannot be loaded: "),
+        (put_another, " cannot be loaded: "),
+        (change_its_sources, "libnative.so was compiled from other sources: "),
+    ],
+)
+def test_torch_takes_over_where_the_library_is_not_that_of_its_sources(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    happens: Callable[[Path, pytest.MonkeyPatch], None],
+    reason: str,
+) -> None:
+    need_compiled()
+    dispatch._state.clear()
+    for path in (native.LIBRARY, *native.LIBRARY.parent.glob("*.[ch]")):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / native.LIBRARY.name)
+    happens(native.LIBRARY, monkeypatch)
+    said = kernels.backend_info().cpu_path
+    assert said.startswith("torch: ") and reason in said and "run `make build`" in said
+    assert works()
+    dispatch._state.clear()
+    monkeypatch.setenv("ADASUM_CPU_KERNELS", "native")
+    with pytest.raises(RuntimeError, match=r"ADASUM_CPU_KERNELS=native: .*`make build`"):
+        works()
+
+
+def test_header_and_python_have_the_same_fields_and_numbers() -> None:
+    text = (ROOT / "kernels" / "cpu" / "task.h").read_text()
+    header = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+    (struct,) = re.findall(r"struct task \{(.*?)\};", header, re.S)
+    fields = re.findall(r"(\w+);", struct)
+    assert fields == [name for name, _ in native.Task._fields_] and len(fields) > 10
+    assert ctypes.sizeof(native.Task) == 8 * len(fields)
+    numbers = dict(re.findall(r"#define (\w+) (\S+)", header))
+    assert int(numbers["BLOCK"]) == native.BLOCK
+    assert float.fromhex(numbers["TINY"]) == arithmetic.TINY
+    assert float.fromhex(numbers["CANCELLED"]) == arithmetic.CANCELLED
+    safe = float.fromhex(numbers["SAFE_LOW"]), float.fromhex(numbers["SAFE_HIGH"])
+    assert safe == (torch_fallback._SAFE_LOW, torch_fallback._SAFE_HIGH)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_choice_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADASUM_CPU_KERNELS", "torch")
     assert kernels.backend_info().cpu_path == "torch: ADASUM_CPU_KERNELS=torch" and works()
-    assert not fresh.exists()
-    monkeypatch.setattr(dispatch, "_state", dispatch._State())
+    dispatch._state.clear()
     monkeypatch.setenv("ADASUM_CPU_KERNELS", "fortran")
     message = "ADASUM_CPU_KERNELS must be one of auto, native, torch, got 'fortran'"
     for call in (works, kernels.backend_info):
@@ -82,10 +120,22 @@ def test_the_choice_is_the_users(fresh: Path, monkeypatch: pytest.MonkeyPatch) -
             call()
 
 
-def test_torch_can_be_demanded(fresh: Path) -> None:
+@pytest.mark.usefixtures("fresh")
+def test_torch_can_be_demanded() -> None:
     dispatch.use_torch("of a reason")
     assert kernels.backend_info().cpu_path == "torch: of a reason" and works()
-    assert not fresh.exists()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_torch_demanded_while_another_thread_loads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks must compute alike, and this one has told the others."""
+
+    def load() -> object:
+        dispatch.use_torch("of a reason")
+        return object()
+
+    monkeypatch.setattr(native, "load", load)
+    assert kernels.backend_info().cpu_path == "torch: of a reason"
 
 
 def test_autograd_sees_what_is_written() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 import kernels
-from kernels.cpu import build, dispatch, native
+from kernels.cpu import dispatch, native
 from tests.kernels.cases import random
+from tests.kernels.cpu.cases import compile_library, need_compiled
 
 # As in torch's wheels for aarch64, whose OpenMP only those see that name it.
 HIDE = """
@@ -23,20 +25,6 @@ ctypes.CDLL = lambda name, mode=0: whole(name)
 import torch
 ctypes.CDLL = whole
 assert not hasattr(whole(None), "GOMP_parallel")
-"""
-FORK = """
-import os, signal, kernels
-from kernels.cpu import dispatch
-# As if another thread were about to compile.
-dispatch._state.lock.acquire()
-child = os.fork()
-if child == 0:
-    signal.alarm(60)
-    print(kernels.backend_info().cpu_path, flush=True)
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-dispatch._state.lock.release()
-print(kernels.backend_info().cpu_path)
 """
 COUNT = """
 import os, re, threading, time, kernels, torch
@@ -69,28 +57,16 @@ def lines_of(code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.fixture(scope="module")
-def forked_and_counted() -> list[str]:
-    return lines_of(FORK + COUNT)
-
-
 @pytest.mark.parametrize("shown", [True, False])
-def test_it_has_torchs_threads(shown: bool, forked_and_counted: list[str]) -> None:
+def test_it_has_torchs_threads(shown: bool) -> None:
     """One OpenMP in the process: two would put two pools of threads on the same cores.
 
     As many threads as torch was told, in one of the user's own, too.
     """
-    if why_not := kernels.backend_info().why_torch:
-        pytest.skip(f"no compiled CPU path: {why_not}")
-    seen, runtime = forked_and_counted[2:] if shown else lines_of(HIDE + COUNT)
+    need_compiled()
+    seen, runtime = lines_of(COUNT if shown else HIDE + COUNT)
     if "OpenMP" in torch.__config__.parallel_info():
         assert seen == "0 2" and len(runtime.split()) == 1
-
-
-def test_forked_child_does_not_wait_for_a_thread_of_its_parent(
-    forked_and_counted: list[str],
-) -> None:
-    assert forked_and_counted[:2] == [kernels.backend_info().cpu_path] * 2
 
 
 def test_threads_compute_at_once() -> None:
@@ -119,14 +95,15 @@ def test_threads_compute_at_once() -> None:
 
 def test_others_go_on_while_c_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes long gives up the lock that Python's threads share."""
-    if why_not := kernels.backend_info().why_torch:
-        pytest.skip(f"no compiled CPU path: {why_not}")
+    need_compiled()
+    if not shutil.which("gcc"):
+        pytest.skip("no gcc on the PATH")
     text = "".join(
         f"void {name}(const void *task) {{ usleep(200000); }}\n" for name in native.FUNCTIONS
     )
     source = tmp_path / "slow.c"
     source.write_text("#include <unistd.h>\n" + text)
-    library = build.built("slow", [source], {}, [], native.Library)
+    library = native.Library(compile_library("gcc", source, tmp_path / "slow.so"))
     monkeypatch.setattr(dispatch, "library", lambda: library)
     a, b = (random(1 << 17, torch.float32, "cpu", seed) for seed in (1, 2))
     thread = threading.Thread(target=lambda: kernels.scaled_add(a, b, out=a))

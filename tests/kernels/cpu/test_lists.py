@@ -1,4 +1,4 @@
-"""Lists of tensors are read by one call of C, which refuses what Python refuses."""
+"""Lists of many tensors are checked all at once, which refuses what a check of each refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.cpu import tensor_list
 from tests.kernels.cases import DTYPES, bits, random
 
 COUNT = 20
@@ -20,24 +19,13 @@ class Subclass(Tensor):
     pass
 
 
-@pytest.fixture(params=["compiled", "python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "python":
-        monkeypatch.setattr(tensor_list, "_reader", lambda: None)
-    elif tensor_list._reader() is None:
-        pytest.skip("no compiled comparison")
-    return str(request.param)
-
-
 def several(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     shapes = [(5, 3), (), (1, 7, 1), (40,)] * (COUNT // 4)
     return [random(shape, dtype, "cpu", seed + i) for i, shape in enumerate(shapes)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rebound_and_released_plans_compute_on_the_new_tensors(
-    way: str, dtype: torch.dtype
-) -> None:
+def test_rebound_and_released_plans_compute_on_the_new_tensors(dtype: torch.dtype) -> None:
     plan = kernels.plan_pack(several(1, dtype))
     for seed in (2, 3):
         tensors = several(seed, dtype)
@@ -50,7 +38,7 @@ def test_rebound_and_released_plans_compute_on_the_new_tensors(
     assert bits(plan()) == bits(kernels.pack(tensors))
 
 
-def test_parameters_are_taken(way: str) -> None:
+def test_parameters_are_taken() -> None:
     plan, tensors = kernels.plan_pack(several(1)), several(2)
     tensors[0] = torch.nn.Parameter(torch.full((5, 3), 3.0))
     with torch.no_grad():
@@ -59,7 +47,7 @@ def test_parameters_are_taken(way: str) -> None:
             assert bits(plan()) == bits(kernels.pack(others))
 
 
-def test_tensors_of_no_elements_are_taken(way: str) -> None:
+def test_tensors_of_no_elements_are_taken() -> None:
     plan = kernels.plan_pack([torch.ones(3), torch.empty(0, 2)])
     plan.rebind([torch.zeros(3), torch.empty(0, 2)])
     assert not plan()[:3].any()
@@ -93,7 +81,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*mkldnn")
-def test_what_cannot_be_read_is_refused_by_name(way: str, kind: str) -> None:
+def test_what_cannot_be_read_is_refused_by_name(kind: str) -> None:
     make, words = REFUSED[kind]
     plan, tensors = kernels.plan_pack(several(1)), several(2)
     expected = bits(plan())
@@ -105,7 +93,7 @@ def test_what_cannot_be_read_is_refused_by_name(way: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*mkldnn")
-def test_direct_calls_on_lists_refuse_what_plans_refuse(way: str, kind: str) -> None:
+def test_direct_calls_on_lists_refuse_what_plans_refuse(kind: str) -> None:
     tensors = [random((5, 3), torch.float32, "cpu", i) for i in range(COUNT)]
     layout, out = kernels.layout_of(tensors), torch.full((5, 3), 7.0)
     buffer = torch.full((layout.numel,), 7.0)
@@ -122,7 +110,7 @@ def test_direct_calls_on_lists_refuse_what_plans_refuse(way: str, kind: str) -> 
     assert (buffer == 7).all() and (out == 7).all()
 
 
-def test_direct_calls_on_lists_of_several_dtypes_have_the_bits_of_few(way: str) -> None:
+def test_direct_calls_on_lists_of_several_dtypes_have_the_bits_of_few() -> None:
     tensors = [random((5, 3), DTYPES[i % len(DTYPES)], "cpu", i) for i in range(COUNT)]
     layout = kernels.layout_of(tensors, dtype=torch.float32)
     buffer = kernels.pack(tensors, layout=layout, scale=0.5)
@@ -138,7 +126,7 @@ def test_direct_calls_on_lists_of_several_dtypes_have_the_bits_of_few(way: str) 
     assert bits(kernels.sum_n(same)) == bits(expected)
 
 
-def test_inference_tensors_are_read_and_not_written(way: str) -> None:
+def test_inference_tensors_are_read_and_not_written() -> None:
     with torch.inference_mode():
         inside = several(2)
     plan = kernels.plan_pack(several(1))
@@ -150,7 +138,7 @@ def test_inference_tensors_are_read_and_not_written(way: str) -> None:
         unpack.rebind(inside)
 
 
-def test_overlap_is_refused_and_the_old_tensors_stay(way: str) -> None:
+def test_overlap_is_refused_and_the_old_tensors_stay() -> None:
     tensors = several(1)
     plan = kernels.plan_pack(tensors)
     expected = bits(plan())

@@ -1,4 +1,4 @@
-"""Groups that are split from one share its sockets: order, ends, interrupts, descriptors."""
+"""Transports that are split from one have connections of their own: order, ends, descriptors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import torch
 
 from collectives import CollectiveTimeoutError, TransportError
 from collectives.transport import ConnectionTransport
-from collectives.transport.connections import transport as transport_module
-from tests.collectives.transport.test_connection_failures import Tampered
 from tests.collectives.transport.thread_ranks import (
     TIMEOUT,
     connect,
@@ -49,21 +47,19 @@ def receive(transport: ConnectionTransport, length: int, **options: Any) -> torc
     return got
 
 
-def test_parts_open_no_socket_to_a_peer() -> None:
-    """Two descriptors wake each rank's thread, in the whole and in each part; nothing is left."""
+def test_split_transports_leave_nothing_open() -> None:
     gc.collect()
     before = descriptors()
     whole = connect(4, kinds=("tcp",))
     assert descriptors() - before == 4 * 3
     parts = [split(whole, [*range(4)]) for _ in range(5)]
-    assert descriptors() - before == 4 * 3 + 4 * 2 * (1 + len(parts))
     inner = split(parts[0], [3, 1])
-    assert descriptors() - before == 4 * 3 + 4 * 2 * (1 + len(parts)) + 2 * 2
+    assert descriptors() - before == 4 * 3 * (1 + len(parts)) + 2
     assert [sorted(each.connected_peers) for each in inner] == [[1], [0]]
     together(lambda: send(inner[0], noise(9, 1)), lambda: receive(inner[1], 9))
     for each in [*inner, *(each for part in parts for each in part)]:
         each.close()
-    assert descriptors() - before == 4 * 3 + 4 * 2
+    assert descriptors() - before == 4 * 3
     for each in whole:
         each.close()
     assert descriptors() == before
@@ -122,94 +118,11 @@ def test_ranks_that_use_two_groups_in_different_orders_go_on(length: int) -> Non
     together(first, second)
 
 
-@pytest.mark.parametrize("waits", ["to receive", "to send"])
-def test_what_another_thread_does_for_a_thread_that_falls_asleep_wakes_it(
-    waits: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between its last look at the socket and its sleep, after which nothing more comes."""
-    whole = connect(2, kinds=("tcp",))
-    part = split(whole, [0, 1])
-    asleep, done, real = threading.Event(), threading.Event(), transport_module.wait_for_any
-
-    def late(connections: Any, *given: Any) -> bool:
-        if connections[0] in (sleeper._connections.values()) and not done.is_set():
-            asleep.set()
-            done.wait(TIMEOUT)
-        return real(connections, *given)
-
-    monkeypatch.setattr(transport_module, "wait_for_any", late)
-    if waits == "to receive":
-        sleeper = part[1]
-
-        def other() -> None:
-            asleep.wait(TIMEOUT)
-            send(part[0], noise(9, 1))
-            send(whole[0], noise(3, 2))
-            receive(whole[1], 3)
-            done.set()
-
-        together(other, lambda: receive(sleeper, 9, timeout=TIMEOUT / 4))
-        return
-    sleeper = part[0]
-
-    def sender() -> None:
-        asleep.wait(TIMEOUT)
-        # Sends the rest of the part's message first.
-        send(whole[0], noise(3, 2))
-        done.set()
-
-    def receiver() -> None:
-        asleep.wait(TIMEOUT)
-        receive(whole[1], 3)
-        receive(part[1], LONG)
-
-    together(sender, receiver, lambda: send(sleeper, noise(LONG, 1), timeout=TIMEOUT / 4))
-
-
-def test_a_message_for_a_part_that_a_rank_has_not_made_yet_waits_for_it() -> None:
-    """The ranks return from a split at different times."""
-    whole = connect(2, kinds=("tcp",))
-    real, late = transport_module.ConnectionTransport._share, threading.Event()
-
-    def slowly(self: ConnectionTransport, *arguments: Any) -> Any:
-        (connection,) = self._connections.values()
-        channel = type(connection).channel
-
-        def wait(*given: Any) -> Any:
-            if self.rank == 1:
-                late.wait(TIMEOUT)
-                # Reads what is for the part on behalf of the whole.
-                receive(whole[1], 3)
-            return channel(connection, *given)
-
-        connection.channel = wait
-        return real(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ConnectionTransport, "_share", slowly)
-        patch.setattr(transport_module, "open_connections", _shared_alone)
-
-        def first() -> None:
-            part = whole[0].split([0, 1], TIMEOUT)
-            send(part, noise(7, 4))
-            send(whole[0], noise(3, 5))
-            late.set()
-
-        def second() -> torch.Tensor:
-            return receive(whole[1].split([0, 1], TIMEOUT), 7)
-
-        assert torch.equal(together(first, second)[1], noise(7, 4))
-
-
-def _shared_alone(*_: Any, shared: Any, **__: Any) -> Any:
-    return dict(shared), None, True
-
-
 def test_a_part_that_fails_leaves_the_whole_and_other_parts() -> None:
-    """And its peer is told the cause, while it waits as well as later."""
+    """And its peer gets the reason, while it waits as well as later."""
     whole = connect(3, kinds=("tcp",))
     parts = [split(whole, [0, 1, 2]) for _ in range(2)]
-    told: list[str] = []
+    reasons: list[str] = []
 
     def fail() -> None:
         with pytest.raises(CollectiveTimeoutError, match=r"from rank 2 in a step within 0\.2 s"):
@@ -220,11 +133,11 @@ def test_a_part_that_fails_leaves_the_whole_and_other_parts() -> None:
         with pytest.raises(CollectiveTimeoutError) as caught:
             exchange(parts[0][1], [], [(0, poisoned(4))])
         assert time.monotonic() - start < TIMEOUT / 4
-        told.append(str(caught.value))
+        reasons.append(str(caught.value))
 
     together(fail, wait)
     assert parts[0][2].gone() == 0 and "within 0.2 s" in parts[0][2].why_gone(0)
-    assert "rank 0 got no answer from rank 2" in told[0]
+    assert "rank 0 got no answer from rank 2" in reasons[0]
     for group in (whole, parts[1]):
         together(
             lambda group=group: exchange(group[0], [(1, noise(LONG, 3))], []),
@@ -233,20 +146,8 @@ def test_a_part_that_fails_leaves_the_whole_and_other_parts() -> None:
         assert [each.gone() for each in group] == [None] * 3
 
 
-def test_a_part_that_fails_within_a_message_leaves_the_whole() -> None:
-    """The rest of the message goes out, and the cause behind it, before the whole's next."""
-    whole = connect(2, kinds=("tcp",))
-    part = split(whole, [0, 1])
-    with pytest.raises(CollectiveTimeoutError, match="rank 1 in a step within"):
-        send(part[0], noise(LONG, 1), timeout=0.2)
-    together(lambda: send(whole[0], noise(100, 2)), lambda: receive(whole[1], 100))
-    receive(part[1], LONG)
-    with pytest.raises(CollectiveTimeoutError, match="rank 0 in a step: rank 0 got no answer"):
-        receive(part[1], 5)
-
-
 def test_a_whole_that_is_closed_first_leaves_its_parts() -> None:
-    """As parts that have sockets of their own: `Group.close` ends them first."""
+    """`Group.close` ends them first."""
     whole = connect(2, kinds=("tcp",))
     part = split(whole, [1, 0])
     for each in whole:
@@ -265,44 +166,13 @@ def test_what_was_sent_before_a_part_was_closed_arrives() -> None:
     send(part[0], noise(50, 1))
     part[0].close()
     send(whole[0], noise(5, 2))
-    # Read by the whole on behalf of the part.
     receive(whole[1], 5)
     assert torch.equal(receive(part[1], 50), noise(50, 1))
     with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended"):
         receive(part[1], 5)
 
 
-def test_the_end_of_a_rank_ends_all_parts() -> None:
-    whole = connect(2, kinds=("tcp",))
-    part = split(whole, [0, 1])
-    (connection,) = whole[0]._connections.values()
-    # What the kernel does at the end of a process.
-    connection._socket.shutdown(2)
-    for group in (part, whole):
-        with pytest.raises(CollectiveTimeoutError, match="from rank 0 in a step"):
-            receive(group[1], 5)
-
-
-@pytest.mark.parametrize("method", ["sendmsg", "recvmsg_into"])
-def test_an_interrupt_within_a_message_ends_all_parts_and_becomes_no_data(method: str) -> None:
-    whole = connect(2, kinds=("tcp",))
-    part = split(whole, [0, 1])
-    (connection,) = whole[0]._connections.values()
-
-    def interrupted(real: Callable[..., Any], *given: Any) -> Any:
-        real(*given)
-        raise KeyboardInterrupt
-
-    connection._socket = Tampered(connection._socket, method, interrupted)
-    send(whole[1], noise(5, 0))
-    with pytest.raises(KeyboardInterrupt):
-        exchange(whole[0], [(1, noise(5, 0))], [(1, poisoned(5))])
-    for each, end in ((part[0], "torn"), (part[1], "rank 0 has ended")):
-        with pytest.raises(CollectiveTimeoutError, match=end):
-            receive(each, 5)
-
-
-def test_a_forked_child_leaves_shared_sockets_alone() -> None:
+def test_a_forked_child_leaves_all_connections_alone() -> None:
     whole = connect(2, kinds=("tcp",))
     part = split(whole, [0, 1])
     child = os.fork()

@@ -1,0 +1,111 @@
+"""What `auto` stands for: a table by device, nodes, ranks and size, made by the cost model.
+
+`python -m collectives.cost --table` prints it, from the link rates that
+`collectives/cost/thresholds.py` records. So the choice is the same on all ranks and in every run; a
+specification for other links, which `python -m collectives.cost` prints for their rates, is the
+override. An operator that is no plain sum chooses by size alone, `Reducer.algorithm`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from collectives.schedules import binomial_tree, bruck, ring
+from collectives.schedules.schedule import Schedule
+from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
+from collectives.schedules.topology import Topology
+
+Key = tuple[str, str, str]
+
+# By device ("nccl" for a GPU's where a library has its own all-reduce, which stands for every row
+# that is not here), nodes and ranks. Unlike an argument's, these limits count bytes.
+TABLE: dict[Key, str] = {
+    ("cpu", "a rank a node", "2"): "rd:2M:rechd",
+    ("cpu", "a rank a node", "2^k"): "rd:256k:rechd:16M:xring",
+    ("cpu", "a rank a node", "3"): "rd:32k:xring",
+    ("cpu", "a rank a node", "5 to 7"): "rd:256k:xring",
+    ("cpu", "a rank a node", "other"): "rd:128k:rechd:512k:xring",
+    ("cpu", "one node", "2"): "rd:512k:rechd",
+    ("cpu", "one node", "2^k"): "rd:512k:rechd:2M:xring",
+    ("cpu", "one node", "3"): "rd:256k:xring",
+    ("cpu", "one node", "5 to 7"): "rd:512k:xring",
+    ("cpu", "one node", "other"): "rd:512k:rechd:1M:xring",
+    ("cpu", "several ranks a node", "2^k"): "rd:16k:rechd/rd:256k:rechd:2M:xring/xring:16M:xring",
+    ("cpu", "several ranks a node", "5 to 7"): "rd:8k:rechd/rd:64k:xring/xring:16M:xring",
+    ("cpu", "several ranks a node", "other"): "rd:4k:rechd/rd:128k:xring/xring:8M:xring",
+    ("cuda", "a rank a node", "2"): "rd:32M:rechd",
+    ("cuda", "a rank a node", "2^k"): "rd:8M:rechd:256M:xring",
+    ("cuda", "a rank a node", "3"): "rd:1M:xring",
+    ("cuda", "a rank a node", "5 to 7"): "rd:8M:xring",
+    ("cuda", "a rank a node", "other"): "rd:8M:rechd:16M:xring",
+    ("cuda", "one node", "2"): "rd:64M:rechd",
+    ("cuda", "one node", "2^k"): "rd:32M:rechd",
+    ("cuda", "one node", "3"): "rd:8M:xring",
+    ("cuda", "one node", "5 to 7"): "rd:32M:xring",
+    ("cuda", "one node", "other"): "rd:32M:rechd:64M:xring",
+    ("cuda", "several ranks a node", "2^k"): "rd:4M:rechd/rd:16M:rechd",
+    ("cuda", "several ranks a node", "5 to 7"): "rd:2M:rechd/rd:4M:xring/xring",
+    ("cuda", "several ranks a node", "other"): "rd:1M:rechd/rd:8M:xring/xring",
+    ("nccl", "a rank a node", "2"): "rd:4M:nccl",
+    ("nccl", "one node", "2"): "rd:1M:nccl",
+}
+
+# Up to here a reduction to one rank goes by a tree, whose root takes the whole buffer as extra
+# memory; beyond along a line, where nobody takes more than one n-th.
+TREE_BYTES = 1 << 20
+# Up to here, of all ranks together, a gather on two levels is Bruck's, of few steps; beyond a
+# ring's, of whose bytes fewer leave a node. On GPUs a step costs the host too much for a ring.
+BRUCK_BYTES = {"cpu": 1 << 18, "cuda": 1 << 30}
+
+
+def key_of(device: str, topology: Topology) -> Key:
+    """Return the row of the table for "cpu", "cuda" or "nccl" on such ranks."""
+    size = topology.size
+    nodes = "a rank a node" if topology.local_size == 1 else "several ranks a node"
+    if topology.num_nodes == 1:
+        nodes = "one node"
+    if not size & (size - 1):
+        ranks = "2" if size == 2 else "2^k"
+    elif size < 8:
+        ranks = "3" if size == 3 else "5 to 7"
+    else:
+        ranks = "other"
+    return device, nodes, ranks
+
+
+def sum_algorithm(
+    device: str, nbytes: int, topology: Topology, library: str | None = None
+) -> AllReduceSpec:
+    """Return the algorithm of a sum.
+
+    Args:
+        device: "cpu" or "cuda".
+        nbytes: Length of each rank's buffer.
+        topology: Where the ranks are.
+        library: The name of a library's own all-reduce of the same; None where there is none.
+    """
+    key = key_of("nccl" if library else device, topology)
+    row = TABLE.get(key, "nccl") if library else TABLE[key]
+    chosen = replace(spec_for(parse_all_reduce_spec(row), nbytes), limit=-1)
+    return replace(chosen, alg=library) if library and chosen.alg == "nccl" else chosen
+
+
+def all_gather_schedule(device: str, nbytes: int, topology: Topology) -> Schedule:
+    """Return Bruck's all-gather or the ring's; both send as many bytes.
+
+    Where all links are alike that is Bruck's, of fewer steps.
+
+    Args:
+        device: "cpu" or "cuda".
+        nbytes: Length of all ranks' pieces together.
+        topology: Where the ranks are.
+    """
+    alike = 1 in (topology.num_nodes, topology.local_size)
+    if alike or nbytes <= BRUCK_BYTES[device]:
+        return bruck.all_gather(topology.size)
+    return ring.all_gather(topology.size)
+
+
+def reduce_schedule(nbytes: int, root: int, size: int) -> Schedule:
+    """Return the reduction of so many bytes of each of `size` ranks onto `root`."""
+    return (binomial_tree if nbytes <= TREE_BYTES else ring).reduce(size, root)

@@ -1,0 +1,47 @@
+/* What kernels/cpu/native.py passes to native.c, in whose order it has these fields, and the numbers
+ * that both have; tests/kernels/cpu/test_native.py compares them.
+ */
+#include <stdint.h>
+
+/* Elements whose dot products are one partial result. */
+#define BLOCK 8192
+/* The square root of the least normal double: a squared norm below it has no direction. */
+#define TINY 0x1p-511
+/* Of |alpha a|^2 + |beta b|^2: where a blend's square is below this part, float would lose it. */
+#define CANCELLED 0x1p-6
+/* Coefficients inside this range times any float32 lose nothing to float32's exponent. */
+#define SAFE_LOW 0x1p-60
+#define SAFE_HIGH 0x1p60
+
+/* GOMP_parallel; omp_get_thread_num and omp_get_num_threads. */
+typedef void run_in_team(void (*start)(void *), void *argument, unsigned threads, unsigned flags);
+typedef int count_threads(void);
+
+/* 8 bytes each. */
+struct task {
+    /* What is read or, by `copy` out of a buffer, written, and how many. */
+    void *const *tensors;
+    const int64_t *dtypes;
+    int64_t count;
+    /* What is written: of `copy` the buffer, which it may read. */
+    void *out;
+    int64_t out_dtype;
+    /* The elements of `out`, or of a and b, where segments start, and end. */
+    const int64_t *bounds;
+    int64_t segments;
+    /* Of `copy` alone: the tensors' elements; whether into the buffer. */
+    const int64_t *numels;
+    int64_t packing;
+    double *coefficients;
+    /* (a.b, |a|^2, |b|^2) of each block and each segment. */
+    double *partials;
+    double *dots;
+    /* What to report of the values written: set to 1, and raised. */
+    float *found_inf;
+    uint64_t *largest;
+    /* The most that may be used, and what runs them. */
+    int64_t threads;
+    run_in_team *parallel;
+    count_threads *thread_num;
+    count_threads *num_threads;
+};
