@@ -30,6 +30,7 @@ from collectives import (
 from collectives.schedules import binomial_tree, recursive_doubling
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import IDLE
+from tests.collectives.operators import TrimmedMean
 from tests.fuzz.outcome import REJECTIONS, SETTINGS, Recipe, attempt
 from tests.fuzz.values import (
     ODD_VALUES,
@@ -60,7 +61,8 @@ SCHEDULES_OF_TWO = (
 def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strategy]]]:
     """What each takes: positional arguments, and keywords that may be left out."""
     a, many = tensor(look), tensors(look)
-    op, name = value(Sum, Average, Max, Min, Product), value(None, "gradient", "")
+    op = value(Sum, Average, Max, Min, Product, TrimmedMean(shared=True))
+    name = value(None, "gradient", "")
     scales = {"prescale": value(1.0, 2, 0.5), "postscale": value(1.0, -1.0)}
     algorithm = value(*SPECS)
     named = {"name": name}
