@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
-from collectives.stall import Stall
+from collectives.stall import Stall, warning_seconds
 from collectives.transport.base import Message, Messages, Transport
 from collectives.transport.byte_gathering import gather_objects
 from collectives.transport.connections.connect import (
@@ -174,7 +174,7 @@ class ConnectionTransport(Transport):
     def _run(self, connections: list[Connection], step: str, timeout: float) -> None:
         """Advance the connections until none is busy."""
         deadline = time.monotonic() + timeout
-        nap, waited = _FIRST_SECONDS, 0.0
+        nap, waited = min(_FIRST_SECONDS, warning_seconds()), 0.0
         stall: Stall | None = None
 
         def late() -> str:
@@ -187,8 +187,10 @@ class ConnectionTransport(Transport):
             connections = [connection for connection in connections if connection.busy]
             if self._interrupted:
                 self.check_interrupt(step)
-            if stall is not None and moved:
-                stall.restart()
+            if moved:
+                waited = 0.0
+                if stall is not None:
+                    stall.restart()
             slept = min(nap, _INTERRUPT_SECONDS)
             if moved or not connections:
                 continue
@@ -208,7 +210,8 @@ class ConnectionTransport(Transport):
             if waited < nap:
                 continue
             if stall is None:
-                stall = Stall(self.name(self.rank), step, timeout, late)
+                since = time.monotonic() - waited
+                stall = Stall(self.name(self.rank), step, timeout, late, since)
             nap, waited = stall.check(), 0.0
 
     def _refuses(self, peer: int) -> bool:
