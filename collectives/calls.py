@@ -109,18 +109,16 @@ class Calls:
             outcome = self._negotiation.wait(call)
         if call.instead is not None:
             return call.instead()
-        if call.shared is None or outcome.joined:
-            return self._operate(call)
-        call.shared.reduce(call.label)
-        return call.tensors[0] if call.kind == "all_reduce" else call.tensors
-
-    def _operate(self, call: Call) -> Any:
+        if call.shared is not None and not outcome.joined:
+            call.shared.reduce(call.label)
+            return call.tensors[0] if call.kind == "all_reduce" else call.tensors
         # Alike on all ranks: they make the same calls.
         self._runner.first = self._count - 1
+        operation = OPERATIONS[call.kind]
         if call.kind in _WITH_RANGES or not recording():
-            return OPERATIONS[call.kind](self._runner, call)
+            return operation(self._runner, call)
         with span(lambda: call.title):
-            return OPERATIONS[call.kind](self._runner, call)
+            return operation(self._runner, call)
 
     def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
         """Take part in the other ranks' calls, with zeros, until all ranks have joined.
@@ -151,7 +149,8 @@ class Calls:
                 call.tensors = [each.zeros(device) for each in call.described]
                 call.op = by_name[call.options.get("op", str(Sum))]
                 call.label = f"{call} (call {self._count - 1}{self._transport.of_ranks}, joined)"
-                self._operate(call)
+                self._runner.first = self._count - 1
+                OPERATIONS[call.kind](self._runner, call)
 
         joining = Call("join")
         self.queue.check_thread(joining)
