@@ -44,7 +44,8 @@ class Calls:
 
     def run(self, call: Call, *, async_op: bool = False) -> Any:
         """Carry out a call that is made once; return what its operation returns, or its Work."""
-        call.shared = plan_shared_memory_all_reduce(self._runner, call)
+        if self._transport.symmetric_memory is not None:
+            call.shared = plan_shared_memory_all_reduce(self._runner, call)
         if async_op:
             call.movable = call.name is not None
             return self.start(call)

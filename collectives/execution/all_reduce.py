@@ -146,8 +146,9 @@ class Runner:
         algorithm, phases = self._phases(flat, op, options, schedule)
         with call_span(label, op, algorithm, flat):
             multiply(flat, prescale * phases.prescale)
-            context = self.context(label)
-            buffer = self._before_schedule(phases, flat, context)
+            context, buffer = self.context(label), flat
+            if phases.library is not None or phases.host:
+                buffer = self._before_schedule(phases, flat, context)
             if phases.schedule is not None:
                 reducers = (Sum, op) if phases.two_levels else op
                 execute(phases.schedule, buffer, reducers, context, segments=options.segments)
@@ -219,13 +220,14 @@ class Runner:
         """Return what `auto` stands for, the same on all ranks and in every run."""
         if not is_plain_sum(op):
             return auto_of(op, flat.nbytes, self.size)
-        device = "cuda" if flat.is_cuda else "cpu"
-        return sum_algorithm(device, flat.nbytes, self.topology, self._library_for(flat))
+        if not flat.is_cuda:
+            return sum_algorithm("cpu", flat.nbytes, self.topology)
+        return sum_algorithm("cuda", flat.nbytes, self.topology, self._library_for(flat))
 
     def _library_for(self, flat: Tensor) -> str | None:
         """Return the name of NCCL's own sum where `auto` may take it, alike on all ranks."""
         dtype = flat.dtype.to_real() if flat.is_complex() else flat.dtype
-        if not flat.is_cuda or dtype not in DTYPES:
+        if dtype not in DTYPES:
             return None
         if self.transport.sums_on_gpu:
             return "nccl"

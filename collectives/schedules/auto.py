@@ -8,7 +8,8 @@ override. An operator that is no plain sum chooses by size alone, `Reducer.algor
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -86,25 +87,21 @@ def sum_algorithm(
         topology: Where the ranks are.
         library: The name of a library's own all-reduce of the same; None where there is none.
     """
-    return next(spec for limit, spec in _row(device, topology, library) if nbytes <= limit)
+    limits, specs = _row(device, topology, library)
+    return specs[bisect_left(limits, nbytes)]
 
 
 # Of one group's topology, and what a training's calls ask for.
 @lru_cache(maxsize=64)
 def _row(
     device: str, topology: Topology, library: str | None
-) -> tuple[tuple[float, AllReduceSpec], ...]:
-    """Return the algorithms in ascending order, each with the bytes up to which it is taken."""
+) -> tuple[Sequence[int], Sequence[AllReduceSpec]]:
+    """Return the bytes up to which each but the last algorithm is taken, and the algorithms."""
     key = key_of("nccl" if library else device, topology)
     row = parse_all_reduce_spec(TABLE.get(key, "nccl") if library else TABLE[key])
     names = {"nccl": library or "nccl"}
-    return tuple(
-        (
-            math.inf if spec.limit < 0 else spec.limit,
-            replace(spec, alg=names.get(spec.alg, spec.alg), limit=-1),
-        )
-        for spec in row
-    )
+    specs = [replace(spec, alg=names.get(spec.alg, spec.alg), limit=-1) for spec in row]
+    return [spec.limit for spec in row[:-1]], specs
 
 
 def all_gather_schedule(device: str, nbytes: int, topology: Topology) -> Schedule:

@@ -28,11 +28,11 @@ class Limit(NamedTuple):
 # 1 MiB of float32, Sum, 2 ranks; and a gradient's hook to the start of its bucket's request.
 LIMITS: dict[str, dict[str, Limit]] = {
     "tcp": {
-        "frames": Limit(16, 12),
-        "files": Limit(10, 8),
-        "calls": Limit(172, 120),
+        "frames": Limit(12, 12),
+        "files": Limit(8, 8),
+        "calls": Limit(120, 120),
     },
-    "shm": {"calls": Limit(103, 80)},
+    "shm": {"calls": Limit(96, 80)},
     "gradient": {"frames": Limit(8, 8), "files": Limit(5, 5)},
 }
 TRACES: dict[str, Callable[[], Trace]] = {

@@ -131,6 +131,8 @@ class ConnectionTransport(Transport):
         active: dict[int, Connection] = {}
         far: tuple[list[Message], list[Message]] = ([], [])
         try:
+            if self._interrupted:
+                self.check_interrupt(step)
             for sending, messages in ((True, sends), (False, recvs)):
                 for message in messages:
                     peer, tensor = message
@@ -152,7 +154,10 @@ class ConnectionTransport(Transport):
                 start = time.monotonic()
                 self._other.exchange(*far, step, timeout)
                 timeout = max(start + timeout - time.monotonic(), 0.0)
-            self._run([*active.values()], step, timeout)
+            for connection in active.values():
+                connection.advance()
+            if busy := [each for each in active.values() if each.busy]:
+                self._run(busy, step, timeout)
         except BaseException as error:
             self._fail(error, step)
             raise
