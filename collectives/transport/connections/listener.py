@@ -31,7 +31,8 @@ _CONNECT_SECONDS = 10.0
 # What accepting may take: all ranks wait for each other afterwards, and an error comes within 5 s
 # of the timeout.
 _ACCEPT_SECONDS = 4.0
-# Accepted sockets whose hello has not come; of more, which are hardly ranks', the oldest is closed.
+# Accepted sockets whose hello has not come, beside those that ranks may have; of more the oldest is
+# closed.
 _MAX_SILENT = 64
 
 
@@ -47,6 +48,7 @@ class Listener(ABC):
     Attributes:
         FORMAT: Ranks of another one would not understand this one, and open no connection.
         offer: What other ranks need to connect, for JSON.
+        most_silent: How many sockets are held that have said nothing.
         symmetric_memory: What the ranks connected by this kind share, once all have accepted; None
             where they share none, or the system refused it.
     """
@@ -61,6 +63,7 @@ class Listener(ABC):
         self._rank = rank
         self._listening = listening
         self._silent: list[socket.socket] = []
+        self.most_silent = _MAX_SILENT
         stack.callback(self.close)
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._spent = 0.0
@@ -116,28 +119,43 @@ class Listener(ABC):
 
         OSError where the system gives no more descriptors.
         """
-        while True:
+        drained = refused = False
+        while not drained:
+            try:
+                drained = self._accept_some()
+            except OSError:
+                # Those that were accepted before have their connections all the same.
+                drained = refused = True
+            for sock in list(self._silent):
+                connection = None
+                try:
+                    connection = self._welcome(sock, expected)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    sock.close()
+                self._silent.remove(sock)
+                if connection is not None:
+                    yield connection
+            # Only now: ranks that connected at once have been heard.
+            while len(self._silent) > self.most_silent:
+                self._silent.pop(0).close()
+        if refused:
+            # Raises again, unless what was closed here has made room.
+            self._accept_some()
+
+    def _accept_some(self) -> bool:
+        """Accept who has connected, a bounded number; return whether that is all."""
+        while len(self._silent) <= self.most_silent:
             try:
                 sock, _ = self._listening.accept()
             except BlockingIOError:
-                break
+                return True
             except ConnectionAbortedError:
                 continue
             sock.setblocking(False)
             self._silent.append(sock)
-        while len(self._silent) > _MAX_SILENT:
-            self._silent.pop(0).close()
-        for sock in list(self._silent):
-            connection = None
-            try:
-                connection = self._welcome(sock, expected)
-            except BlockingIOError:
-                continue
-            except OSError:
-                sock.close()
-            self._silent.remove(sock)
-            if connection is not None:
-                yield connection
+        return False
 
     def _welcome(self, sock: socket.socket, expected: Collection[int]) -> Connection:
         """Return a connection to the rank of `expected` that the other end says and proves to be.

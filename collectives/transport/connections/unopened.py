@@ -44,6 +44,8 @@ class Unopened:
         self._rank = rank
         self._name = name
         self._listener = listener
+        # Of each of these ranks a knock, or a connection whose hello is on its way.
+        listener.most_silent += len(offers)
         self._offers = dict(offers)
         self._knocks: dict[int, socket.socket] = {}
         # Any thread may knock.

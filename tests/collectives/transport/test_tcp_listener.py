@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -285,3 +286,63 @@ def test_frames_are_whole_cache_lines() -> None:
     assert sent == [128, 128, 128, 192, 5120]
     for n, tensor in zip(lengths, got, strict=True):
         assert torch.equal(tensor, noise(n, n))
+
+
+@contextlib.contextmanager
+def callers(count: int) -> Iterator[tuple[TcpListener, list[socket.socket]]]:
+    """A listener, and as many sockets that have connected to it and said nothing yet."""
+    with contextlib.ExitStack() as stack:
+        made = TcpListener(0, LOOPBACK, stack)
+        yield (
+            made,
+            [
+                stack.enter_context(socket.create_connection(made.offer[1], timeout=TIMEOUT))
+                for _ in range(count)
+            ],
+        )
+
+
+def say_hello(made: TcpListener, callers: Iterable[socket.socket]) -> None:
+    for rank, caller in enumerate(callers, 1):
+        caller.sendall(listener._HELLO.pack(bytes.fromhex(made.offer[2]), rank))
+
+
+def test_all_ranks_that_have_connected_before_one_looks_have_connections() -> None:
+    """However many, and others' silent ones among them."""
+    count = 3 * listener._MAX_SILENT
+    with callers(count + 5) as (made, sockets):
+        say_hello(made, sockets[:count])
+        come = {each.peer: each for each in made.come(range(1, count + 1))}
+        assert come.keys() == {*range(1, count + 1)}
+        for each in come.values():
+            each.close()
+
+
+def test_of_too_many_silent_connections_the_oldest_are_closed() -> None:
+    with callers(listener._MAX_SILENT + 10) as (made, sockets):
+        assert not [*made.come([1])]
+        assert len(made.sockets()) == 1 + listener._MAX_SILENT
+        for each in sockets[:10]:
+            assert each.recv(1) == b""
+        say_hello(made, sockets[10:11])
+        (come,) = made.come([1])
+        come.close()
+
+
+def test_where_descriptors_end_those_accepted_before_have_connections() -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with callers(3) as (made, sockets):
+        say_hello(made, sockets)
+        with socket.socket() as free:
+            lowest = free.fileno()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
+        try:
+            coming = made.come([1, 2, 3])
+            come = next(coming)
+            with pytest.raises(OSError, match="open files"):
+                next(coming)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert come.peer == 1
+        come.close()
