@@ -209,8 +209,7 @@ class ConnectionTransport(Transport):
                     f"{self.me} got no answer from {late()} in {step} within {timeout:.3g} s"
                 )
             for connection in connections:
-                # It has no socket by which this rank would see the other one's end.
-                if not connection.is_open and self._refuses(connection.peer):
+                if self._has_not_come(connection):
                     raise PeerGone(connection.peer, connection.name)
             if waited < nap:
                 continue
@@ -218,6 +217,16 @@ class ConnectionTransport(Transport):
                 since = time.monotonic() - waited
                 stall = Stall(self.name(self.rank), step, timeout, late, since)
             nap, waited = stall.check(), 0.0
+
+    def _has_not_come(self, connection: Connection) -> bool:
+        """Return whether a rank has ended that was to connect to this one and has not."""
+        # There is no socket yet by which this rank would see the other one's end.
+        if connection.is_open or not self._refuses(connection.peer):
+            return False
+        assert self._unopened is not None
+        # It may have connected, sent and ended since the wait.
+        self._unopened.accept(self._connections)
+        return not connection.is_open
 
     def _refuses(self, peer: int) -> bool:
         return self._unopened is not None and self._unopened.refuses(peer)

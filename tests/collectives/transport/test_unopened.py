@@ -179,6 +179,21 @@ def test_the_rank_that_ended_first_is_named_where_no_connection_leads_to_who_saw
     assert time.monotonic() - start < 5.0
 
 
+def test_what_a_rank_sent_before_it_ended_arrives_where_it_ends_as_this_one_knocks(
+    ranks: list[ConnectionTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It connects, sends and ends between a wait without an answer and the knock."""
+    refuses = unopened.Unopened.refuses
+
+    def late(self: unopened.Unopened, peer: int) -> bool:
+        send(ranks[3], 0)
+        ranks[3].close()
+        return refuses(self, peer)
+
+    monkeypatch.setattr(unopened.Unopened, "refuses", late)
+    receive(ranks[0], 3)
+
+
 def test_who_knows_no_secret_is_turned_away(ranks: list[ConnectionTransport]) -> None:
     """Also while a rank waits to be connected to."""
     others: list[socket.socket] = []
