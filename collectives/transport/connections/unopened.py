@@ -102,7 +102,11 @@ class Unopened:
         with self._lock:
             knock = self._knocks.get(peer)
             if knock is None:
-                knock = self._knocks[peer] = reach(self._offers[peer])
+                try:
+                    knock = self._knocks[peer] = reach(self._offers[peer])
+                except OSError:
+                    # No descriptor, or no way there now: that does not say that it has ended.
+                    return False
             poller = select.poll()
             poller.register(knock, select.POLLIN | select.POLLOUT)
             if not (found := poller.poll(0)):
@@ -110,7 +114,9 @@ class Unopened:
             error = knock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error or found[0][1] & ~select.POLLOUT:
                 # Where it has ended, the next knock is refused.
-                self._knocks.pop(peer).close()
+                knock.close()
+                # Another thread may close them all.
+                self._knocks.pop(peer, None)
             return error == errno.ECONNREFUSED
 
     def close(self) -> None:

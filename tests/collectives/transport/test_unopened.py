@@ -194,6 +194,25 @@ def test_what_a_rank_sent_before_it_ended_arrives_where_it_ends_as_this_one_knoc
     receive(ranks[0], 3)
 
 
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENETUNREACH])
+def test_a_knock_that_the_system_refuses_ends_nothing(
+    error: int, ranks: list[ConnectionTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knocked = threading.Event()
+
+    def refused(offer: Any) -> socket.socket:
+        knocked.set()
+        raise OSError(error, os.strerror(error))
+
+    def answer() -> None:
+        assert knocked.wait(5.0)
+        send(ranks[3], 0)
+
+    monkeypatch.setattr(unopened, "reach", refused)
+    together(answer, lambda: receive(ranks[0], 3))
+    assert ranks[1].gone([4]) is None
+
+
 def test_who_knows_no_secret_is_turned_away(ranks: list[ConnectionTransport]) -> None:
     """Also while a rank waits to be connected to."""
     others: list[socket.socket] = []
