@@ -138,7 +138,8 @@ class Listener(ABC):
                 if connection is not None:
                     yield connection
             # Only now: ranks that connected at once have been heard.
-            while len(self._silent) > self.most_silent:
+            most = _MAX_SILENT if refused else self.most_silent
+            while len(self._silent) > most:
                 self._silent.pop(0).close()
         if refused:
             # Raises again, unless what was closed here has made room.

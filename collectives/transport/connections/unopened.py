@@ -102,6 +102,10 @@ class Unopened:
         with self._lock:
             knock = self._knocks.get(peer)
             if knock is None:
+                # Knocks, of which there may be one for each rank, take none of the descriptors that
+                # are spared for the program.
+                if shortage(1):
+                    return False
                 try:
                     knock = self._knocks[peer] = reach(self._offers[peer])
                 except OSError:

@@ -346,3 +346,23 @@ def test_where_descriptors_end_those_accepted_before_have_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert come.peer == 1
         come.close()
+
+
+def test_where_descriptors_end_silent_connections_make_room() -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with callers(listener._MAX_SILENT + 3) as (made, sockets):
+        made.most_silent = 1000
+        assert not [*made.come([1])]
+        with socket.create_connection(made.offer[1], timeout=TIMEOUT) as caller:
+            say_hello(made, [caller])
+            with socket.socket() as free:
+                lowest = free.fileno()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+            try:
+                come = [*made.come([1]), *made.come([1])]
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert [each.peer for each in come] == [1]
+        come[0].close()
+        assert sockets[0].recv(1) == b""

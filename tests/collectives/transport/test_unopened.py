@@ -213,6 +213,19 @@ def test_a_knock_that_the_system_refuses_ends_nothing(
     assert ranks[1].gone([4]) is None
 
 
+def test_knocks_leave_the_programs_descriptors_alone(
+    ranks: list[ConnectionTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(unopened, "shortage", lambda count: "as many as are open")
+        assert ranks[0].gone(range(SIZE)) is None
+        assert descriptors() == before
+    assert ranks[0].gone(range(SIZE)) is None
+    # Of ranks 3 and 5.
+    assert descriptors() == before + 2
+
+
 def test_who_knows_no_secret_is_turned_away(ranks: list[ConnectionTransport]) -> None:
     """Also while a rank waits to be connected to."""
     others: list[socket.socket] = []
