@@ -282,8 +282,11 @@ class ConnectionTransport(Transport):
 
     def _check_room(self, members: Members, near: int, timeout: float) -> None:
         """Raise TransportError where a rank cannot open the connections of a part's start."""
-        far = min(len(neighbours(members.rank, members.size)), members.size - 1 - near)
-        short = shortage(descriptors_of(near, far))
+        far = members.size - 1 - near
+        # As far as the system lets it: what only some algorithms need is opened when they run.
+        shortage(descriptors_of(near, far))
+        at_start = min(len(neighbours(members.rank, members.size)), far)
+        short = shortage(descriptors_of(near, at_start))
         for rank, missing in enumerate(gather_objects(short, members, timeout)):
             if missing:
                 raise TransportError(f"rank {members.name(rank)} cannot split its group: {missing}")

@@ -21,10 +21,17 @@ from collectives.schedules.schedule import steps_of
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 from collectives.transport import ConnectionTransport
-from collectives.transport.connections import tcp_listener, unopened
+from collectives.transport.connections import tcp_listener, transport, unopened
 from collectives.transport.connections.connect import descriptors_of, neighbours
 from collectives.transport.descriptors import SPARE
-from tests.collectives.transport.thread_ranks import connect, exchange, noise, poisoned, together
+from tests.collectives.transport.thread_ranks import (
+    TIMEOUT,
+    connect,
+    exchange,
+    noise,
+    poisoned,
+    together,
+)
 
 # Of 8 ranks these are neighbours of no one else's start: 0 and 3, 0 and 5, 1 and 4, ...
 SIZE = 8
@@ -224,6 +231,24 @@ def test_knocks_leave_the_programs_descriptors_alone(
     assert ranks[0].gone(range(SIZE)) is None
     # Of ranks 3 and 5.
     assert descriptors() == before + 2
+
+
+def test_a_split_makes_room_for_connections_that_are_opened_later(
+    ranks: list[ConnectionTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def shortage(count: int) -> str:
+        asked.append(count)
+        return ""
+
+    monkeypatch.setattr(transport, "shortage", shortage)
+    parts = together(*(lambda each=each: each.split(range(SIZE), TIMEOUT) for each in ranks))
+    for part in parts:
+        part.close()
+    assert asked.count(descriptors_of(0, SIZE - 1)) == SIZE
+    # What cannot be had at start is an error.
+    assert asked.count(descriptors_of(0, 5)) == SIZE
 
 
 def test_who_knows_no_secret_is_turned_away(ranks: list[ConnectionTransport]) -> None:
