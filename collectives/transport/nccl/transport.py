@@ -164,7 +164,12 @@ class NcclTransport(Transport):
     def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
         """Return a transport with communicators of its own: `Backend.split`."""
         host = self._host.split(ranks, timeout)
-        return NcclTransport(host, self._backend.split(host, tuple(ranks)), timeout=timeout)
+        with ExitStack() as failed:
+            # What it has opened, a listener among it, would else live as long as the error.
+            failed.callback(host.close)
+            part = NcclTransport(host, self._backend.split(host, tuple(ranks)), timeout=timeout)
+            failed.pop_all()
+        return part
 
     def interrupt(self, reason: str) -> None:
         """End what is under way on the GPU, and let the host's waits raise."""

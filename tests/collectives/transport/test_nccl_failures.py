@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from collectives import CollectiveTimeoutError, TransportError
 from collectives.bootstrap import transport_selection
-from collectives.transport import Message, ThreadWorld
+from collectives.transport import Message, ThreadWorld, Transport
 from collectives.transport.nccl import cupy_backend
 from collectives.transport.nccl import transport as nccl
 from collectives.transport.nccl.cupy_backend import CupyBackend
@@ -265,3 +265,27 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cupy_backend.load_nccl() is module.nccl
     # Each id costs a thread and a socket for good.
     assert module.nccl.get_unique_id()[0] == 0
+
+
+def test_a_split_that_fails_leaves_nothing_open_on_the_host(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(transport: nccl.NcclTransport) -> list[str]:
+        closed: list[str] = []
+        split_host = transport._host.split
+
+        def split(ranks: tuple[int, ...], timeout: float) -> Transport:
+            host = split_host(ranks, timeout)
+            monkeypatch.setattr(host, "close", lambda: closed.append("host"))
+            return host
+
+        def fail(host: Transport, ranks: tuple[int, ...]) -> CupyBackend:
+            raise TransportError("NCCL failed")
+
+        monkeypatch.setattr(transport._host, "split", split)
+        monkeypatch.setattr(transport._backend, "split", fail)
+        with pytest.raises(TransportError, match="NCCL failed"):
+            transport.split([1, 0], 10.0)
+        return closed
+
+    assert all_good(machine.run(2, work)) == [["host"], ["host"]]
