@@ -59,12 +59,10 @@ class Calls:
 
     def number(self, call: Call) -> Call:
         """Negotiate the making of a request; return the call that each of its starts makes."""
-        making = replace(call, kind=f"{call.kind}_init", instead=lambda: None)
+        making = replace(call, kind=f"{call.kind}_init", instead=self._next_request)
         self.queue.check_thread(making)
-        self.queue.run(making, partial(self._carry_out, making))
-        # Alike on all ranks, which make their requests in one order.
-        self._requests += 1
-        return replace(call, request=self._requests)
+        number: int = self.queue.run(making, partial(self._carry_out, making))
+        return replace(call, request=number)
 
     def start(self, call: Call) -> Work:
         """Start a planned call, as far as that needs no waiting.
@@ -164,6 +162,11 @@ class Calls:
         self._runner.first = self._count - 1
         with nullcontext() if call.kind in _WITH_RANGES else span(lambda: call.title):
             OPERATIONS[call.kind](self._runner, call)
+
+    def _next_request(self) -> int:
+        """Count a request, in the call that makes it: so its number is alike on all ranks."""
+        self._requests += 1
+        return self._requests
 
     def _next_label(self, call: str) -> str:
         """Count a call; return what errors call it."""
