@@ -38,6 +38,7 @@ class Calls:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._transport = runner.transport
+        self._of_ranks = runner.transport.of_ranks
         self.queue = CallQueue(runner.transport, runner.timeout)
         self._negotiation = Negotiation(runner.transport, runner.timeout)
         self._count = 0
@@ -158,7 +159,7 @@ class Calls:
         """Carry out the other ranks' call on zeros."""
         call.tensors = [each.zeros(device) for each in call.described]
         call.op = by_name[call.options.get("op", str(Sum))]
-        call.label = f"{call} (call {self._count - 1}{self._transport.of_ranks}, joined)"
+        call.label = f"{call} (call {self._count - 1}{self._of_ranks}, joined)"
         self._runner.first = self._count - 1
         with nullcontext() if call.kind in _WITH_RANGES else span(lambda: call.title):
             OPERATIONS[call.kind](self._runner, call)
@@ -170,6 +171,6 @@ class Calls:
 
     def _next_label(self, call: str) -> str:
         """Count a call; return what errors call it."""
-        label = f"{call} (call {self._count}{self._transport.of_ranks})"
+        label = f"{call} (call {self._count}{self._of_ranks})"
         self._count += 1
         return label

@@ -15,7 +15,11 @@ class CollectiveMismatchError(CollectiveError):
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """A peer died or did not answer in time. The text names the peer and the step."""
+    """A peer has ended or did not answer in time.
+
+    The text names the peer that this rank waited for and the step, and says behind a colon why no
+    answer came where that is known: which rank has ended, this peer or one that it waited for.
+    """
 
 
 class TransportError(CollectiveError):

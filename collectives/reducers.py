@@ -116,14 +116,19 @@ class Reducer:
         return "vhdd" if self.needs_one_tree else "rechd"
 
     def reduce(self, operands: Operands) -> None:
-        """Write the parts of every piece, reduced, to its `out`; pairs are joined from the left."""
+        """Write the parts of every piece, reduced, to its `out`, which may be one of them.
+
+        Operands in pairs are joined from the left. Every rank must make the same bits of the same
+        operands.
+        """
         raise NotImplementedError
 
     def bind(self, operands: Operands) -> Callable[[], None]:
         """Return what does `reduce(operands)` any number of times.
 
-        The tensors hold other values each time, all of which have arrived. Neither autograd nor
-        `reduce` in a subclass hears of it: whoever overrides that overrides this, too.
+        The tensors hold other values each time, all of which have arrived. Unless overridden it
+        calls `reduce`. One that is overridden, to plan what repeats, leaves that to `reduce` where
+        a subclass has its own, as Adasum's does. The caller lets autograd know what was written.
         """
         return partial(self.reduce, operands)
 

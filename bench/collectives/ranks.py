@@ -43,17 +43,25 @@ def started() -> Iterator[collectives.Group]:
 
 def output_file(text: str) -> Path:
     """Return the path if it can be written to, which should be known before a long run."""
+    path = Path(text)
     try:
-        Path(text).touch()
+        _part_of(path).touch()
     except OSError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return Path(text)
+    return path
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
 
 
 def write(path: Path | None, record: Any) -> None:
     """Write JSON, where a path was given."""
     if path is not None:
-        path.write_text(json.dumps(record, indent=1, default=str) + "\n")
+        # Whoever waits for the file gets all of it.
+        part = _part_of(path)
+        part.write_text(json.dumps(record, indent=1, default=str) + "\n")
+        part.rename(path)
 
 
 def in_turns(

@@ -253,8 +253,9 @@ class SharedMemoryAllReduce:
 
 def _method_of(spec: AllReduceSpec, vector: Vector, size: int, op: Reducer) -> Method | None:
     """Return how a range of a specification is carried out here; None for messages."""
-    auto, in_pairs = spec.outer == "auto", op.operands == "pair"
-    if auto:
+    in_pairs = op.operands == "pair"
+    by_size = spec.outer == "auto" and op.associative
+    if spec.outer == "auto" and not by_size:
         spec = auto_of(op, vector.nbytes, size)
     # Shards are a matter of messages to what reduces all at once.
     if spec.inner is not None or (spec.shards != 1 and in_pairs):
@@ -264,7 +265,7 @@ def _method_of(spec: AllReduceSpec, vector: Vector, size: int, op: Reducer) -> M
     small_method: Method = "tree" if by_levels else "one-shot"
     limit = min(ONE_SHOT_BYTES, math.inf if small_method == "tree" else _MAX_READ_BYTES // size)
     name = spec.outer
-    if auto and op.associative:
+    if by_size:
         # A wait is what one-shot saves; beyond that, reading a share of all vectors is cheaper.
         name = "rd" if vector.nbytes <= limit else "rechd"
     if name == ("rd" if in_pairs else "bruck") and vector.nbytes <= limit:

@@ -133,7 +133,7 @@ class Transport(ABC):
     def gone(self, peers: Collection[int] | None = None) -> int | None:
         """Return a rank whose end is closed, of `peers` where given; None where none is known.
 
-        The only one of a transport's methods that any thread may call at any time.
+        Any thread may call it at any time, as it may `interrupt`, and no other method.
         """
         return None
 

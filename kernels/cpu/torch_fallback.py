@@ -126,7 +126,7 @@ def dot_and_norms(call: Call) -> None:
             u, v = x[low:high].double(), y[low:high].double()
             for i, (left, right) in enumerate(((u, v), (u, u), (v, v))):
                 found[i] += torch.dot(left, right).item()
-        row.copy_(torch.tensor(found, dtype=torch.float64))
+        row.copy_(torch.tensor(found, dtype=torch.float64, device="cpu"))
 
 
 def combine(call: Call, factor_a: float, factor_b: float) -> None:

@@ -52,7 +52,7 @@ def test_nccl_that_is_missing_is_an_error_of_a_process_group_of_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    gloo: Any = SimpleNamespace(size=1)
+    gloo: Any = SimpleNamespace(size=1, process_group=None)
     with pytest.raises(TransportError, match='"nccl": rank 0: NCCL needs a GPU'):
         connect(gloo, 1.0, Call("init", options={"transport": "nccl"}))
     assert connect(gloo, 1.0, Call("init", options={"transport": "auto"})) is gloo

@@ -2,9 +2,10 @@
 
     python -m tests.frozen --trace
 
-prints the way of an all_reduce of 1 MiB to the first byte that is sent, file by file, and the
-figures that test_call_path.py holds. Ranks are processes, made as users make them; all threads of
-rank 0 are traced.
+prints the way of an all_reduce of 1 MiB to the first byte that is sent, which is the negotiation's,
+file by file, and the figures that test_call_path.py holds; in shared memory, where nothing is sent,
+all functions in the order of their first calls. Ranks are processes, made as users make them; all
+threads of rank 0 are traced.
 """
 
 from __future__ import annotations
@@ -207,4 +208,4 @@ def show() -> None:
         ("optimizer, gradient to request", gradient_hook()),
     ):
         print(f"{name}: {trace.figures()}, {len(trace.path)} frames with others'")
-        print(table(trace.path), end="\n\n")
+        print(table(trace.path or list(dict.fromkeys(trace.order))), end="\n\n")

@@ -44,7 +44,8 @@ def wait(address: int, value: int, seconds: float) -> None:
 
 def wake(address: int) -> None:
     """Wake all that wait for the word at `address`, which has changed."""
-    _failed(_holding(_number, address, _WAKE, _ALL, None))
+    if (answer := _holding(_number, address, _WAKE, _ALL, None)) < 0:
+        _failed(answer)
 
 
 def _failed(answer: int) -> None:

@@ -161,23 +161,26 @@ class SymmetricMemory:
 
     def next_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's buffer of the next call, to be written before that is signalled."""
-        return self._all_buffers(self._calls + 1, numel, dtype)[self.rank]
+        return self.buffers(numel, dtype, ahead=1)[self.rank]
 
-    def buffers(self, numel: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    def buffers(self, numel: int, dtype: torch.dtype, ahead: int = 0) -> Sequence[torch.Tensor]:
         """Return all ranks' buffers of this call, by rank, to be used after `wait`.
 
         Whoever writes to them sees to it that no other rank uses these elements.
-        """
-        return self._all_buffers(self._calls, numel, dtype)
 
-    def _all_buffers(self, call: int, numel: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        key = call % 2, numel, dtype
+        Args:
+            numel: Number of elements.
+            dtype: Of the elements.
+            ahead: 1 for the next call's.
+        """
+        # Calls take turns with two of them: a rank may fill the next one's while others read.
+        key = (self._calls + ahead) % 2, numel, dtype
         views = self._views.get(key)
         if views is None:
             if len(self._views) >= _MAX_ENTRIES:
                 self._views.clear()
             with inference_mode(False):
-                used = self._buffers[call % 2, :, : numel * dtype.itemsize]
+                used = self._buffers[key[0], :, : numel * dtype.itemsize]
                 views = self._views[key] = used.view(dtype).unbind()
         return views
 
