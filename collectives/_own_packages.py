@@ -12,14 +12,14 @@ import importlib.util
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_MARK = "__adasum__"
+_SIGN = "__adasum__"
 
 
 def require_ours(name: str) -> ModuleType:
     """Import the package of this name and return it.
 
-    Raises ImportError naming the file that was found when it is not adasum's own; nothing of a
-    stranger is executed, so what it would need itself does not matter.
+    Raises ImportError naming the file that was found when it is not adasum's own; nothing of
+    that file is executed, so what it would need itself does not matter.
     """
     spec = importlib.util.find_spec(name)
     # A folder without __init__.py: what pip leaves of ours when it uninstalls the other one.
@@ -40,4 +40,4 @@ def require_ours(name: str) -> ModuleType:
 def _is_ours(spec: ModuleSpec) -> bool:
     get_source = getattr(spec.loader, "get_source", None)
     source = get_source(spec.name) if get_source is not None else None
-    return source is not None and _MARK in source
+    return source is not None and _SIGN in source

@@ -19,6 +19,7 @@ from collectives.schedules.user_schedules import require_carries, verified
 from collectives.transport.byte_gathering import as_tensor
 
 Tensor = torch.Tensor
+_WITH_ALGORITHM = ("all_reduce", "grouped_all_reduce")
 
 
 class ScaleOptions(TypedDict, total=False):
@@ -58,7 +59,7 @@ class Arguments:
         validation.tensor("tensor", tensor)
         if segments is not None:
             segments = validation.segments(segments, tensor.numel())
-        compared = {**self._reduction([tensor], op, **options), "segments": segments}
+        compared = {**self._reduction("all_reduce", [tensor], op, **options), "segments": segments}
         return Call("all_reduce", options.get("name"), compared, [tensor], op)
 
     def grouped_all_reduce(
@@ -73,7 +74,10 @@ class Arguments:
         tensors = validation.tensor_list("tensors", tensors)
         validation.instance("packed", packed, bool, "a bool")
         names = validation.names("names", options.pop("names", ()), len(tensors))
-        compared = {**self._reduction(tensors, op, **options), "packed": packed}
+        compared = {
+            **self._reduction("grouped_all_reduce", tensors, op, **options),
+            "packed": packed,
+        }
         return Call("grouped_all_reduce", options.get("name"), compared, tensors, op, names)
 
     def run(
@@ -88,7 +92,7 @@ class Arguments:
         validation.tensor("tensor", tensor)
         if segments is not None:
             segments = validation.segments(segments, tensor.numel())
-        compared = {**self._reduction([tensor], op, **options), "segments": segments}
+        compared = {**self._reduction("run", [tensor], op, **options), "segments": segments}
         known = verified(schedule, self._transport.rank, self._transport.size)
         require_carries(known, op)
         del compared["algorithm"]
@@ -100,7 +104,7 @@ class Arguments:
         """Check and describe a reduce."""
         validation.tensor("tensor", tensor)
         validation.rank("dst", dst, self._transport.size)
-        self._onto_single_ranks([tensor], op)
+        self._onto_single_ranks("reduce", [tensor], op)
         return Call("reduce", name, {"op": str(op), "dst": dst}, [tensor], op)
 
     def reduce_to_owners(
@@ -113,7 +117,7 @@ class Arguments:
         """Check and describe a reduce_to_owners."""
         tensors = validation.tensor_list("tensors", tensors)
         compared = {
-            **self._onto_single_ranks(tensors, op, **options),
+            **self._onto_single_ranks("reduce_to_owners", tensors, op, **options),
             "owners": self._owners(owners, len(tensors)),
         }
         return Call("reduce_to_owners", options.get("name"), compared, tensors, op)
@@ -141,7 +145,10 @@ class Arguments:
         validation.instance("by_rows", by_rows, bool, "a bool")
         if by_rows:
             _check_rows(tensor)
-        compared = {**self._reduction([tensor], op, **options), "by_rows": by_rows}
+        compared = {
+            **self._reduction("reduce_scatter", [tensor], op, **options),
+            "by_rows": by_rows,
+        }
         if out is not None:
             rank, length = self._transport.rank, tensor.shape[0] if by_rows else tensor.numel()
             low, high = split_bounds(length, self._transport.size)[rank : rank + 2]
@@ -185,9 +192,9 @@ class Arguments:
         self._transport.check_device(tensor.device)
 
     def _onto_single_ranks(
-        self, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[ScaleOptions]
+        self, kind: str, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[ScaleOptions]
     ) -> dict[str, Any]:
-        compared = self._reduction(tensors, op, **options)
+        compared = self._reduction(kind, tensors, op, **options)
         if not op.associative:
             raise ValueError(f"op {op} needs all ranks: use all_reduce")
         del compared["algorithm"]
@@ -206,6 +213,7 @@ class Arguments:
 
     def _reduction(
         self,
+        kind: str,
         tensors: Sequence[Tensor],
         op: Reducer,
         *,
@@ -214,8 +222,13 @@ class Arguments:
         names: Sequence[str] = (),
         prescale: float = 1.0,
         postscale: float = 1.0,
+        **unknown: object,
     ) -> dict[str, Any]:
         """Check what all reductions share; return the options that ranks must agree on."""
+        if algorithm is not None and kind not in _WITH_ALGORITHM:
+            unknown["algorithm"] = algorithm
+        for argument in unknown:
+            raise TypeError(f"{kind}() got an unexpected keyword argument {argument!r}")
         if names:
             raise ValueError("names are for grouped_all_reduce: pass name")
         validation.reducer("op", op)

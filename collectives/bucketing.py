@@ -81,7 +81,7 @@ def split_by_size(tensors: Sequence[Tensor], threshold: int) -> tuple[list[Tenso
 
 
 def group_devices(devices: Sequence[T], group_size: int) -> list[list[T]]:
-    """Deal devices out to ceil(n / group_size) groups of `group_size`.
+    """Spread devices over ceil(n / group_size) groups of `group_size`.
 
     Device i of the endlessly repeated list goes to group i modulo the number of groups, so some
     devices may be in two groups.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -59,12 +60,10 @@ class Calls:
 
     def number(self, call: Call) -> Call:
         """Negotiate the making of a request; return the call that each of its starts makes."""
-        making = replace(call, kind=f"{call.kind}_init", instead=lambda: None)
+        making = replace(call, kind=f"{call.kind}_init", instead=self._next_request)
         self.queue.check_thread(making)
-        self.queue.run(making, partial(self._carry_out, making))
-        # Alike on all ranks, which make their requests in one order.
-        self._requests += 1
-        return replace(call, request=self._requests)
+        number: int = self.queue.run(making, partial(self._carry_out, making))
+        return replace(call, request=number)
 
     def start(self, call: Call) -> Work:
         """Start a planned call, as far as that needs no waiting.
@@ -146,18 +145,29 @@ class Calls:
                 outcome = self._negotiation.wait(mine)
                 if outcome.last is not None:
                     return outcome.last
-                call = outcome.call
-                assert call is not None
-                call.tensors = [each.zeros(device) for each in call.described]
-                call.op = by_name[call.options.get("op", str(Sum))]
-                call.label = f"{call} (call {self._count - 1}{self._of_ranks}, joined)"
-                self._runner.first = self._count - 1
-                OPERATIONS[call.kind](self._runner, call)
+                assert outcome.call is not None
+                self._take_part(outcome.call, by_name, device)
 
         joining = Call("join")
         self.queue.check_thread(joining)
         answer: int = self.queue.run(joining, take_part)
         return answer
+
+    def _take_part(
+        self, call: Call, by_name: Mapping[str, Reducer], device: torch.device | None
+    ) -> None:
+        """Carry out the other ranks' call on zeros."""
+        call.tensors = [each.zeros(device) for each in call.described]
+        call.op = by_name[call.options.get("op", str(Sum))]
+        call.label = f"{call} (call {self._count - 1}{self._of_ranks}, joined)"
+        self._runner.first = self._count - 1
+        with nullcontext() if call.kind in _WITH_RANGES else span(lambda: call.title):
+            OPERATIONS[call.kind](self._runner, call)
+
+    def _next_request(self) -> int:
+        """Count a request, in the call that makes it: so its number is alike on all ranks."""
+        self._requests += 1
+        return self._requests
 
     def _next_label(self, call: str) -> str:
         """Count a call; return what errors call it."""

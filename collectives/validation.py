@@ -269,6 +269,11 @@ def reducer(argument: str, value: object) -> None:
     """Check an instance of Reducer, such as Sum."""
     if not isinstance(value, Reducer):
         instance(argument, value, Reducer, "a Reducer such as collectives.Sum")
+    elif value.operands not in ("pair", "all"):
+        # Another word would be a pair's to one algorithm and all ranks' to the next.
+        raise ValueError(
+            f"operands of {argument} {value} must be 'pair' or 'all', got {value.operands!r}"
+        )
 
 
 def timeout(value: float) -> None:

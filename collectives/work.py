@@ -57,6 +57,9 @@ class Work(Generic[T_co]):
     raised. On CUDA it orders the current stream behind the collective instead of blocking the host;
     what ends a collective after that, such as a rank that never comes, is raised by later waits and
     by the group's next call.
+
+    The communication thread carries it out; a small one on the host, of ranks that share memory,
+    whoever waits first may, and an interrupt there comes within the call.
     The communication thread may refer to the tensors a moment longer, until it runs the next call.
     """
 
@@ -164,9 +167,9 @@ class Work(Generic[T_co]):
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback()` once when the collective has ended, well or not.
 
-        In the communication thread, or at once in this one where the collective has ended already;
+        In the thread that ends it, or at once in this one where the collective has ended already;
         its CUDA stream is current. It must not wait for a collective of the same group. What it
-        raises in the communication thread goes to threading.excepthook.
+        raises in the thread that ends the collective goes to threading.excepthook.
 
         Raises:
             TransportError: The collective has not ended, in a process forked from the rank.

@@ -24,7 +24,7 @@ def difference(
     """
     lowest = min(calls)
     first = calls[lowest].entries()
-    rank = next(r for r in sorted(calls) if calls[r].entries() != first)
+    rank = next(r for r in sorted(calls) if calls[r].text != calls[lowest].text)
     other = calls[rank].entries()
     disagree = f"ranks disagree{f' in the group{of}' if (of := transport.of_ranks) else ''}"
     one, another = transport.named([lowest]), transport.named([rank])
@@ -33,6 +33,9 @@ def difference(
         return f"{disagree}: {_moved(calls[early], calls[late], early, late, transport)}"
     if first[0] != other[0]:
         return f"{disagree}: {one} calls {first[0]}, {another} calls {other[0]}"
+    if first == other:
+        # As of a tensor that is named "tensor 0", and one without a name.
+        return f"{disagree}: {one} and {another} call {first[0]} with names that only look alike"
     number = next(i for i, (mine, theirs) in enumerate(zip_longest(first, other)) if mine != theirs)
     mine, theirs = (
         _entry(calls[each], number, len(calls[lowest].described) != len(calls[rank].described))

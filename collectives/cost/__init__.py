@@ -48,7 +48,7 @@ def estimate(
         topology: Where the ranks are.
         op: "sum" or "adasum"; Average costs what Sum does.
         segments: How many tensors lie in the buffer, which Adasum projects on their own, and whose
-            shards a parameter-server shuffle deals to the ranks.
+            shards a parameter-server shuffle places on the ranks.
 
     Raises:
         ValueError: The specification has several ranges, is unknown, or is a library's algorithm,
@@ -59,8 +59,8 @@ def estimate(
             raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
         return walk(spec, topology, (op,)).cost(nbytes, rates, segments)
     # Only a shuffle asks how many tensors there are.
-    dealt = any(name in str(spec) for name, record in ALGORITHMS.items() if record.deals_shards)
-    tensors = (min(segments, topology.size),) if dealt and segments > 1 else ()
+    in_turn = any(name in str(spec) for name, record in ALGORITHMS.items() if record.is_round_robin)
+    tensors = (min(segments, topology.size),) if in_turn and segments > 1 else ()
     return profile(spec, topology, op, *tensors).cost(nbytes, rates, segments)
 
 

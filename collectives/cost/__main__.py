@@ -31,7 +31,7 @@ _MOST_RANKS = 1024
 
 
 def algorithms(op: str, topology: Topology) -> list[str]:
-    """Return the algorithms that the table has rows for unless told otherwise."""
+    """Return the algorithms that the table has rows for unless asked for others."""
     size, local, nodes = topology.size, topology.local_size, topology.num_nodes
     halving = "vhdd" if op == "adasum" else "rechd"
     names = ["xring", halving, "rd", "psgpu"]

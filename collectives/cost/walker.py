@@ -13,7 +13,15 @@ import numpy as np
 
 from collectives.cost.profiles import Profile, Profiler
 from collectives.schedules import recursive_doubling
-from collectives.schedules.algorithm import Algorithm, BulkStep, Deal, Floats, Ints, Level, Parts
+from collectives.schedules.algorithm import (
+    Algorithm,
+    BulkStep,
+    Floats,
+    Ints,
+    Level,
+    Parts,
+    RoundRobin,
+)
 from collectives.schedules.levels import levels_of
 from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Action, Schedule, Step
@@ -62,7 +70,7 @@ def walk_levels(spec: AllReduceSpec, topology: Topology, op: str, tensors: int =
             takes fewer shards.
     """
     profiler, samples = Profiler(topology), max(_FEWEST_SAMPLES, _PIPELINE_CELLS // topology.size)
-    near, far = levels_of(spec, topology, one_tree=op == "adasum", deal=Deal(tensors))
+    near, far = levels_of(spec, topology, one_tree=op == "adasum", round_robin=RoundRobin(tensors))
     outer, gathered = _whole(algorithm(spec.outer), far, samples)
     if near is None or spec.inner is None:
         for step in outer:

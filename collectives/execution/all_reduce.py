@@ -17,7 +17,7 @@ from collectives.execution.phases import AllReducePhases, auto_of, phases_of
 from collectives.execution.vectors import flatten, multiply, vector_of
 from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
-from collectives.schedules.algorithm import ONE_TENSOR, Deal
+from collectives.schedules.algorithm import ONE_TENSOR, RoundRobin
 from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
@@ -88,7 +88,7 @@ class Runner:
         self.workspace = Workspace()
         self.packed = Workspace()
         self.libraries = Libraries(transport)
-        # The rank that the next shards are dealt to first, modulo the number of ranks.
+        # The rank that the next shards are placed on first, modulo the number of ranks.
         self.first = 0
 
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
@@ -168,11 +168,11 @@ class Runner:
         spec = spec_for(options.specs, flat.numel())
         if spec.outer == "auto":
             spec = self._choose(flat, op)
-        deal = ONE_TENSOR
-        if spec.deals_shards:
-            deal = Deal(_count(options.segments), self.first)
+        round_robin = ONE_TENSOR
+        if spec.is_round_robin:
+            round_robin = RoundRobin(_count(options.segments), self.first)
         self.first += 1
-        return spec, phases_of(spec, op, self.topology, deal)
+        return spec, phases_of(spec, op, self.topology, round_robin)
 
     def all_reduce_packed(
         self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions, label: str

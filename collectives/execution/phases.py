@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from collectives.reducers import Reducer, is_plain_sum
-from collectives.schedules.algorithm import ONE_TENSOR, Deal
+from collectives.schedules.algorithm import ONE_TENSOR, RoundRobin
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.registry import algorithm, carriers
 from collectives.schedules.schedule import Schedule
@@ -42,11 +42,11 @@ class AllReducePhases:
 
 
 def phases_of(
-    spec: AllReduceSpec, op: Reducer, topology: Topology, deal: Deal = ONE_TENSOR
+    spec: AllReduceSpec, op: Reducer, topology: Topology, round_robin: RoundRobin = ONE_TENSOR
 ) -> AllReducePhases:
     """Return how to reduce with `op` by `spec` (not auto) on `topology`.
 
-    `deal` is what algorithms that deal shards out must know of the call.
+    `round_robin` is what algorithms that place shards on the ranks in turn must know of the call.
 
     An operator that needs one expression tree (Adasum) runs across nodes alone on two
     levels: inside a node its operands are averaged, by a factor before the sum, so that no float16
@@ -56,14 +56,14 @@ def phases_of(
         ValueError: The algorithm takes fewer shards, or cannot carry the operator: a library, and
             the ranks inside a node, sum; or it has no one tree, or does not reduce all at once.
     """
-    if spec.deals_shards:
-        # As few as there are ways to deal, since each is kept.
+    if spec.is_round_robin:
+        # As few as there are ways to place them, since each is kept.
         size = topology.size
-        deal = Deal(min(deal.tensors, size), deal.first % size)
+        round_robin = RoundRobin(min(round_robin.tensors, size), round_robin.first % size)
     else:
-        deal = ONE_TENSOR
+        round_robin = ONE_TENSOR
     kind = op.needs_one_tree, op.operands == "all", is_plain_sum(op)
-    return _phases_of(spec, *kind, str(op), topology, deal)
+    return _phases_of(spec, *kind, str(op), topology, round_robin)
 
 
 # Not by the operator, which need not have a hash and would be kept alive.
@@ -75,7 +75,7 @@ def _phases_of(
     is_sum: bool,
     op: str,
     topology: Topology,
-    deal: Deal,
+    round_robin: RoundRobin,
 ) -> AllReducePhases:
     outer, able = algorithm(spec.outer), ", ".join(carriers(one_tree=one_tree, at_once=at_once))
     if outer.is_library and spec.inner is None:
@@ -94,7 +94,7 @@ def _phases_of(
             f"algorithm {str(spec)!r} sums inside the nodes, which cannot do {op}: "
             f"use {outer.name!r} for all ranks"
         )
-    schedule = schedule_of(spec, topology, one_tree=one_tree, deal=deal)
+    schedule = schedule_of(spec, topology, one_tree=one_tree, round_robin=round_robin)
     if spec.inner is None:
         return AllReducePhases(schedule=schedule, host=outer.on_host)
     inner = algorithm(spec.inner)

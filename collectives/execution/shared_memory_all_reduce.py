@@ -172,7 +172,9 @@ class SharedMemoryAllReduce:
 
     def _bind_slice(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
         """Bind what makes the first vector the result: in this rank's slice, which is its alone."""
-        op, memory = self.op, self.memory
+        # Not by way of `self`: what is bound would be a cycle, and keep the tensors until it is
+        # collected.
+        op, memory, timeout = self.op, self.memory, self.runner.timeout
         numel, size = self.vector.numel, len(vectors)
         line = _CACHE_LINE // vectors[0].element_size()
         bounds = split_bounds(-(-numel // line), size)
@@ -190,7 +192,7 @@ class SharedMemoryAllReduce:
             for step in steps:
                 step()
             op.finish(mine[0], size)
-            memory.barrier(f"step 1 of {label}", self.runner.timeout)
+            memory.barrier(f"step 1 of {label}", timeout)
             return vectors[0]
 
         return run

@@ -48,8 +48,8 @@ class Shards(Enum):
     PER_RANK = "one for each rank"
 
 
-class Deal(NamedTuple):
-    """What an algorithm that deals shards to ranks in turn must know of a call.
+class RoundRobin(NamedTuple):
+    """What an algorithm that places shards on the ranks in turn must know of a call.
 
     Attributes:
         tensors: How many the buffer holds.
@@ -60,7 +60,7 @@ class Deal(NamedTuple):
     first: int = 0
 
 
-ONE_TENSOR = Deal()
+ONE_TENSOR = RoundRobin()
 
 
 class Level(NamedTuple):
@@ -71,14 +71,14 @@ class Level(NamedTuple):
         shards: As in `name#shards`.
         topology: Where the ranks are; None where there is one a node.
         one_tree: Whether the operator needs the same expression tree for every element.
-        deal: For algorithms that deal shards out.
+        round_robin: For algorithms that place shards on the ranks in turn.
     """
 
     size: int
     shards: int = 1
     topology: Topology | None = None
     one_tree: bool = False
-    deal: Deal = ONE_TENSOR
+    round_robin: RoundRobin = ONE_TENSOR
 
 
 class BulkStep(NamedTuple):
@@ -146,8 +146,8 @@ class Algorithm:
         return self.schedule is None
 
     @property
-    def deals_shards(self) -> bool:
-        """Whether it deals the shards of all tensors of a call to the ranks in turn."""
+    def is_round_robin(self) -> bool:
+        """Whether it places the shards of all tensors of a call on the ranks in turn."""
         return self.shards is Shards.PER_RANK
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from collectives.schedules import two_level
-from collectives.schedules.algorithm import ONE_TENSOR, Deal, Level
+from collectives.schedules.algorithm import ONE_TENSOR, Level, RoundRobin
 from collectives.schedules.registry import ALGORITHMS, ORDERED, SCHEDULES, algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec
@@ -13,7 +13,11 @@ from collectives.schedules.topology import Topology
 
 
 def levels_of(
-    spec: AllReduceSpec, topology: Topology, *, one_tree: bool = False, deal: Deal = ONE_TENSOR
+    spec: AllReduceSpec,
+    topology: Topology,
+    *,
+    one_tree: bool = False,
+    round_robin: RoundRobin = ONE_TENSOR,
 ) -> tuple[Level | None, Level]:
     """Return the level inside a node, None where there is one level, and the other one.
 
@@ -24,7 +28,7 @@ def levels_of(
         topology: Where the ranks are.
         one_tree: Whether the operator needs one expression tree, of the level across nodes where
             there are two; the record's `order` says which.
-        deal: The call's, for both levels.
+        round_robin: The call's, for both levels.
 
     Raises:
         ValueError: A name is unknown, may not stand on its level, or takes fewer shards; the
@@ -39,7 +43,7 @@ def levels_of(
         )
     if spec.inner is None:
         outer.check_shards(spec.shards, size, topology.local_size)
-        return None, Level(size, spec.shards, topology, one_tree, deal)
+        return None, Level(size, spec.shards, topology, one_tree, round_robin)
     topology.require_even(str(spec))
     inner, node, nodes = algorithm(spec.inner), topology.node(), topology.num_nodes
     if not inner.inner:
@@ -48,8 +52,10 @@ def levels_of(
     if not outer.outer:
         names = ", ".join(name for name, record in ALGORITHMS.items() if record.outer)
         raise ValueError(f"{outer.name!r} is no algorithm across nodes: use {names}")
-    near = Level(node.size, spec.inner_shards if node.size > 1 else 1, node, deal=deal)
-    far = Level(nodes, spec.shards if nodes > 1 else 1, None, one_tree, deal)
+    near = Level(
+        node.size, spec.inner_shards if node.size > 1 else 1, node, round_robin=round_robin
+    )
+    far = Level(nodes, spec.shards if nodes > 1 else 1, None, one_tree, round_robin)
     inner.check_shards(near.shards, node.size, node.size)
     outer.check_shards(far.shards, nodes, node.size)
     return near, far
@@ -57,7 +63,11 @@ def levels_of(
 
 @lru_cache(maxsize=256)
 def schedule_of(
-    spec: AllReduceSpec, topology: Topology, *, one_tree: bool = False, deal: Deal = ONE_TENSOR
+    spec: AllReduceSpec,
+    topology: Topology,
+    *,
+    one_tree: bool = False,
+    round_robin: RoundRobin = ONE_TENSOR,
 ) -> Schedule:
     """Return the all-reduce of all ranks by a range of the specification string.
 
@@ -69,12 +79,12 @@ def schedule_of(
         spec: The algorithms.
         topology: Where the ranks are.
         one_tree: As for levels_of.
-        deal: As for levels_of.
+        round_robin: As for levels_of.
 
     Raises:
         ValueError: As for levels_of, or the only level or the outer one is a library's.
     """
-    near, far = levels_of(spec, topology, one_tree=one_tree, deal=deal)
+    near, far = levels_of(spec, topology, one_tree=one_tree, round_robin=round_robin)
     make = algorithm(spec.outer).schedule
     if make is None:
         raise ValueError(f"{spec.outer!r} is no schedule: use {', '.join(SCHEDULES)}")

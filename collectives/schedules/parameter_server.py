@@ -5,9 +5,9 @@ ranks spread over the n ranks, a gather rank sends and receives (n + g - 2) / g 
 other rank the whole of it; a gather rank needs (n - 1) / g of it as extra memory, which `pscpu`
 takes on the host and `psgpu` on the device.
 
-Every tensor of a call has k shards, which are dealt to all ranks in turn. Shards that lie in one
+Every tensor of a call has k shards, which are placed on all ranks in turn. Shards that lie in one
 buffer are joined to one region a gather rank, in g = min(n, k · tensors) regions of equal length:
-no rank gets more bytes than by dealing shard by shard, and each gets one message from each peer,
+no rank gets more bytes than shard by shard, and each gets one message from each peer,
 not one a shard. Each call begins with the rank behind that of the call before.
 
 Each shard is reduced in one n-way pass in rank order, so every shard has the tree ((0 · 1) · 2) ·
@@ -99,7 +99,7 @@ def all_reduce(
 def _record(name: str, where: str, *, on_host: bool) -> Algorithm:
     return Algorithm(
         name,
-        f"k shards of each tensor, dealt to all ranks in turn, which reduce them in {where} memory",
+        f"k shards of each tensor, on all ranks in turn, which reduce them in {where} memory",
         Order.LINE,
         all_at_once=True,
         schedule=lambda level: all_reduce(
@@ -107,15 +107,15 @@ def _record(name: str, where: str, *, on_host: bool) -> Algorithm:
             level.shards,
             name,
             whole_segments=level.one_tree,
-            tensors=level.deal.tensors,
-            first=level.deal.first % level.size,
+            tensors=level.round_robin.tensors,
+            first=level.round_robin.first % level.size,
         ),
         scatter_gather=lambda level: scatter_gather(
             level.size,
             level.shards,
             name,
-            tensors=level.deal.tensors,
-            first=level.deal.first % level.size,
+            tensors=level.round_robin.tensors,
+            first=level.round_robin.first % level.size,
         ),
         shards=Shards.PER_RANK,
         on_host=on_host,

@@ -61,10 +61,10 @@ class AllReduceSpec:
         return self.alg.rpartition("/")[2]
 
     @cached_property
-    def deals_shards(self) -> bool:
-        """Whether an algorithm of it deals shards out to ranks in turn."""
+    def is_round_robin(self) -> bool:
+        """Whether an algorithm of it places shards on the ranks in turn."""
         names = {self.outer, self.inner or self.outer}
-        return any(ALGORITHMS[name].deals_shards for name in names if name != "auto")
+        return any(ALGORITHMS[name].is_round_robin for name in names if name != "auto")
 
     def __iter__(self) -> Iterator[str | int]:
         return iter(self._key)

@@ -72,7 +72,7 @@ def test_split_by_size_keeps_the_order():
         (4, 3, [[0, 2, 0], [1, 3, 1]]),
     ],
 )
-def test_group_devices_deals_devices_out(count, size, groups):
+def test_group_devices_spreads_devices(count, size, groups):
     assert group_devices(range(count), size) == groups
 
 

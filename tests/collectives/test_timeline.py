@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import adasum as hvd
-from collectives import Group, run_threads, timeline
+from collectives import Group, calls, run_threads, timeline
 from collectives.trace import span
 
 
@@ -63,6 +63,27 @@ def test_timeline_names_what_every_call_waited_for_and_took_by_thread(tmp_path: 
     labels = {each["args"]["name"] for each in threads if each["name"] == "thread_name"}
     assert {"rank-0", "rank-1", "collectives-0", "collectives-1"} <= labels
     assert threads[0]["args"] == {"name": "rank 0"}
+
+
+def test_timeline_of_a_rank_that_has_joined_names_the_calls_it_takes_part_in(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "timeline.json"
+
+    def job(group: Group) -> None:
+        if group.rank == 0:
+            hvd.start_timeline(path)
+            group.join()
+            hvd.stop_timeline()
+            return
+        # The ranges of this rank's own calls would be in the timeline, too.
+        with pytest.MonkeyPatch.context() as others:
+            others.setattr(calls, "recording", lambda: False)
+            group.all_gather(torch.ones(2), name="rows")
+            group.join()
+
+    run_threads(2, job)
+    assert "all_gather 'rows'" in {each["name"] for each in _ranges(path)}
 
 
 def test_callers_ranges_appear_in_a_running_profiler_which_the_timeline_leaves_alone(

@@ -48,6 +48,10 @@ class _Uniform(Reducer):
             raise TypeError(f"{self.name} has no meaning on {dtype}")
 
 
+class _Misspelt(_Uniform):
+    operands = "every"  # type: ignore[assignment]
+
+
 class _Doubled(SumReducer):
     """Reduces in a way of its own, which no library knows."""
 
@@ -66,6 +70,18 @@ CASES: dict[str, Case] = {
     "bool": (lambda g, t: g.all_reduce(t > 0), TypeError, r"torch\.bool"),
     "op": (lambda g, t: g.all_reduce(t, "sum"), TypeError, "op must be a Reducer"),
     "op dtype": (lambda g, t: g.all_reduce(t.double(), _Uniform()), TypeError, r"torch\.float64"),
+    "operands": (lambda g, t: g.all_reduce(t, _Misspelt()), ValueError, "'pair' or 'all'.*'every'"),
+    "unknown": (lambda g, t: g.all_reduce(t, colour=1), TypeError, r"^all_reduce\(\) got an unexp"),
+    "unknown to a request": (
+        lambda g, t: g.reduce_to_owners_init([t], colour=1),
+        TypeError,
+        r"^reduce_to_owners\(\) got an unexpected keyword argument 'colour'",
+    ),
+    "algorithm of a scatter": (
+        lambda g, t: g.reduce_scatter(t, algorithm="rd"),
+        TypeError,
+        r"^reduce_scatter\(\) got an unexpected keyword argument 'algorithm'",
+    ),
     "algorithm": (
         lambda g, t: g.all_reduce(t, algorithm="bogus"),
         ValueError,

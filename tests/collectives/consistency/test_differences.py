@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from collectives import CollectiveMismatchError, Group, run_threads
 from collectives.consistency.differences import difference
 from collectives.execution.call import Call
 from collectives.transport import ThreadWorld
@@ -59,3 +62,19 @@ def test_difference_calls_tensors_by_their_names() -> None:
     said = difference({0: mine, 1: other}, RANKS)
     assert "with layer1: shape (3,) torch.float32 cpu, rank 1" in said
     assert Call.of_text(mine.text).entries() == mine.entries()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [({}, {"names": ["tensor 0"]}), ({"name": ""}, {"name": "''"})],
+    ids=["tensor", "call"],
+)
+def test_calls_that_only_look_alike_are_a_mismatch_and_the_group_stays_usable(
+    options: tuple[Any, Any],
+) -> None:
+    def job(group: Group) -> None:
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0 and rank 1 call .* look alike"):
+            group.grouped_all_reduce([torch.ones(2)], **options[group.rank])
+        group.barrier()
+
+    run_threads(2, job)

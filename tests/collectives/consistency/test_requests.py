@@ -23,6 +23,7 @@ from collectives import (
     TransportError,
     run_threads,
 )
+from collectives.execution.call import Call
 from collectives.reducers import SumReducer
 from collectives.requests import Request
 from collectives.schedules import recursive_doubling
@@ -355,6 +356,41 @@ def test_requests_of_two_groups_have_numbers_of_their_own() -> None:
         assert torch.equal(whole.wait(), torch.full((2,), 3.0))
 
     assert run_threads(3, job) == [None] * 3
+
+
+def test_requests_made_by_two_threads_have_the_numbers_of_their_calls() -> None:
+    """Also where the thread that made the first one goes on behind the other."""
+
+    def job(group: Group) -> None:
+        ended, both = threading.Event(), threading.Event()
+        run_call = group._calls.queue.run
+        made: dict[str, Request[torch.Tensor]] = {}
+
+        def held_up(call: Call, *args: Any, **options: Any) -> Any:
+            result = run_call(call, *args, **options)
+            if call.name == "first" and not both.is_set():
+                ended.set()
+                both.wait(TIMEOUT)
+            return result
+
+        def make(name: str) -> None:
+            made[name] = group.all_reduce_init(torch.ones(5), name=name)
+
+        if group.rank:
+            make("first")
+            make("second")
+        else:
+            group._calls.queue.run = held_up  # type: ignore[method-assign]
+            first = threading.Thread(target=make, args=("first",))
+            first.start()
+            ended.wait(TIMEOUT)
+            make("second")
+            both.set()
+            first.join()
+        for name in ("first", "second"):
+            assert start_and_wait(made[name])[0] == group.size
+
+    run_threads(2, job, timeout=TIMEOUT)
 
 
 def test_request_made_in_inference_mode_works_there() -> None:

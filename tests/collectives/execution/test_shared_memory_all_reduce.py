@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +23,10 @@ from collectives import (
     Sum,
     calls,
 )
-from collectives.execution.shared_memory_all_reduce import ONE_SHOT_BYTES
+from collectives.execution.shared_memory_all_reduce import (
+    ONE_SHOT_BYTES,
+    plan_shared_memory_all_reduce,
+)
 from collectives.reducers import SumReducer, kernels
 from collectives.transport.shared_memory.symmetric_memory import (
     BUFFER_BYTES,
@@ -339,3 +344,24 @@ def test_grouped_all_reduce_packs_each_rank_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kernels, "pack", counted)
     run(2, lambda group: group.grouped_all_reduce([torch.ones(3), torch.ones(4)]))
     assert len(packed) == 2
+
+
+@pytest.mark.parametrize("numel", [SMALL, SMALL + 1], ids=["small", "large"])
+@pytest.mark.parametrize("op", OPS)
+def test_memory_of_a_call_that_has_ended_is_held_by_no_cycle(
+    op: str, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = []
+
+    def planned(*args: Any) -> Any:
+        plan = plan_shared_memory_all_reduce(*args)
+        plans.append(weakref.ref(plan))
+        return plan
+
+    monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", planned)
+    gc.disable()
+    try:
+        collectives.run_threads(3, lambda group: group.all_reduce(data(group, numel), OPS[op]))
+    finally:
+        gc.enable()
+    assert [plan() for plan in plans] == [None] * 3
