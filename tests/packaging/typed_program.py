@@ -46,15 +46,13 @@ def train(model: torch.nn.Linear) -> hvd.DistributedOptimizer:
     return optimizer
 
 
-def communicate(group: Group, flag: bool) -> None:
+def communicate(group: Group) -> None:
     ones, rows = torch.ones(3), torch.ones(2, 2)
     assert_type(group.all_reduce(ones), Tensor)
     assert_type(group.all_reduce(ones, hvd.Adasum, algorithm="rd", async_op=False), Tensor)
     work = group.all_reduce(ones, async_op=True, name="gradient")
     assert_type(work, Work[Tensor])
     assert_type(work.wait(), Tensor)
-    either = group.all_reduce(ones, async_op=flag)
-    assert_type(either.wait() if isinstance(either, Work) else either, Tensor)
     assert_type(group.grouped_all_reduce([ones, rows]), list[Tensor])
     assert_type(group.grouped_all_reduce([ones, rows], async_op=True), Work[list[Tensor]]).wait()
     assert_type(group.reduce(ones, 0, async_op=True), Work[Tensor]).wait()
@@ -96,7 +94,7 @@ def main() -> None:
     optimizer = train(model)
     assert isinstance(optimizer, hvd.DistributedOptimizer)
     assert isinstance(optimizer, torch.optim.AdamW)
-    communicate(default_group(), False)
+    communicate(default_group())
 
 
 if __name__ == "__main__":
