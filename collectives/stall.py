@@ -134,8 +134,12 @@ def _look() -> None:
     """Check each wait when it is due."""
     global _thread
     while True:
-        while waits := list(_waits.values()):
-            time.sleep(max(0.0, min(_MAX_NAP, *(wait.check() for wait in waits))))
+        while _waits:
+            # Nothing of a wait is kept while this sleeps. With the last reference to a process
+            # group this thread would destroy it, and be stopped in torch's code, which ends the
+            # process by SIGABRT, where the interpreter exits meanwhile.
+            nap = min([_MAX_NAP, *(wait.check() for wait in list(_waits.values()))])
+            time.sleep(max(0.0, nap))
         # Who has not seen this line has added its wait before the next one.
         _thread = None
         if not _waits:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -117,6 +119,21 @@ def test_stall_that_goes_on_begins_anew(
     stall.restart()
     assert not stall.is_due() and 9.0 < stall.check() <= 10.0
     assert len(caplog.messages) == 1
+
+
+def test_wait_that_has_ended_is_kept_by_no_thread() -> None:
+    """The last reference to a process group is dropped where the interpreter cannot stop it."""
+
+    class Peer:
+        pass
+
+    peer = Peer()
+    with Stall(0, "step 0", TIMEOUT * 1e3, partial(str, peer)).within():
+        # The thread has looked, and sleeps.
+        time.sleep(0.2)
+    ended = weakref.ref(peer)
+    del peer
+    assert ended() is None
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf", "1e300"])
