@@ -356,7 +356,8 @@ class Worker:
             The calls that were queued and were not carried out: they failed, or nothing came of
             them for longer than `timeout`.
         """
-        queued = [work for work, _ in self._jobs.copy()]
+        # What has ended may be there still, its error raised by its wait().
+        queued = [work for work, _ in self._jobs.copy() if not work.has_ended()]
         self._closed = True
         self._wake_thread()
         thread = self._thread

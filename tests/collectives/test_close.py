@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from typing import Any
 
 import pytest
@@ -66,6 +67,29 @@ def test_close_waits_as_long_as_calls_end() -> None:
     start = time.monotonic()
     assert run_slowly(job) == [[2.0] * 8] * 2
     assert time.monotonic() - start > Slow.TIMEOUT
+
+
+def test_close_after_a_call_whose_error_was_raised_counts_none_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever runs a call takes it from the queue after its wait() may have returned."""
+    raised = threading.Event()
+
+    class Jobs(deque[Any]):
+        def popleft(self) -> Any:
+            raised.wait(5.0)
+            return super().popleft()
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    worker = Worker("slow")
+    monkeypatch.setattr(worker, "_jobs", Jobs())
+    with pytest.raises(ValueError, match="no"):
+        worker.submit(fail).wait()
+    assert worker._jobs
+    threading.Timer(0.2, raised.set).start()
+    assert worker.close(5.0) == []
 
 
 def test_close_waits_for_one_call_as_long_as_its_steps_end(

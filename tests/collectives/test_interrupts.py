@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from collectives import CollectiveError, Group, Sum
+from collectives.transport.process_groups import run_beside
 from tests.collectives.consistency.ranks import run
 from tests.collectives.interrupts import Interrupt, run_interrupted
 
@@ -58,19 +58,19 @@ def attack(group: Group, at: int) -> tuple[int, str]:
 
 def bounded(way: str, size: int, at: int) -> list[tuple[int, str]]:
     """`attack` on all ranks, which have ended in time."""
-    answers: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: answers.append(run(way, size, lambda group: attack(group, at), TIMEOUT)),
-        daemon=True,
-    )
     start = time.monotonic()
-    thread.start()
-    thread.join(3 * TIMEOUT)
+    answers: list[tuple[int, str]] = []
+
+    def attack_all() -> None:
+        answers.extend(run(way, size, lambda group: attack(group, at), TIMEOUT))
+
+    thread, errors = run_beside(attack_all, f"interrupt at {at}", 3 * TIMEOUT)
     assert not thread.is_alive(), f"place {at} hangs"
+    for error in errors:
+        raise AssertionError(f"a rank raised, interrupted at place {at}") from error
     # Nobody has waited for a peer's timeout: who is interrupted tells the others, or goes on.
     assert time.monotonic() - start < TIMEOUT, at
-    (answer,) = answers
-    return list(answer)
+    return answers
 
 
 EVERY = pytest.param(1, marks=pytest.mark.slow, id="everywhere")
