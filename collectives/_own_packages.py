@@ -41,7 +41,7 @@ def require_ours(name: str) -> ModuleType:
 
 
 def _is_ours(spec: ModuleSpec) -> bool:
-    # The source, not an attribute of the module: to have that, the module would have to run.
+    # Looked for in the source: to read it as an attribute, the module would have to run.
     get_source = getattr(spec.loader, "get_source", None)
     source = get_source(spec.name) if get_source is not None else None
     return source is not None and _SIGN in source

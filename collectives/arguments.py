@@ -31,7 +31,7 @@ class ScaleOptions(TypedDict, total=False):
 
 
 class ReductionOptions(ScaleOptions, total=False):
-    """Those of the reductions whose algorithm can be chosen, by a specification."""
+    """Keyword arguments of the reductions whose algorithm can be chosen."""
 
     algorithm: str | None
     names: Sequence[str]

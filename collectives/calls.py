@@ -51,8 +51,8 @@ class Calls:
         if self._transport.symmetric_memory is not None:
             call.shared = plan_shared_memory_all_reduce(self._runner, call)
         if async_op:
-            # The user chose where to start a named call, maybe not alike on all ranks: the error of
-            # a mismatch then says so.
+            # The user decides when to start a named call, and may do so in another order on some
+            # rank: the error of a mismatch then says so.
             call.movable = call.name is not None
             return self.start(call)
         self.queue.check_thread(call)
@@ -115,7 +115,8 @@ class Calls:
             outcome = self._negotiation.wait(call)
         if call.instead is not None:
             return call.instead()
-        # A rank that has joined fills no buffer: the call then runs by messages, on its zeros.
+        # A rank that has joined fills no buffer: the call then runs by messages, and it sends zeros
+        # in them.
         if call.shared is not None and not outcome.joined:
             call.shared.reduce(call.label)
             return call.tensors[0] if call.kind == "all_reduce" else call.tensors
@@ -171,7 +172,7 @@ class Calls:
             OPERATIONS[call.kind](self._runner, call)
 
     def _next_request(self) -> int:
-        """Count a request; in the negotiated call that makes it, so that all ranks count alike."""
+        """Count a request. All ranks do so in the same negotiated call, and get the same number."""
         self._requests += 1
         return self._requests
 

@@ -1,4 +1,4 @@
-"""Keep torch.compile from tracing what waits for other ranks: the graph breaks and calls it."""
+"""Keep torch.compile from tracing methods that wait for other ranks: it breaks the graph there."""
 
 from __future__ import annotations
 

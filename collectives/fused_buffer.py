@@ -125,7 +125,7 @@ def _slots_key(tensors: Sequence[Tensor]) -> _SlotsKey:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a 1-D tensor of the same size and dtype, without a copy if that is possible."""
+    """Return a 1-D tensor of the same size and dtype, whose values do not matter."""
     return (
         tensor.detach().as_strided((tensor.numel(),), (1,))
         if _dense(tensor)

@@ -42,8 +42,8 @@ class Group:
 
     Every method checks its arguments before anything is sent, and raises TypeError or ValueError,
     naming the argument and the fix. With `async_op` a method returns a Work, whose wait() returns
-    what the method returns without it. `name` is the call's in errors; it also tells apart calls
-    that several threads make.
+    what the method returns without it. `name` names the call in errors, and tells apart the calls
+    of several threads.
 
     Args:
         transport: The transport between the ranks.
@@ -405,7 +405,7 @@ class Group:
         return self._calls.run(call, async_op=async_op)
 
     def owners_order(self) -> tuple[int, ...]:
-        """Return the order of ranks in which their tensors must lie for reduce_to_owners."""
+        """Return the ranks in the order in which reduce_to_owners needs their tensors in memory."""
         return to_owners.order(self.size)
 
     @overload
@@ -664,7 +664,7 @@ class Group:
 
         Every rank of this group calls it, with the same ranks in the same order; Adasum and
         all_gather of the new group use that order. The groups' messages are separate, so both may
-        be used at the same time from different threads. The exception are CUDA tensors over NCCL,
+        be used at the same time from different threads. The exception is CUDA tensors over NCCL,
         which requires the same order of all work on a device: there calls of both groups with
         `async_op` run in the order in which they are made. The new group has this one's timeout and
         hosts. It is closed with this one, or by its own close().
@@ -729,7 +729,7 @@ class Group:
         """
         if self.closed:
             return
-        # From the last callback to the first, each of them even if another one raises.
+        # The stack calls these from the last to the first, each of them even if another one raises.
         with ExitStack() as stack:
             if self._whole is not None:
                 stack.callback(self._whole._parts.remove, self)

@@ -226,7 +226,7 @@ def _close_adopted() -> None:
 
 def _over_gloo(gloo: GlooTransport, timeout: float, kind: str, choice: str) -> Group:
     """Return the group for `init` or `from_process_group`. A collective."""
-    # LOCAL_RANK counts the launcher's ranks: it is not the number among some of them.
+    # LOCAL_RANK is a number among all ranks of the host, not among those of a smaller group.
     whole = gloo.size == dist.get_world_size()
     local_rank, local_size = local_ranks() if whole else (None, None)
     group = None
@@ -340,7 +340,7 @@ def run_threads(
         thread.join()
     # The ranks' set_num_threads has also changed settings of the whole process.
     torch.set_num_threads(cores)
-    # Timeouts are most often the other ranks' consequences of the error that matters.
+    # A timeout is usually the consequence of another rank's error, which is the one to raise.
     if errors:
         raise next((e for e in errors if not isinstance(e, CollectiveTimeoutError)), errors[0])
     return [results[rank] for rank in range(size)]

@@ -30,7 +30,7 @@ def owners(numels: Sequence[int], size: int) -> list[int]:
     given: object = numels
     if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
         raise TypeError(f"numels must be a list or tuple of ints, got {type(numels).__name__}")
-    # A heap of (load, rank), sorted as it is: tuples compare by load first, then by rank.
+    # A heap of (load, rank): tuples are compared by the load, and by the rank if loads are equal.
     load = [(0, rank) for rank in range(size)]
     answer = []
     for i, numel in enumerate(numels):

@@ -35,8 +35,8 @@ class Request(Generic[T_co]):
             ...
             request.wait()
 
-    All ranks start their requests in the same order, and in the same order among the group's other
-    calls. If a rank starts another request than its peers, or makes another call, all ranks raise a
+    All ranks start their requests, and make the group's other calls, in the same order. If a rank
+    starts another request than its peers, or makes another call, all ranks raise a
     CollectiveMismatchError that names both; the group and the request stay usable, and the buffers
     are as they were before `start`.
 
@@ -52,7 +52,8 @@ class Request(Generic[T_co]):
     def __init__(self, calls: Calls, call: Call, *, negotiate: bool = True) -> None:
         self._calls = calls
         self._work: Work[T_co] | None = None
-        # Under 0 the start that succeeded, of `start`s in several threads: setdefault is atomic.
+        # Under 0 the start that is under way. setdefault is atomic: only one of several threads
+        # succeeds.
         self._started_by: dict[int, object] = {}
         self._closed = False
         self._bind(calls.number(call) if negotiate else call)

@@ -14,7 +14,7 @@ import threading
 import time
 
 _logger = logging.getLogger(__name__)
-# Some 500 events: rare system calls, and what a process that is killed has not written is little.
+# Some 500 events: few system calls, and a process that is killed loses little.
 _FLUSH_BYTES = 1 << 16
 
 # The timeline that is being written, if any.

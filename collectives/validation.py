@@ -272,8 +272,8 @@ def reducer(argument: str, value: object) -> None:
     if not isinstance(value, Reducer):
         instance(argument, value, Reducer, "a Reducer such as collectives.Sum")
     elif value.operands not in ("pair", "all"):
-        # Code compares with one or the other of the two, so a third value would mean different
-        # things to different algorithms.
+        # Some algorithms compare with "pair" and others with "all", so that they would take a third
+        # value differently.
         raise ValueError(
             f"operands of {argument} {value} must be 'pair' or 'all', got {value.operands!r}"
         )

@@ -137,7 +137,7 @@ class Worker:
             if not self._standing_by:
                 self._wake_thread()
         except BaseException as error:
-            # The other ranks may have been told of a call that will not come.
+            # The other ranks may have seen the signal of a call that will not come.
             if begun and self.failure is None:
                 self.failure = error
             raise
@@ -377,7 +377,7 @@ class Worker:
         if self.is_forked():
             return []
         if thread is not None and thread is not threading.current_thread():
-            # What has changed between two looks is progress: a call or one of its steps has ended.
+            # There is progress while these numbers change: a call or one of its steps has ended.
             seen, since = (-1, -1), time.monotonic()
             while self.is_alive() and not self._is_inside():
                 if (now := (len(self._jobs), steps())) != seen:

@@ -46,8 +46,8 @@ LAUNCHERS_VARIABLES = tuple(variable for each in _LAUNCHERS for variable in each
 # ports to clients. A prime number of them, so that multiples of _STEPS_APART do not repeat early.
 _FIRST_PORT, _PORTS = 10_000, 18_979
 # How far apart the ports of consecutive jobs are: _PORTS over the golden ratio, which spreads jobs
-# evenly. No two get the same port whose jobs are less than 100 and whose steps are less than 90
-# apart.
+# evenly. Two steps never get the same port if their jobs' numbers differ by less than 100 and their
+# own by less than 90.
 _STEPS_APART = 11_730
 _LOOPBACK = "127.0.0.1"
 _logger = logging.getLogger(__name__)
@@ -189,8 +189,8 @@ def _local_ranks(launcher: _Launcher) -> tuple[int, int] | tuple[None, None]:
 def _started_by(launcher: _Launcher) -> int:
     """Return a number that identifies the process that started this host's ranks.
 
-    It is the nearest ancestor without the launcher's variables: a shell between it and a rank has
-    them, and is another one for each rank.
+    It is the nearest ancestor without the launcher's variables. Nearer ones, such as a shell that
+    starts a rank, have the variables, and each rank has its own.
 
     Returns:
         The ancestor's start time (clock ticks since boot) in the high bits and its process id in

@@ -57,9 +57,9 @@ def find_locality(
     reports = gather_objects(mine, transport, timeout)
     names = [name for name, *_ in reports]
     local_ranks = [(local, of) for _, local, of in reports]
-    # Local ranks are surer than host names: containers may have the same name, and a test may
-    # simulate several nodes on one machine. Names still help to tell which ranks belong together;
-    # without them ("") the local ranks alone must fill the nodes.
+    # Local ranks are more reliable than host names: containers may have the same name, and a test
+    # may simulate several nodes on one machine. Names still help to tell which ranks belong
+    # together; without them ("") the local ranks alone must fill the nodes.
     for labels in (names, [""] * size):
         filled = _filled(labels, local_ranks)
         if filled is not None:

@@ -42,7 +42,7 @@ def start_torch_distributed(timeout: float) -> None:
 
 
 def _start(rank: int, size: int, timeout: float) -> None:
-    """Start torch.distributed on a store that is kept over shutdowns, in a part of it.
+    """Start torch.distributed on a part of a store that outlives shutdowns.
 
     With a new store at the old port, a rank that starts again early could still find the old one.
     Only another address or port opens another store.
@@ -122,8 +122,8 @@ def open_store(rank: int, timeout: float) -> dist.Store:
 def listen_at(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens only at a host's address; None if torch is to listen itself.
 
-    That is at every address, with a WARNING, where the host's own cannot be used; and where the
-    port is in use: torch then shares this process's own store there, or reports the error.
+    If the host's address cannot be used, torch listens at every address, and there is a WARNING. If
+    the port is in use, torch shares this process's own store there, or raises the error.
     """
     why = f"{host} is no address of this host"
     for family, _, _, _, at in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -187,8 +187,8 @@ def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
     """Run `start` in a thread; CollectiveTimeoutError if it has not ended in `timeout` seconds.
 
     torch waits without a limit for a store's first answer, and again after a timeout, for the store
-    to acknowledge it. It never comes if the store's process was stopped (SIGSTOP), nor the first
-    one if the port belongs to something else.
+    to acknowledge that. Neither answer comes if the store's process was stopped (SIGSTOP), and not
+    the first one either if something else has the port.
     """
     thread, errors = run_beside(start, "collectives-start", timeout)
     if thread.is_alive():
@@ -215,15 +215,15 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
         CollectiveTimeoutError: Names the ranks that have not come in `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    # With the job in them: another job with the same address must not be taken for this one.
+    # The keys contain the job, so that another job with the same address is not taken for this one.
     tokens = [f"adasum{job()}: rank {peer}" for peer in range(size)]
     names: list[str] = []
     pause = 0.001
     with _ended_store_is_a_timeout(rank):
         store.set(tokens[rank], secrets.token_hex(16))
         while True:
-            # The oldest first: a rank that has finished this start may have begun the next one, by
-            # a new token, which changes the name.
+            # The oldest first: a rank that has finished this start may have begun the next one with
+            # a new token, and so changed the name.
             for name in names:
                 if store.check(_confirmations(name, size)):
                     return dist.PrefixStore(name, store)

@@ -39,7 +39,7 @@ class Settings(NamedTuple):
         return Settings(timeout, self.process_group, transport_choice(self.transport))
 
     def require_same(self, first: Settings) -> None:
-        """Raise ValueError if an argument differs from that of the first call, which are `checked`.
+        """Raise ValueError if an argument differs from that of the first call, which was `checked`.
 
         An argument that is left out does not differ.
         """

@@ -43,7 +43,7 @@ def _numbers(ranges: str, hosts: str) -> Iterator[str]:
     """Yield the numbers of one bracket, padded with zeros to the width of their range's first."""
     for each in ranges.split(","):
         found = _RANGE.fullmatch(each)
-        # 1 to 0, which is an error just below, where this is no range at all.
+        # If this is not a range, 1 to 0 stands for it, which is the error below.
         first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
         if int(first) > int(last):
             raise ValueError(f"not a range of hosts: {each!r} in {hosts!r}")
@@ -77,7 +77,7 @@ def local_size() -> int | None:
 
 
 def step_number(spread: int) -> int:
-    """Return job · spread + step, with Slurm's numbers of the job and of the step in it.
+    """Return job · spread + step, of the ids that Slurm gave the job and the step.
 
     Raises:
         ValueError: SLURM_JOB_ID or SLURM_STEP_ID is missing or not a number.

@@ -34,9 +34,9 @@ from kernels.cpu.dispatch import use_torch
 
 # `BackendInfo.cpu_path` where the compiled C kernels are used.
 _COMPILED = "compiled"
-# How many descriptors torch.distributed needs: one for each peer and these (event loops, listeners,
-# connections to the store); for a store one for each rank and these. Torch 2.13 uses 5 and 11 of
-# them; the rest is reserve for other versions.
+# torch.distributed needs a descriptor for each peer, and these for event loops, listeners and
+# connections to the store. A process that keeps a store needs one for each rank, and these. Torch
+# 2.13 uses 5 and 11 of them; the rest is a reserve for other versions.
 _GLOO_BESIDE, _STORE_BESIDE = 8, 16
 # Whether a group of this process relies on compiled code: to change to torch's functions later
 # would change its bits on this rank alone.

@@ -26,7 +26,7 @@ from collectives.transport.base import Message, Transport
 from collectives.transport.byte_gathering import gather_bytes, read_objects
 from collectives.transport.shared_memory.symmetric_memory import JOINED, RanksDiffer
 
-# A joined rank's in the search for the largest code: smaller than any other.
+# The code of a joined rank when the largest one is sought: smaller than any other.
 _NO_CODE = torch.iinfo(torch.int64).min
 
 
@@ -106,8 +106,8 @@ class Negotiation:
 def negotiate_by_messages(mine: Call | Joined, transport: Transport, timeout: float) -> Outcome:
     """Do what `Negotiation.wait` does, by messages alone."""
     label = f"the negotiation of {mine.label}"
-    # The third number is 0 unless a rank has joined. The largest is that of the rank that joined
-    # last (by the first call that it only joined), and of several such ranks, of the highest.
+    # The third number is 0 if this rank has not joined. The largest tells which rank joined last:
+    # it grows with the first call that the rank only joined, and after that with the rank.
     if isinstance(mine, Joined):
         codes = (_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1)
     else:

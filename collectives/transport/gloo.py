@@ -89,7 +89,7 @@ class GlooTransport(Transport):
 
     def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
         """Return a transport over a new process group of some of the ranks."""
-        # Lazy: beside faster connections it is seldom used, and gloo connects all ranks otherwise.
+        # Lazy: with faster connections gloo is seldom used, and would otherwise connect all ranks.
         part = subgroup(self.process_group, ranks, self._config, timeout, lazy=True)
         return GlooTransport(part, owned=True, names=tuple(map(self.name, ranks)))
 

@@ -185,7 +185,7 @@ def run_beside(
 
 
 def failed(said: str, error: BaseException) -> CollectiveError:
-    """Return our error for one of torch.distributed: a timeout, or that the system has no memory.
+    """Return our error for one of torch.distributed: a timeout, unless the system is out of memory.
 
     Args:
         said: The beginning of the text: for which rank this one waited, and in which step.

@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 DATA, REASON = range(2)
 KIND_SHIFT = 62
 LENGTH_MASK = (1 << KIND_SHIFT) - 1
-# A longer reason is cut off: it travels inside a record of shm.py, and into memory of this size.
+# A longer reason is cut off, because it has to fit into one record of shm.py.
 REASON_BYTES = 4096
 # The kernel's errors after the peer has closed its end.
 CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
@@ -158,7 +158,7 @@ class Connection(ABC):
         """Forget what is posted, except for the rest of a message of which a part was sent."""
 
     def send_reason(self, text: str) -> bool:
-        """Send `text` and nothing after it: the reason that the peer's PeerGone then has.
+        """Send `text` as the reason, which the peer's PeerGone then has, and nothing after it.
 
         Returns:
             Whether that is done, or the peer is gone; if not, call it again after a wait for

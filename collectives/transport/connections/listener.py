@@ -26,7 +26,7 @@ from collectives.transport.connections.tcp import LINE_BYTES
 _SECRET_BYTES = 16
 # As long as a cache line, to which TcpConnection aligns the frames that follow it.
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI{LINE_BYTES - _SECRET_BYTES - 4}x")
-# Longer than any answer that comes: a firewall may drop packets without an answer.
+# A rank on another host answers sooner; a firewall may drop packets, and then no answer comes.
 _CONNECT_SECONDS = 10.0
 # The longest wait in `accept`. All ranks wait for each other afterwards, and errors are to come
 # within 5 s of the timeout.
@@ -73,7 +73,7 @@ class Listener(ABC):
         """Connect to a rank by its offer; OSError if that fails."""
         if offer[0] != self.FORMAT:
             raise OSError(f"rank {peer} speaks {offer[0]}, this one {self.FORMAT}")
-        # For all ranks together at most half the timeout: the others wait for this rank that long.
+        # For all ranks together less than the timeout, for which the others wait for this rank.
         left = min(_CONNECT_SECONDS, timeout / 2) - self._spent
         if left <= 0:
             raise TimeoutError("too many ranks did not answer")

@@ -47,7 +47,7 @@ SLOTS = 4
 RING_BYTES = SLOTS * SLOT_BYTES
 # Up to this size the kernel's two copies, into the socket and out, are as cheap as ours.
 INLINE_BYTES = 16 * 1024
-# Room for the largest record for each slot, twice, for the kernel adds bytes of its own.
+# Room for a largest record for each slot, doubled because the kernel counts bytes of its own, too.
 SOCKET_BYTES = 2 * SLOTS * INLINE_BYTES
 # A record begins with the number of the peer's pieces that this rank has taken so far, and with the
 # bytes of the piece sent and its kind in the highest bits; 0 if the record only returns slots.
@@ -83,7 +83,7 @@ class ShmConnection(Connection):
         self._early: deque[tuple[int, Bytes]] = deque()
         # How many pieces were sent, and for how many of them the peer has returned the slot.
         self._sent = self._returned = 0
-        # How many pieces were taken, and how many of these the peer has been told of.
+        # How many pieces were taken, and how many of these the peer knows of.
         self._taken = self._reported = 0
 
     def send(self, data: Bytes) -> None:

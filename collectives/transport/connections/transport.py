@@ -37,9 +37,9 @@ from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
 # How often a wait checks for interrupts, and for ranks that have ended before they connected.
 _INTERRUPT_SECONDS = 0.1
-# After a wait of this length a Stall is made, so that short waits are spared it.
+# A Stall is made only after a wait of this length: a short one needs none.
 _FIRST_SECONDS = 0.5
-# The longest time for sending the reason to all peers: one that does not read must not delay it.
+# The longest time for sending the reason to all peers, some of which may not be reading.
 _REASON_SECONDS = 0.5
 # How long to wait until the ranks in between pass on the reason of a rank that this one was not
 # connected to. Short of the 5 s after the timeout within which every rank is to raise its error.
@@ -145,8 +145,8 @@ class ConnectionTransport(Transport):
                             assert self._unopened is not None
                             connection = self._unopened.open(peer, self._connections)
                         active[peer] = connection
-                        # Not by Tensor.numpy(), after which torch forbids to resize the tensor's
-                        # storage for ever. The array keeps the tensor alive.
+                        # Not by Tensor.numpy(), after which torch refuses to resize the tensor's
+                        # storage. The array keeps the tensor alive.
                         memory: Any = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
                         memory.tensor = tensor
                         data = np.frombuffer(memory, np.uint8)

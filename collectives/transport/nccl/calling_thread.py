@@ -53,8 +53,8 @@ class CallingThread:
             # Python has collected a transport during a job, and its closing calls this.
             return job()
         future: futures.Future[T] = futures.Future()
-        # Whichever acquires it first decides: the thread, that it goes on, or the caller after the
-        # timeout, that another one does.
+        # Whoever acquires it first decides which thread runs the next jobs: this one if the job
+        # ends first, or a new one if the caller times out first.
         goes_on = threading.Lock()
         self._jobs.put((future, job, goes_on))
         try:
@@ -95,7 +95,8 @@ _sharing = threading.Lock()
 def shared_thread(device: torch.device) -> CallingThread:
     """Return the thread that calls NCCL for all groups of this process on a device.
 
-    Not for two ranks in one process, of which one would block the thread until the other calls.
+    Not for several ranks in one process: a call of one would block the thread while it waits for a
+    call of another.
     """
     with _sharing:
         thread = _shared.get(device)

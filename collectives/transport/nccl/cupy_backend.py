@@ -39,8 +39,8 @@ DTYPES = {
 }
 # The first version whose unique ids are bytes.
 _CUPY_VERSION = [14, 2]
-# Both short, because they may pass in vain when ranks are gone; an abort shorter than the 5 s after
-# the timeout within which every rank is to raise its error.
+# Both are short, since they may be waited for in vain when ranks are gone. An abort is to end
+# within the 5 s after the timeout in which every rank is to raise its error.
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 3.0
 _ABORTED = "its NCCL communicator was aborted"
@@ -119,7 +119,7 @@ class CupyBackend(Backend):
         self._process = os.getpid()
         self._made: list[Any] = []
         self._parts: dict[tuple[int, ...], Any] = {}
-        # Held while communicators are added, checked for errors or taken to be ended. Reentrant:
+        # Held while communicators are added, checked, or taken to be destroyed. Reentrant, because
         # Python may collect the transport at any allocation, and its closing takes the lock, too.
         self._lock = threading.RLock()
         self._ended = False

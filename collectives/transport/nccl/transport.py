@@ -60,7 +60,7 @@ class NcclTransport(Transport):
         self._opened: set[torch.device] = set()
         self._closed = False
         self._watcher = Watcher(host, backend)
-        # Runs at the latest when the interpreter exits, since communicators must not be left to it.
+        # Runs at the latest when the interpreter exits.
         self._end = weakref.finalize(self, _end, self._watcher, backend)
         if self.device is not None:
             self._open(self.device, "start-up", timeout)
@@ -151,7 +151,7 @@ class NcclTransport(Transport):
         )()
 
     def check_streams(self) -> None:
-        """Raise the error of messages or sums that failed on the streams, also of torch's."""
+        """Raise the error of messages or sums that failed on the streams, ours or the host's."""
         self._watcher.raise_error()
         self._host.check_streams()
 
@@ -167,7 +167,7 @@ class NcclTransport(Transport):
         """Return a transport with communicators of its own: `Backend.split`."""
         host = self._host.split(ranks, timeout)
         with ExitStack() as failed:
-            # Or else what it has opened, such as a listener, would live as long as the error.
+            # Otherwise what it has opened, such as a listener, would live as long as the error.
             failed.callback(host.close)
             part = NcclTransport(host, self._backend.split(host, tuple(ranks)), timeout=timeout)
             failed.pop_all()
@@ -268,7 +268,7 @@ class NcclTransport(Transport):
                 raise
             failure = error
             self._watcher.fail(lambda how: failure)
-        # The first error that was found: this one may be its consequence, as everything is aborted.
+        # The first error that was found: the one caught here may be a consequence of its abort.
         raise self._watcher.failure()
 
 

@@ -31,7 +31,7 @@ MAX_PENDING = 64
 CHECK_SECONDS = 0.25
 # For this long messages that a rank sent before it ended may still be arriving.
 GRACE_SECONDS = 1.0
-# Between two looks of a host that waits: short beside a step, and leaves the processor to others.
+# A waiting host sleeps so long between two checks, which is short compared with a step.
 _PAUSE_SECONDS = 2e-4
 
 
@@ -72,7 +72,7 @@ class Watcher:
         self._host = host
         self._backend = backend
         self._raised = False
-        # When the last of the steps that have ended was found to have ended.
+        # When a step was last found to have ended.
         self._passed = 0.0
         # A peer that is gone, and when that was first noticed.
         self._suspect: tuple[int, float] | None = None
@@ -113,7 +113,7 @@ class Watcher:
             return not self.items
 
     def finish(self) -> None:
-        """Wait for all steps, before the transport is closed; raise their error unless it was."""
+        """Wait for all steps before the transport is closed; raise their error unless raised."""
         if not self._raised:
             self.settle()
 
@@ -133,7 +133,7 @@ class Watcher:
         return made
 
     def check_usable(self, step: str) -> None:
-        """Raise the error that ended the steps; after the first time, that none can be posted."""
+        """Raise the error that ended the steps, if any; if raised before, a TransportError."""
         if self._raised:
             raise TransportError(
                 f"{step}: this NCCL transport is unusable since {self.error}"
@@ -141,7 +141,7 @@ class Watcher:
         self.raise_error()
 
     def fail(self, say: Callable[[str], CollectiveError]) -> None:
-        """Abort all steps and keep the error; of several the first. say: gets the outcome."""
+        """Abort all steps and keep the first error. say: makes it from the abort's outcome."""
         with self._lock:
             if self.error is None:
                 self.error = say(self._backend.abort())

@@ -56,7 +56,7 @@ _MAX_ENTRIES = 256
 # rank has reached, and its processors: a hash of their numbers, and how many. Each word has a gate.
 _BARRIERS, _CORES, _WORDS = 2, 3, 4
 # A call's word: the code in the low bits, and above it the call's number from 1 to _NUMBERS. So a
-# word is never 0, which is a pad that holds no call.
+# word is never 0, which stands for no call.
 CODE_BITS = 56
 _NUMBERS = 255
 # The code of a rank that has joined. No description has it, so it never equals another rank's.
@@ -75,7 +75,7 @@ def symmetric_memory_bytes(size: int) -> int:
 
 
 def _buffers_at(size: int) -> int:
-    # Behind the pads and the gates, which take one more line; page-aligned.
+    # Page-aligned, after the pads and one more line with the gates.
     return -(-(size + 1) * _PAD_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -187,7 +187,7 @@ class SymmetricMemory:
         return views
 
     def signal(self, code: int) -> None:
-        """Signal the next call. code: CODE_BITS bits, not 0, of its description; or JOINED."""
+        """Signal the next call. code: that of its description, CODE_BITS bits, not 0; or JOINED."""
         self._calls += 1
         self._word = (self._calls % _NUMBERS + 1) << CODE_BITS | code
         self._post(self._calls % 2, self._word)
@@ -238,7 +238,7 @@ class SymmetricMemory:
     def gather_rows(
         self, positions: Sequence[int], rows: Table, count: int, step: str, timeout: float
     ) -> Table:
-        """Gather rows from all ranks into one table, by a barrier; return the table.
+        """Write this rank's rows to a table, wait for all ranks to do so, and return the table.
 
         A rank without rows calls `barrier` instead. The table must be read before this rank's next
         barrier.
@@ -291,7 +291,7 @@ class SymmetricMemory:
     def _sleep(self, there: Callable[[], bool], word: int, waited: float, left: float) -> None:
         """Sleep until the last rank has written its word, or for some time up to `left` seconds."""
         if not futex.available:
-            # An eighth of the time waited so far, by which the rank is then late at most.
+            # So that the rank notices the end of its wait late by at most an eighth of it.
             time.sleep(min(max(waited / 8, _MIN_NAP), _MAX_NAP))
             return
         number = self._gates[word]
@@ -343,7 +343,7 @@ class SymmetricMemory:
         return self._peers.named(r for r, other in enumerate(words) if late(other, mine))
 
     def _post(self, word: int, value: int) -> None:
-        """Write this rank's word between two fences, which have one use of the lock in common.
+        """Write this rank's word between two fences, which share the use of the lock in the middle.
 
         Whoever sees the word sees what this rank wrote before it. What this rank reads afterwards
         is read after the word was written: so of the last two ranks at least one sees all words.
