@@ -1,6 +1,6 @@
-"""The arguments of each function, checked: one definition for direct calls, plans and operators.
+"""Check the arguments of each function, in one place for direct calls, plans and operators.
 
-Overlap is checked where a plan is bound to memory, which tensors that are traced do not have.
+Overlap is checked later, when a call is bound to memory: tensors that are traced have none.
 """
 
 from __future__ import annotations
@@ -209,12 +209,12 @@ def check_adasum(
 
 
 def device_of(tensors: Sequence[Tensor]) -> torch.device:
-    """The device of a list of tensors; the CPU's where it is empty."""
+    """Return the device of a list of tensors; the CPU if the list is empty."""
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 def check_equals(tensors: object) -> list[Tensor]:
-    """Return a list's tensors, at least one, which are equal in shape, dtype and device."""
+    """Return a list's tensors, at least one, if they are equal in shape, dtype and device."""
     given = read_list("tensors", tensors)
     if not given:
         raise ValueError(EMPTY)
@@ -235,10 +235,10 @@ def _check_target(
     *,
     any_dtype: bool = True,
 ) -> Tensor:
-    """Return the output of an elementwise function, made where it is None.
+    """Return the output of an elementwise function, which is made if `out` is None.
 
-    dtype: of the output, None for that of `out` or, without one, of `like`. any_dtype: whether
-    `out` may have another than `like`.
+    dtype: The output's; None for that of `out`, or of `like` without `out`. any_dtype: Whether the
+    dtype of `out` may differ from that of `like`.
     """
     if dtype is not None:
         check_dtype("dtype", dtype)
@@ -251,14 +251,14 @@ def _check_target(
 
 
 def _check_pair(a: object, b: object, out: object | None) -> tuple[list[Tensor], Tensor]:
-    """Return two equal inputs and their output, made where it is None."""
+    """Return two inputs of equal kind and their output, which is made if `out` is None."""
     left = check_tensor("a", a)
     inputs = [left, check_like("b", b, "a", left)]
     return inputs, _check_target(out, "a", left, any_dtype=False)
 
 
 def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:
-    """Whether these are ints from 0 to `numel` in order; for all, since a model has hundreds."""
+    """Whether these are ints that rise from 0 to `numel`; fast, since a model has hundreds."""
     return (
         {*map(type, bounds)} == {int}
         and bounds[0] == 0
@@ -270,8 +270,9 @@ def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:
 def check_segments(segments: object, numel: int) -> tuple[int, ...]:
     """Return the boundaries (0, e1, ..., numel) as a tuple; None means one segment.
 
-    Raises TypeError for boundaries that are not integers and ValueError where they do not rise
-    from 0 to `numel`.
+    Raises:
+        TypeError: A boundary is not an int.
+        ValueError: The boundaries do not rise from 0 to `numel`.
     """
     if segments is None:
         return (0, numel)
