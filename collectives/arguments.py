@@ -95,8 +95,8 @@ class Arguments:
         compared = {**self._reduction("run", [tensor], op, **options), "segments": segments}
         known = verified(schedule, self._transport.rank, self._transport.size)
         require_carries(known, op)
-        # The schedule is the algorithm. Ranks compare its steps: functions cannot be compared.
         del compared["algorithm"]
+        # In the algorithm's place. Ranks compare a hash of the steps: functions cannot be compared.
         compared["schedule"] = f"{schedule.name} with steps {known.digest}"
         name = options.get("name")
         return Call("run", name, compared, [tensor], op, schedule=known.schedule)

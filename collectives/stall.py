@@ -139,8 +139,7 @@ def _look() -> None:
     while True:
         while waits := list(_waits.values()):
             time.sleep(max(0.0, min(_MAX_NAP, *(wait.check() for wait in waits))))
-        # In this order, so that no wait is missed: `within` adds its wait before it looks at
-        # `_thread`. If it still finds this thread there, the next line finds its wait.
+        # Who has not seen this line has added its wait before the next one.
         _thread = None
         if not _waits:
             return

@@ -76,7 +76,7 @@ def use_torch(why: str) -> None:
 
 
 def bind(call: Call) -> Callable[..., None]:
-    """Return a function of the call's scalars that runs it, any number of times."""
+    """Return what runs a call any number of times, with its scalars."""
     if (found := library()) is not None:
         return found.bind(call)
     return partial(getattr(torch_fallback, call.function), call)
