@@ -116,7 +116,7 @@ class Call:
 def check_pack(
     tensors: Sequence[Tensor], layout: Layout | None, out: Tensor | None, findings: Findings
 ) -> Call:
-    """Check the arguments of `pack`; makes the buffer where `out` is None."""
+    """Check the arguments of `pack`, and make the buffer if `out` is None."""
     inputs, packed = check_packed(tensors, layout, None)
     chosen, device = packed.layout, device_of(inputs)
     if out is not None:
@@ -147,7 +147,7 @@ def check_unpack(
 def check_sum_n(
     tensors: Sequence[Tensor], out: Tensor | None, dtype: torch.dtype | None, findings: Findings
 ) -> Call:
-    """Check the arguments of `sum_n`; makes the output where `out` is None."""
+    """Check the arguments of `sum_n`, and make the output if `out` is None."""
     inputs = check_equals(tensors)
     target = _check_target(out, "tensors[0]", inputs[0], dtype)
     findings.check(inputs[0].device, target.dtype)
@@ -158,7 +158,7 @@ def check_sum_n(
 def check_scaled_add(
     a: Tensor, b: Tensor, out: Tensor | None, dtype: torch.dtype | None, findings: Findings
 ) -> Call:
-    """Check the arguments of `scaled_add`; makes the output where `out` is None."""
+    """Check the arguments of `scaled_add`, and make the output if `out` is None."""
     left = check_tensor("a", a)
     inputs = [left, check_like("b", b, "a", left, any_dtype=True)]
     target = _check_target(out, "a", left, dtype)
@@ -168,7 +168,7 @@ def check_scaled_add(
 
 
 def check_dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None) -> Call:
-    """Check the arguments of `dot_and_norms`; makes the rows of dots, as `out`."""
+    """Check the arguments of `dot_and_norms`, and make the rows of dots, as `out`."""
     left = check_tensor("a", a)
     inputs = [left, check_like("b", b, "a", left)]
     bounds = check_segments(segments, left.numel())
@@ -184,7 +184,7 @@ def check_combine(
     out: Tensor | None,
     findings: Findings,
 ) -> Call:
-    """Check the arguments of `combine`; makes the output where `out` is None."""
+    """Check the arguments of `combine`, and make the output if `out` is None."""
     inputs, target = _check_pair(a, b, out)
     bounds = check_segments(segments, target.numel())
     check_dots(dots, len(bounds) - 1, target)
@@ -200,7 +200,7 @@ def check_adasum(
     findings: Findings,
     cooperative: bool,
 ) -> Call:
-    """Check the arguments of `adasum`; makes the output where `out` is None."""
+    """Check the arguments of `adasum`, and make the output if `out` is None."""
     inputs, target = _check_pair(a, b, out)
     findings.check(inputs[0].device, inputs[0].dtype)
     bounds = check_segments(segments, inputs[0].numel())
