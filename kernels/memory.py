@@ -20,8 +20,8 @@ _nbytes, _itemsize = operator.attrgetter("nbytes"), operator.attrgetter("itemsiz
 def reach_in_memory(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool:
     """Whether contiguous tensors have memory at these addresses, up to their last element.
 
-    Runs on every call, and is quick instead of exact: False may be a false alarm, and `check_memory_of`
-    then finds out what is. Raises NotImplementedError if torch has no storage for a tensor.
+    Runs on every call, and is quick instead of exact: False may be a false alarm, on which
+    `check_memory_of` decides. Raises NotImplementedError if torch has no storage for a tensor.
     """
     if len(tensors) <= _FEW:
         for tensor, address in zip(tensors, addresses, strict=True):
