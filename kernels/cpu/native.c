@@ -1,32 +1,32 @@
-/* The arithmetic of the CPU path. Each function is one pass over memory.
+/* The CPU path's arithmetic, each function one pass over memory.
  *
- * real.h is included twice, once with arithmetic in float, for float16, bfloat16 and float32, and
- * once in double, for float64 and if coefficients would leave float's range.
+ * real.h is included twice: arithmetic in float for float16, bfloat16 and float32, in double for
+ * float64 or where coefficients would leave float's range.
  *
- * Tensors are split into blocks, and blocks into tiles that fit into a core's first cache: a tile is
- * read from any dtype into REAL, computed, and rounded once when it is written. The bits depend
- * neither on the number of threads, nor on addresses, nor on the compiler; on the processor only
- * where doubles are converted to float16. Which NaN results from a NaN may depend on all of these.
+ * Tensors are cut into blocks, and blocks into tiles that stay in a core's first cache: a tile is
+ * read from any dtype into REAL, computed on and rounded once where it is written. Its bits depend
+ * on neither the number of threads, nor the place in memory, nor the compiler or, but for doubles
+ * that become float16, the processor; only which NaN comes of one does.
  *
  * Every `out` may be one of the inputs: a tile is read before it is written.
  *
- * Each function takes one argument, the struct of task.h. The compiler's flags in setup.py matter:
- * products must not be fused with sums.
+ * A function takes one argument, the struct of task.h. setup.py has the flags of the compiler, which
+ * matter: products must not be fused with sums.
  */
 #include "task.h"
 #include "vectors.h"
 
 #include <math.h>
 
-/* The hash of these files: kernels/cpu/native.py refuses a library that others were compiled to. */
+/* The hash of these files, by which kernels/cpu/native.py refuses what was made of others. */
 const char compiled_from[] = COMPILED_FROM;
 
-/* kernels/cpu/native.py has the same numbers. */
+/* In the order of kernels/cpu/native.py. */
 enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
-/* In elements. With up to ALONE a second thread costs more time than it saves. */
+/* Elements; up to ALONE are not worth a second thread. */
 enum { TILE = 1024, LANES = 8, ALONE = 32768 };
 
-/* The output may be an input, element by element; nothing else overlaps. */
+/* What is written to may be what is read, element by element; nothing else overlaps. */
 #ifdef __clang__
 #define ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -74,7 +74,7 @@ static uint64_t largest_bits(const void *from, int dtype, int64_t at, int64_t n)
     return LARGEST(int16_t, INT16_MAX);
 }
 
-/* Raise the double at `largest` to these bits of `dtype`: atomically, since all threads do. */
+/* Raise the double at `largest` to these bits of `dtype`. Threads meet here. */
 static void raise_to(uint64_t *largest, uint64_t bits, int dtype)
 {
     if (dtype != FLOAT64) {
@@ -93,8 +93,8 @@ static void raise_to(uint64_t *largest, uint64_t bits, int dtype)
         ;
 }
 
-/* The epilogue of every function that writes: report what the task asks about `n` elements that were
- * just written. Threads set the same flag to the same value. */
+/* The epilogue of every function that writes: what the task asks of `n` elements just written.
+ * Threads set one and the same flag. */
 static void report(const struct task *t, const void *from, int dtype, int64_t at, int64_t n)
 {
     static const uint64_t infinities[] = {0x7c00, 0x7f80, 0x7f800000, 0x7ff0000000000000};
@@ -108,7 +108,7 @@ static void report(const struct task *t, const void *from, int dtype, int64_t at
         raise_to(t->largest, bits, dtype);
 }
 
-/* A block of a segment. Each segment is split separately; `number` counts the blocks of all. */
+/* A block of a segment, each of which is cut for itself; `number` counts those of all. */
 struct block {
     int64_t segment, low, high, number;
 };
@@ -126,7 +126,7 @@ struct walk {
     const struct task *task;
 };
 
-/* Visit one thread's blocks, which follow each other; all threads have equally many. */
+/* One thread's part of the blocks: as many as any other's, one after the other. */
 static void walk_part(const struct walk *walk, int64_t thread, int64_t threads)
 {
     const int64_t *bounds = walk->task->bounds;
@@ -148,8 +148,8 @@ static void walk_in_team(void *walk)
     walk_part(walk, t->thread_num(), t->num_threads());
 }
 
-/* Visit the blocks of all segments, in any order, on up to `threads` threads of torch's own OpenMP:
- * linking a second one would put two pools of threads on the same cores. */
+/* Visit the blocks of all segments, in any order, on up to so many threads: those of torch's own
+ * OpenMP. Linking a second one would put two pools of threads on the same cores. */
 static void walk_blocks(visitor *visit, const struct task *t)
 {
     struct walk walk = {visit, t};
@@ -176,8 +176,7 @@ static int has_double(int64_t a, int64_t b)
     return a == FLOAT64 || b == FLOAT64;
 }
 
-/* out = coefficients[0] * (tensors[0] + tensors[1] + ...), added in order. The tensors have one
- * dtype. */
+/* out = coefficients[0] * (tensors[0] + tensors[1] + ...), added in order; of one dtype. */
 void sum_n(const struct task *t)
 {
     walk_blocks(has_double(t->dtypes[0], t->out_dtype) ? sum_block_double : sum_block_float, t);
@@ -191,9 +190,9 @@ static void copy_block(const struct task *t, struct block block)
         copy_block_float(t, block);
 }
 
-/* Copy between the tensors, of numels elements, and the buffer `out`, whose segments are their
- * slots, times coefficients[0]. packing: into the buffer, with zeros in the rest of each slot;
- * otherwise out of it. */
+/* Between the buffer `out` and tensors, of numels elements, whose slots in it are the segments,
+ * times coefficients[0]. packing: into the buffer, with zeros into what a slot has beyond its
+ * tensor; else out of it. */
 void copy(const struct task *t)
 {
     walk_blocks(copy_block, t);
@@ -206,8 +205,8 @@ static int is_safe(double coefficient)
     return size == 0 || (SAFE_LOW < size && size < SAFE_HIGH) || size != size;
 }
 
-/* Whether alpha a + beta b is so much shorter than both that float would lose it, by the row (a.b,
- * |a|^2, |b|^2): its square is below CANCELLED times the sum of theirs, or is NaN. */
+/* Whether alpha a + beta b is so short beside both that float would lose it, by the row (a.b, |a|^2,
+ * |b|^2): its square is below the sum of theirs times CANCELLED, or is NaN. */
 static int cancels(const double *row, const double *factors)
 {
     double alpha = factors[0], beta = factors[1];
@@ -255,8 +254,8 @@ void dot_and_norms(const struct task *t)
     }
 }
 
-/* 1 - d/(fA); 1 for a norm below TINY (not for NaN), and NaN if fA overflows. An infinite factor is
- * no overflow: one weight is negligible, and the quotient is 0. */
+/* 1 - d/(fA); 1 for a norm below TINY, which no NaN is, and NaN for an fA beyond double, unless
+ * by an infinite factor, of a weight that is none beside the other. */
 static double coefficient(double dot, double factor, double norm)
 {
     double scaled = factor * norm;
@@ -264,8 +263,8 @@ static double coefficient(double dot, double factor, double norm)
     return norm < TINY ? 1 : lost ? NAN : 1 - dot / scaled;
 }
 
-/* Blend a and b with a row of coefficients for each segment, which are computed from dots. On entry
- * coefficients has the factors of a's and b's squared norm, which the rows replace. */
+/* The blend of a and b with a row of coefficients a segment, which follow from dots; written to
+ * coefficients first, in the place of the factors of a's and b's squared norm. */
 void combine(const struct task *t)
 {
     const double *row = t->dots, factors[] = {t->coefficients[0], t->coefficients[1]};

@@ -1,10 +1,10 @@
-/* Arithmetic in REAL, float or double, whose dtype is NATIVE. IN(name) is this REAL's function name.
+/* Arithmetic in one REAL, float or double, of dtype NATIVE; IN makes of a name that of this REAL.
  *
- * Doubles are converted to 16 bits through float, but to float16 directly on aarch64, as in torch.
+ * Doubles become 16 bits by way of float, but float16 at once on aarch64: each as in torch.
  */
 
-/* Return `n` elements from `from + at` on as REAL: in their own memory, or converted in `tile`,
- * which may be in the output. */
+/* `n` elements from `from + at` on, as REAL: where they lie, or in `tile`, which may be where they
+ * are to go. */
 static const REAL *IN(read)(const void *from, int dtype, int64_t at, int64_t n, REAL *tile)
 {
     if (dtype == NATIVE)
@@ -41,7 +41,7 @@ static const REAL *IN(read)(const void *from, int dtype, int64_t at, int64_t n, 
     return tile;
 }
 
-/* Return where to compute what `write` is to write: in the output itself, or in `tile`. */
+/* Where to compute what `write` is to write: in its place, or in `tile`. */
 static REAL *IN(place_for)(void *to, int dtype, int64_t at, REAL *tile)
 {
     return dtype == NATIVE ? (REAL *)to + at : tile;
@@ -91,7 +91,7 @@ static void IN(sum_block)(const struct task *t, struct block block)
     for (int64_t low = block.low; low < block.high; low += TILE) {
         REAL left[TILE], right[TILE], tile[TILE];
         int64_t n = least(TILE, block.high - low);
-        /* In `tile` with three or more inputs: a later input may be the output. */
+        /* A third input may be the output. */
         REAL *total = t->count > 2 ? tile : IN(place_for)(t->out, t->out_dtype, low, tile);
         const REAL *x = IN(read)(t->tensors[0], t->dtypes[0], low, n, left);
         for (int64_t k = 1; k < t->count; k++) {
@@ -112,7 +112,7 @@ static void IN(sum_block)(const struct task *t, struct block block)
     }
 }
 
-/* Copy `n` elements to `to`, times the scale. */
+/* `n` elements to `to`, times the scale. */
 static void IN(copy_run)(const struct task *t, const void *from, int dtype, void *to, int to_dtype,
                          int64_t n)
 {
@@ -170,8 +170,8 @@ static void IN(blend)(const struct task *t, struct block block, REAL alpha, REAL
     }
 }
 
-/* Add to `sums` the products of x and y, x and x, and y and y, in double, in which products of
- * floats are exact. The lane of an element depends only on its position in the block. */
+/* Adds to `sums` the products of x and y, x and x, y and y, in double, where those of two floats are
+ * exact. An element's place in its block says in which of the lanes it is added. */
 static void IN(add_dots)(const REAL *x, const REAL *y, int64_t n, double sums[3][LANES])
 {
     quad lanes[3][LANES / 4];

@@ -1,13 +1,11 @@
-/* The argument that kernels/cpu/native.py passes to native.c, and the numbers that Python and C
- * share. native.py has the same fields in the same order: tests/kernels/cpu/test_native.py compares
- * them.
+/* What kernels/cpu/native.py passes to native.c, and the numbers that Python and C share. native.py
+ * has the same fields in the same order: tests/kernels/cpu/test_native.py compares them.
  */
 #include <stdint.h>
 
 /* Elements whose dot products are one partial result. */
 #define BLOCK 8192
-/* The square root of the least normal double: a vector with a squared norm below it has no
- * meaningful direction. */
+/* The square root of the least normal double: a squared norm below it has no direction. */
 #define TINY 0x1p-511
 /* A blend whose square is below this fraction of |alpha a|^2 + |beta b|^2 is lost in float. */
 #define CANCELLED 0x1p-6
@@ -21,27 +19,27 @@ typedef int count_threads(void);
 
 /* 8 bytes each. */
 struct task {
-    /* The tensors that are read (or written, by `copy` out of a buffer), and their number. */
+    /* What is read or, by `copy` out of a buffer, written, and how many. */
     void *const *tensors;
     const int64_t *dtypes;
     int64_t count;
-    /* The tensor that is written; for `copy` the buffer, even if it is read. */
+    /* What is written: of `copy` the buffer, which it may read. */
     void *out;
     int64_t out_dtype;
-    /* The elements of `out`, or of a and b, at which segments start, and the end. */
+    /* The elements of `out`, or of a and b, where segments start, and end. */
     const int64_t *bounds;
     int64_t segments;
-    /* For `copy` alone: the elements of each tensor, and whether it writes the buffer. */
+    /* Of `copy` alone: the tensors' elements; whether into the buffer. */
     const int64_t *numels;
     int64_t packing;
     double *coefficients;
     /* (a.b, |a|^2, |b|^2) of each block and each segment. */
     double *partials;
     double *dots;
-    /* Reports about the values written, or null: set to 1, and raised to the largest. */
+    /* What to report of the values written: set to 1, and raised. */
     float *found_inf;
     uint64_t *largest;
-    /* How many threads may be used, and the OpenMP functions that run them. */
+    /* The most that may be used, and what runs them. */
     int64_t threads;
     run_in_team *parallel;
     count_threads *thread_num;

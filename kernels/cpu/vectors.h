@@ -1,5 +1,5 @@
-/* Functions of kernels/cpu/native.c that use a processor's own instructions: x86-64's AVX2, FMA and
- * F16C, and those that all aarch64 processors have. Each function rounds once, to nearest.
+/* What kernels/cpu/native.c does with a processor's own instructions: x86-64's with AVX2, FMA and F16C,
+ * and aarch64's, of which all have these. Each rounds once, to nearest.
  */
 #include <stdint.h>
 #include <string.h>
@@ -7,7 +7,7 @@
 #ifdef __aarch64__
 #include <arm_neon.h>
 
-/* Four doubles, converted from four floats or doubles. */
+/* Four doubles, of four of either kind. */
 typedef struct {
     float64x2_t low, high;
 } quad;
@@ -29,7 +29,7 @@ static inline quad add_product(quad sum, quad u, quad v)
     return (quad){vfmaq_f64(sum.low, u.low, v.low), vfmaq_f64(sum.high, u.high, v.high)};
 }
 
-/* Convert eight values, here and below. */
+/* Eight of each. */
 static inline void floats_of_halves(float *to, const uint16_t *from)
 {
     float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16(from));
