@@ -46,11 +46,11 @@ Table = npt.NDArray[np.float64]
 # A cache line for each rank, so that ranks which write at once do not contend for one line.
 _PAD_BYTES = 64
 _PAD = _PAD_BYTES // 8
-# The size of a buffer, enough for DDP's bucket of 25 MiB with its padding, and of a table's largest
-# row. The system provides memory only for the pages that are written to.
+# What a rank can put into a buffer, such as a bucket of 25 MiB with its padding, and the largest
+# row of a table. Memory only where it is written to.
 BUFFER_BYTES = 32 * 1024 * 1024
 TABLE_BYTES = 64 * 1024
-# For how many sizes and dtypes of buffers the tensors are kept: making them takes microseconds.
+# Sizes and dtypes of buffers whose tensors are kept; making one costs some microseconds.
 _MAX_ENTRIES = 256
 # The words of a pad. The first two are for calls, alternately; then the number of barriers that the
 # rank has reached, and its processors: a hash of their numbers, and how many. Each word has a gate.
