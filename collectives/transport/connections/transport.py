@@ -266,7 +266,7 @@ class ConnectionTransport(Transport):
         """Split `other`, and open new connections between these ranks."""
         near = [new for new, old in enumerate(ranks) if old in self.memory_peers]
         with ExitStack() as failed:
-            # Over our own connections if all ranks have them: gloo would have to connect first.
+            # By our own connections if all ranks have them, so that gloo need not connect.
             members = Members(self, ranks) if self._complete else None
             if members is not None:
                 self._check_room(members, len(near), timeout)

@@ -11,8 +11,8 @@ it signals a call, the other ranks may use once all have signalled that call, an
 signals the next call but one. So data travel with the negotiation. Within a call, ranks can
 exchange rows of small tables (`gather_rows`) and wait for each other (`barrier`), if all do so.
 
-A rank that waits sleeps on a gate, a futex that the last rank to write its word changes: so no rank
-is woken before it can go on. Without futexes it sleeps for short intervals.
+A rank that waits sleeps on a gate: a futex that is changed by the last rank to write its word, so
+that no rank is woken before it can go on. Without futexes it sleeps for short intervals.
 
 Order of memory accesses: a word is one aligned store, so nothing has to be ordered within a pad. A
 rank signals a call before it sends a message of it. send(2) and recv(2) take the lock of the
@@ -187,7 +187,7 @@ class SymmetricMemory:
         return views
 
     def signal(self, code: int) -> None:
-        """Signal the next call. code: that of its description, CODE_BITS bits, not 0; or JOINED."""
+        """Signal the next call. code: Of its description, CODE_BITS bits and not 0; or JOINED."""
         self._calls += 1
         self._word = (self._calls % _NUMBERS + 1) << CODE_BITS | code
         self._post(self._calls % 2, self._word)
