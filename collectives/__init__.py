@@ -8,8 +8,8 @@
     group.run(schedule, tensor)             # your own all-reduce
     collectives.run_threads(4, fn)          # four ranks in one process
 
-A `Schedule` is plain data, which `verify` checks for all ranks at once. It runs over any transport
-with any `Reducer`.
+A `Schedule` is plain data: `verify` checks it for all ranks, without running it, and it runs over
+any transport with any `Reducer`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from collectives.schedules.verify import verify
 from collectives.work import Work
 from kernels import logs
 
-# Tells this package from the distribution on PyPI that is also called `collectives`.
+# `_own_packages.py` looks for this name: PyPI has another package that is called `collectives`.
 __adasum__ = True
 
 __all__ = [

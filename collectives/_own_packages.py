@@ -1,8 +1,9 @@
 """Tell our packages `kernels` and `collectives` from others of these names.
 
-PyPI has another distribution of either name, with the same import name. Whichever comes first on
-`sys.path` wins, and without this check the loser would show as an obscure error. It needs nothing
-of the package that it is in: adasum runs it as a file, since `import collectives` may find another.
+PyPI has other distributions of both names, with the same import names. The one that comes first on
+`sys.path` is imported; if that is the wrong one, this check says so, where otherwise some attribute
+would be missing later. The file imports nothing of its own package: adasum runs it by its path,
+since `import collectives` may find the wrong one.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ _SIGN = "__adasum__"
 
 
 def require_ours(name: str) -> ModuleType:
-    """Import the package of this name and return it.
+    """Import adasum's own package of this name and return it.
 
-    Raises ImportError naming the file that was found when it is not adasum's own; nothing of
-    that file is executed, so what it would need itself does not matter.
+    Raises:
+        ImportError: There is none, or another distribution's package was found. That package is not
+            executed, so that its own imports cannot fail first.
     """
     spec = importlib.util.find_spec(name)
-    # A folder without __init__.py: what pip leaves of ours when it uninstalls the other one.
+    # No origin: a folder without __init__.py. When pip uninstalls the other distribution, it also
+    # removes those of our files that have the same names.
     if spec is None or spec.origin is None:
         raise ImportError(
             f"adasum's own package `{name}` is missing: run "
@@ -38,6 +41,7 @@ def require_ours(name: str) -> ModuleType:
 
 
 def _is_ours(spec: ModuleSpec) -> bool:
+    # Looked for in the source: to read it as an attribute, the module would have to run.
     get_source = getattr(spec.loader, "get_source", None)
     source = get_source(spec.name) if get_source is not None else None
     return source is not None and _SIGN in source

@@ -1,4 +1,4 @@
-"""Checks of what a Group's methods are called with, before anything is sent; they make the Call."""
+"""Check the arguments of a Group's methods, before anything is sent, and make a Call of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WITH_ALGORITHM = ("all_reduce", "grouped_all_reduce")
 
 
 class ScaleOptions(TypedDict, total=False):
-    """What every all-reduce may be given by name, as `Group.all_reduce` documents it."""
+    """Keyword arguments of every reduction, documented in `Group.all_reduce`."""
 
     name: str | None
     prescale: float
@@ -31,16 +31,16 @@ class ScaleOptions(TypedDict, total=False):
 
 
 class ReductionOptions(ScaleOptions, total=False):
-    """The same for one whose algorithm is a specification."""
+    """Keyword arguments of the reductions whose algorithm can be chosen."""
 
     algorithm: str | None
     names: Sequence[str]
 
 
 class Arguments:
-    """One group's checks.
+    """The argument checks of one group.
 
-    Each method checks what the Group's method of that name is called with and describes the call.
+    Each method checks the arguments of the Group's method of the same name, and returns the Call.
     It raises TypeError or ValueError, naming the argument and the fix.
     """
 
@@ -96,6 +96,7 @@ class Arguments:
         known = verified(schedule, self._transport.rank, self._transport.size)
         require_carries(known, op)
         del compared["algorithm"]
+        # In the algorithm's place. Ranks compare a hash of the steps: functions cannot be compared.
         compared["schedule"] = f"{schedule.name} with steps {known.digest}"
         name = options.get("name")
         return Call("run", name, compared, [tensor], op, schedule=known.schedule)
@@ -160,7 +161,7 @@ class Arguments:
         """Check and describe an all_gather."""
         self._rows(tensor)
         if out is not None:
-            # How many rows there are in all is found out with the other ranks.
+            # The number of all ranks' rows is not known yet: only the other dimensions are checked.
             validation.tensor("out", out)
             _check_out(out, tensor, (*out.shape[:1], *tensor.shape[1:]))
         return Call("all_gather", name, tensors=[tensor], any_rows=True, out=out)
@@ -174,7 +175,7 @@ class Arguments:
     def all_to_all(
         self, tensor: Tensor, splits: Sequence[int] | Tensor | None, name: str | None
     ) -> Call:
-        """Check and describe an all_to_all, whose second tensor says how many rows go where."""
+        """Check and describe an all_to_all; the call's second tensor is the rows for each rank."""
         self._rows(tensor)
         counts = validation.row_splits("splits", splits, tensor.shape[0], self._transport.size)
         return Call("all_to_all", name, tensors=[tensor, counts], any_rows=True)
@@ -201,7 +202,7 @@ class Arguments:
         return compared
 
     def _owners(self, owners: Sequence[int] | None, count: int) -> list[int] | None:
-        """Check that there is one owner for each of `count` tensors, where owners are given."""
+        """Check that owners, if given, are one rank for each of `count` tensors."""
         if owners is None:
             return None
         validation.instance("owners", owners, list | tuple, "a list of ranks, or None")
@@ -225,6 +226,7 @@ class Arguments:
         **unknown: object,
     ) -> dict[str, Any]:
         """Check what all reductions share; return the options that ranks must agree on."""
+        # By hand: the options arrive as **kwargs, so Python does not see one that is unknown.
         if algorithm is not None and kind not in _WITH_ALGORITHM:
             unknown["algorithm"] = algorithm
         for argument in unknown:
@@ -247,6 +249,7 @@ class Arguments:
         self._runner.check(specs, op, tensors)
         return {
             "op": str(op),
+            # Ranks may write the same specification differently ("16k", "16384").
             "algorithm": canonical_spec(text),
             "prescale": float(prescale),
             "postscale": float(postscale),
@@ -254,7 +257,7 @@ class Arguments:
 
 
 def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Check what a result is written to, of the dtype and device of the call's tensor."""
+    """Check `out`: its shape, and that it has the dtype and device of the call's tensor."""
     validation.tensor("out", out)
     if out.dtype != tensor.dtype:
         raise TypeError(f"out must be of {tensor.dtype} as tensor is, got {out.dtype}")

@@ -1,7 +1,7 @@
-"""Which tensors travel together: small ones packed, a model's gradients in groups.
+"""Combine tensors that travel together: pack small ones, and group a model's gradients.
 
-Ranges, packing and device groups follow the all-reduce of the TensorFlow benchmarks; groups by
-memory and by number follow Paddle's fused all-reduce.
+Ranges, packing and device groups are those of the all-reduce in TensorFlow's benchmarks; groups
+limited by memory and by number are those of Paddle's fused all-reduce.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Packing:
-    """How `pack_small_tensors` changed a list, for `unpack_small_tensors` to undo it.
+    """What `pack_small_tensors` did to a list, so that `unpack_small_tensors` can undo it.
 
     Attributes:
         ranges: First and last index of each packed buffer, in the order of the buffers.
-        shapes: Shapes of all tensors of the list.
+        shapes: The shape of each tensor of the list.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -35,7 +35,7 @@ class Packing:
 
     @property
     def sound(self) -> bool:
-        """Whether the ranges follow each other inside the list."""
+        """Whether the ranges are ascending, disjoint and inside the list."""
         ends = [-1, *(end for pair in self.ranges for end in pair), len(self.shapes)]
         return all(a < b for a, b in pairwise(ends))
 
@@ -43,11 +43,11 @@ class Packing:
 def extract_ranges(
     indices: Sequence[int], range_size_limit: int = 32
 ) -> tuple[list[list[int]], list[int]]:
-    """Split indices into runs of consecutive ones and single ones.
+    """Split indices into runs of consecutive indices and single ones.
 
     Args:
         indices: Ascending.
-        range_size_limit: Most members of a run; a longer run is split.
+        range_size_limit: The most indices in a run; a longer one is split.
 
     Returns:
         [first, last] of each run, and the indices that stand alone.
@@ -81,10 +81,10 @@ def split_by_size(tensors: Sequence[Tensor], threshold: int) -> tuple[list[Tenso
 
 
 def group_devices(devices: Sequence[T], group_size: int) -> list[list[T]]:
-    """Spread devices over ceil(n / group_size) groups of `group_size`.
+    """Distribute n devices over ceil(n / group_size) groups of `group_size` devices.
 
-    Device i of the endlessly repeated list goes to group i modulo the number of groups, so some
-    devices may be in two groups.
+    The list of devices is repeated until all groups are full, and its device i goes to group i
+    modulo the number of groups. So some devices may be in two groups.
 
     Raises:
         ValueError: `group_size` is below 1 or above the number of devices.
@@ -106,14 +106,14 @@ def group_devices(devices: Sequence[T], group_size: int) -> list[list[T]]:
 def pack_small_tensors(
     tensors: Sequence[Tensor], max_bytes: int = 0, max_group: int = 0
 ) -> tuple[list[Tensor], Packing | None]:
-    """Pack neighbouring small tensors of one dtype and device into 1-D buffers without gaps.
+    """Pack adjacent small tensors of one dtype and device into 1-D buffers without gaps.
 
-    A small tensor with no small neighbour of its kind stays as it is. Tensors may be strided.
+    A small tensor stays as it is unless it is next to another one of its dtype and device.
 
     Args:
-        tensors: Dense tensors.
-        max_bytes: Largest tensor that counts as small; 0 packs nothing.
-        max_group: Most tensors in a buffer; 0 for any number.
+        tensors: Dense tensors, contiguous or not.
+        max_bytes: The size up to which a tensor is small; 0 packs nothing.
+        max_group: The most tensors in a buffer; 0 for any number.
 
     Returns:
         The packed buffers followed by all other tensors, and how to undo it (None if nothing was
@@ -144,11 +144,11 @@ def unpack_small_tensors(tensors: Sequence[Tensor], packing: Packing | None) -> 
     """Undo `pack_small_tensors`.
 
     Args:
-        tensors: What it returned.
-        packing: How to undo it; None returns the list.
+        tensors: The list that it returned, with the same or other values.
+        packing: What it returned with that; None returns the list.
 
     Returns:
-        The tensors in their former order and shapes; packed ones are views of their buffers.
+        The tensors in their original order and shapes; packed ones are views of their buffers.
 
     Raises:
         ValueError: `tensors` does not fit `packing`.
@@ -187,16 +187,17 @@ def plan_groups(
     memory_size: float | None = None,
     groups_size: int | None = None,
 ) -> list[list[int]]:
-    """Group tensors that are reduced together, with one dtype and one device in a group.
+    """Group tensors that are to be reduced together: each group has one dtype and one device.
 
     Args:
         tensors: In the order in which backward produces them.
-        memory_size: MiB that a group may hold; a larger tensor has a group of its own. None for
-            any size.
-        groups_size: Most tensors in a group. None for any number.
+        memory_size: The most MiB in a group; a larger tensor gets a group of its own. None for any
+            size.
+        groups_size: The most tensors in a group; None for any number.
 
     Returns:
-        Indices of each group's tensors; groups are in the order of their last members.
+        For each group the indices of its tensors. Groups are in the order of their last tensors, in
+        which backward completes them.
 
     Raises:
         ValueError: A limit is not positive.
@@ -209,6 +210,7 @@ def plan_groups(
         if not memory_size > 0:
             raise ValueError(f"memory_size must be a positive number of MiB, got {memory_size}")
     groups: list[list[int]] = []
+    # By dtype and device, the group that is being filled, and its bytes.
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
         nbytes = _nbytes(tensor)
@@ -227,11 +229,12 @@ def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return how many bytes the elements take, of a sparse tensor all of them."""
+    """Return how many bytes the elements take; for a sparse tensor, those of the dense one."""
     return tensor.numel() * tensor.element_size()
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    # Our kernel packs all tensors in one launch, but not of every dtype.
     if tensors[0].dtype not in kernels.DTYPES:
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
     dense = [tensor.contiguous() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""The way of a group's calls: agreed on with the other ranks, then carried out."""
+"""How a group carries out its calls: negotiated with the other ranks, then run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from collectives.reducers import Average, Reducer, Sum
 from collectives.trace import recording, span
 from collectives.work import Work
 
-# Up to here the copy to shared memory is short beside what follows it.
+# Up to this size the copy to shared memory takes little time compared with the rest of the call, so
+# that the caller's thread may make it.
 _BEGIN_BYTES = 2 * 1024 * 1024
-# Whose ranges in timelines say more: operator, algorithm and bytes.
+# Calls that open their own range in timelines, which also names operator, algorithm and bytes.
 _WITH_RANGES = ("all_reduce", "grouped_all_reduce", "run")
 
 
 class Calls:
     """Carries out the calls of one rank.
 
-    A call is planned, begun (numbered, and signalled to the other ranks), and finished: once all
-    ranks have signalled it, it runs. `run` does all of that in the caller's thread when no call is
-    queued; `start` leaves the finish to the communication thread, or to who waits first.
+    A call is planned, then begun (numbered, and signalled to the other ranks), and then finished:
+    it runs once all ranks have signalled it. `run` does all of that in the caller's thread if no
+    call is queued. `start` leaves the finish to the communication thread, or to the first thread
+    that waits for it.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -45,30 +47,32 @@ class Calls:
         self._requests = 0
 
     def run(self, call: Call, *, async_op: bool = False) -> Any:
-        """Carry out a call that is made once; return what its operation returns, or its Work."""
+        """Carry out a direct call; return the result of its operation, or its Work if async."""
         if self._transport.symmetric_memory is not None:
             call.shared = plan_shared_memory_all_reduce(self._runner, call)
         if async_op:
+            # The user decides when to start a named call, and may do so in another order on some
+            # rank: the error of a mismatch then says so.
             call.movable = call.name is not None
             return self.start(call)
         self.queue.check_thread(call)
         return self.queue.run(call, partial(self._carry_out, call))
 
     def plan(self, call: Call) -> None:
-        """Find out whether the call runs in shared memory, and how; any number of times."""
+        """Decide whether the call runs in shared memory, and how; may be repeated."""
         call.shared = plan_shared_memory_all_reduce(self._runner, call)
 
     def number(self, call: Call) -> Call:
-        """Negotiate the making of a request; return the call that each of its starts makes."""
+        """Negotiate the making of a request and number it; return the call that a start makes."""
         making = replace(call, kind=f"{call.kind}_init", instead=self._next_request)
         self.queue.check_thread(making)
         number: int = self.queue.run(making, partial(self._carry_out, making))
         return replace(call, request=number)
 
     def start(self, call: Call) -> Work:
-        """Start a planned call, as far as that needs no waiting.
+        """Start a planned call without waiting for other ranks.
 
-        Timelines show how long that takes its caller, and the wait for it.
+        Timelines show how long this takes the caller, and later how long it waits for the call.
         """
         call.label = ""
         if not recording():
@@ -85,7 +89,7 @@ class Calls:
             return self.queue.begin(call, partial(self._begin, call), carry_out)
         on_gpu = any(tensor.is_cuda for tensor in call.tensors)
         if on_gpu and torch.cuda.is_current_stream_capturing():
-            # The graph takes what this thread's stream gets, not the communication thread's.
+            # In this thread: only the work on its stream is captured in the graph.
             done: Work[Any] = Work()
             done.run(lambda: self.queue.run(call, carry_out))
             return done
@@ -93,14 +97,15 @@ class Calls:
         return work
 
     def _begin(self, call: Call) -> None:
-        """Do what a call can do before it waits."""
+        """Do the part of a call that comes before waiting for the other ranks."""
         call.label = self._next_label(f"{call.kind} {call.name!r}" if call.name else call.kind)
+        # In this order: once signalled, the other ranks may read what `fill` has written.
         if call.shared is not None:
             call.shared.fill()
         self._negotiation.signal(call)
 
     def _carry_out(self, call: Call) -> Any:
-        """Begin the call unless that was done, wait until all ranks have, and run it."""
+        """Begin the call if `_begin` has not, wait until all ranks have begun it, and run it."""
         if not call.label:
             self._begin(call)
         if recording():
@@ -110,10 +115,12 @@ class Calls:
             outcome = self._negotiation.wait(call)
         if call.instead is not None:
             return call.instead()
+        # A rank that has joined fills no buffer: the call then runs by messages, and it sends zeros
+        # in them.
         if call.shared is not None and not outcome.joined:
             call.shared.reduce(call.label)
             return call.tensors[0] if call.kind == "all_reduce" else call.tensors
-        # Alike on all ranks: they make the same calls.
+        # The call's number, which is the same on all ranks, since they make the same calls.
         self._runner.first = self._count - 1
         operation = OPERATIONS[call.kind]
         if call.kind in _WITH_RANGES or not recording():
@@ -124,7 +131,7 @@ class Calls:
     def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
         """Take part in the other ranks' calls, with zeros, until all ranks have joined.
 
-        Arguments and result as for `Group.join`.
+        Arguments and result are those of `Group.join`.
         """
         validation.instance("operators", operators, Iterable, "a list of Reducers")
         validation.instance("device", device, torch.device | None, "a torch.device or None")
@@ -156,7 +163,7 @@ class Calls:
     def _take_part(
         self, call: Call, by_name: Mapping[str, Reducer], device: torch.device | None
     ) -> None:
-        """Carry out the other ranks' call on zeros."""
+        """Carry out a call of the other ranks, with zeros as this rank's tensors."""
         call.tensors = [each.zeros(device) for each in call.described]
         call.op = by_name[call.options.get("op", str(Sum))]
         call.label = f"{call} (call {self._count - 1}{self._of_ranks}, joined)"
@@ -165,12 +172,12 @@ class Calls:
             OPERATIONS[call.kind](self._runner, call)
 
     def _next_request(self) -> int:
-        """Count a request, in the call that makes it: so its number is alike on all ranks."""
+        """Count a request. All ranks do so in the same negotiated call, and get the same number."""
         self._requests += 1
         return self._requests
 
     def _next_label(self, call: str) -> str:
-        """Count a call; return what errors call it."""
+        """Count a call; return the text that names it in errors."""
         label = f"{call} (call {self._count}{self._of_ranks})"
         self._count += 1
         return label

@@ -1,4 +1,4 @@
-"""Keeping torch.compile out of what waits for other ranks: it calls that, and traces around it."""
+"""Keep torch.compile from tracing methods that wait for other ranks: it breaks the graph there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _C = TypeVar("_C", bound=type)
 
 
 def untraced(kind: _C) -> _C:
-    """Have torch.compile call the public methods of a class; a decorator of it."""
+    """Decorate a class so that torch.compile calls its public methods instead of tracing them."""
     for name, function in getmembers(kind, isfunction):
         if not name.startswith("_"):
             setattr(kind, name, disable(function))

@@ -1,4 +1,4 @@
-"""Tensors that lie in one buffer, each in an aligned slot, so that nothing has to be packed."""
+"""Tensors that lie in one buffer, each in an aligned slot, so that they need not be packed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ _SlotsKey = tuple[int, torch.dtype, torch.device, tuple[int, ...]]
 class FusedBuffer:
     """A buffer with a slot for each of several tensors of one dtype and device.
 
-    Slots lie where `kernels.layout_of` puts them, with zeros as padding between them. A grouped
-    all-reduce of `tensors` works in the buffer itself.
+    Slots lie where `kernels.layout_of` puts them, and the padding between them is zeros. A grouped
+    all-reduce of the attribute `tensors` is carried out in the buffer itself.
 
     Args:
-        tensors: Dense tensors of one dtype and device, whose sizes and strides the slots take.
-        memory: Memory for the buffer, at least `layout.numel` elements, not used by anything else
+        tensors: Strided tensors of one dtype and device; slots take their shapes and strides, but
+            not their values.
+        memory: Memory for the buffer, at least `layout.numel` elements, which nothing else may use
             from now on; `clear_padding` zeroes its padding. None allocates zeros.
 
     Attributes:
         layout: Where the slots lie.
         buffer: The whole buffer, 1-D.
-        views: The slots with the shapes and strides of the tensors (contiguous if a tensor is not
-            dense).
+        views: The slots with the shapes and strides of the tensors; contiguous for a tensor whose
+            memory has holes or overlaps.
         tensors: The slots as contiguous tensors for collectives; 1-D if a view is not contiguous.
-        addresses: Address of each slot.
+        addresses: The address of each slot.
     """
 
     def __init__(self, tensors: Sequence[Tensor], memory: Tensor | None = None) -> None:
@@ -63,17 +64,21 @@ class FusedBuffer:
             _buffers[_slots_key(self.tensors)] = self
 
     def clear_padding(self) -> None:
-        """Zero the padding, needed if the memory was used by another buffer."""
+        """Zero the padding; needed if another buffer has used the memory before."""
         if self._padding:
             torch._foreach_zero_(self._padding)
 
 
-# Buffers by address and sizes of their slots, so that finding one does not wait for the device.
+# Buffers by the first slot's address, dtype and device and by the sizes of all: facts that the host
+# knows, so that a look-up does not wait for the device.
 _buffers: weakref.WeakValueDictionary[_SlotsKey, FusedBuffer] = weakref.WeakValueDictionary()
 
 
 def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
-    """Return the buffer whose slots are exactly these contiguous tensors, in order, or None.
+    """Return the FusedBuffer whose slots are exactly these tensors, in this order; else None.
+
+    Args:
+        tensors: Contiguous tensors.
 
     Raises:
         TypeError: `tensors` is not a list or tuple of tensors.
@@ -93,9 +98,9 @@ def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
 def memory_of(tensors: Sequence[Tensor], layout: Layout) -> Tensor | None:
     """Return the 1-D memory in which these contiguous tensors lie at the layout's offsets, or None.
 
-    Whoever made it, if it is aligned as the layout is. None where the layout has padding, which may
-    hold anything, in use by anybody: only a FusedBuffer's is known to be zeros. Does no work on the
-    device.
+    It may have been allocated by anyone, but must be aligned as the layout is. None for a layout
+    with padding: except in a FusedBuffer, what lies between tensors may be in use, and not zeros.
+    Does no work on the device.
     """
     if not layout.numel or layout.numel != sum(layout.numels):
         return None
@@ -107,7 +112,7 @@ def memory_of(tensors: Sequence[Tensor], layout: Layout) -> Tensor | None:
     size = first.element_size()
     if any(start + o * size != one.data_ptr() for o, one in zip(offsets, whole, strict=True)):
         return None
-    # What lies side by side may still be several allocations.
+    # Adjacent tensors may still be of several allocations, and no tensor may extend over two.
     storage = first.untyped_storage().data_ptr()
     if any(each.untyped_storage().data_ptr() != storage for each in whole):
         return None
@@ -120,7 +125,7 @@ def _slots_key(tensors: Sequence[Tensor]) -> _SlotsKey:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Make a 1-D tensor of the same size and dtype."""
+    """Return a 1-D tensor of the same size and dtype, whose values do not matter."""
     return (
         tensor.detach().as_strided((tensor.numel(),), (1,))
         if _dense(tensor)
@@ -136,5 +141,5 @@ def _as(slot: Tensor, tensor: Tensor) -> Tensor:
 
 def _dense(tensor: Tensor) -> bool:
     """Return whether the tensor covers its memory without holes or overlaps."""
-    # What has such strides keeps them in another tensor like it.
+    # empty_like keeps the strides of such a tensor, and makes any other one contiguous.
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

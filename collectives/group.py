@@ -33,25 +33,25 @@ Tensor = torch.Tensor
 class Group:
     """Ranks that reduce together over one transport.
 
-    Every method is a collective: all ranks of the group call the same ones in the same order. They
-    negotiate each call, so a difference between ranks is a CollectiveMismatchError on all of them:
-    tensors are as they were before the call, and the group stays usable; after any other error
-    raised while a call runs it is not. Between ranks that share memory the negotiation needs no
-    message. Asynchronous calls run in the order in which they were made. So many may be under way
-    that no program should notice, 8,192: who makes another one then waits for the oldest, but for a
-    callback, which waits for none.
+    Every method is a collective: all ranks of the group call the same methods in the same order.
+    They negotiate each call, which takes no message between ranks that share memory. If ranks make
+    different calls, all of them raise a CollectiveMismatchError: tensors are unchanged, and the
+    group stays usable. After any other error raised while a call runs the group is unusable.
+    Asynchronous calls run in the order in which they were made. Up to 8,192 may be under way:
+    whoever makes one more waits for the oldest, except in a callback.
 
-    Every method checks its arguments before anything is sent: TypeError or ValueError, naming the
-    argument and the fix. With `async_op` a method returns a Work, whose wait() returns what the
-    method returns without it. `name` tells calls apart in errors, and from other threads.
+    Every method checks its arguments before anything is sent, and raises TypeError or ValueError,
+    naming the argument and the fix. With `async_op` a method returns a Work, whose wait() returns
+    what the method returns without it. `name` names the call in errors, and tells apart the calls
+    of several threads.
 
     Args:
-        transport: Between the ranks.
-        timeout: Seconds any one step may wait for a peer.
+        transport: The transport between the ranks.
+        timeout: Seconds that any one step may wait for a peer.
         local_rank: This rank's number on its host; found from the hosts' names unless given.
         local_size: How many ranks are on this host; found unless given.
-        topology: The nodes that algorithms see; the hosts unless given, and one rank a node where
-            hosts do not hold equal runs of ranks.
+        topology: The nodes that algorithms see; the hosts unless given, or one rank a node if the
+            hosts do not have equally many consecutive ranks.
 
     Attributes:
         transport: As given; so is `timeout`.
@@ -60,7 +60,7 @@ class Group:
         local_rank: This rank's number on its host.
         local_size: How many ranks are on this host.
         topology: The nodes that algorithms see.
-        hosts: A number for every rank's host, the same on all ranks.
+        hosts: By rank, a number for its host; the same on all ranks.
     """
 
     def __init__(
@@ -95,19 +95,19 @@ class Group:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """What errors call the ranks: their numbers in the group that all were split from.
+        """The ranks' names in errors: their numbers in the group that this one was split from.
 
-        Of a Group of some of a process group's ranks, their numbers in torch.distributed.
+        In a Group made from a torch.distributed process group, their numbers in torch.distributed.
         """
         return tuple(self.transport.names) or tuple(range(self.size))
 
     @property
     def num_nodes(self) -> int:
-        """Number of hosts that the group's ranks are on, the same on every rank."""
+        """How many hosts the group's ranks are on; the same on all ranks."""
         return len(set(self.hosts))
 
     def check_algorithm(self, algorithm: str, op: Reducer = Sum) -> None:
-        """Raise ValueError where a specification cannot carry `op` on these ranks; sends nothing.
+        """Raise ValueError if a specification cannot carry `op` on these ranks; sends nothing.
 
         Args:
             algorithm: As in all_reduce.
@@ -149,14 +149,14 @@ class Group:
         """Reduce a contiguous tensor of any shape over all ranks, in place, and return it.
 
         Args:
-            tensor: What is reduced.
+            tensor: The tensor to reduce.
             op: Sum, Average, or another Reducer.
             segments: Element boundaries (0, ..., numel) for operators that work per segment.
             async_op: See the class.
             **options: `algorithm`, a specification such as "xring#2", "rd:16k:rechd" or
                 "rechd/vhdd" (`collectives.schedules.spec`), "auto" unless given; `name`, see the
-                class; `prescale`, a factor applied before the reduction; `postscale`, one applied
-                after it. Integers are multiplied in float64 and truncated towards zero.
+                class; `prescale` and `postscale`, factors applied before and after the reduction.
+                Integers are multiplied by them in float64 and truncated to integers.
         """
         call = self._arguments.all_reduce(tensor, op, segments, **options)
         return self._calls.run(call, async_op=async_op)
@@ -193,19 +193,19 @@ class Group:
     ) -> list[Tensor] | Work[list[Tensor]]:
         """Reduce many tensors at once, in place, and return them as a list.
 
-        Those of one dtype, device and range of the specification travel packed in one buffer;
-        operators that work per segment take every tensor as a segment. Tensors that lie in a
-        FusedBuffer, or one behind the other in any memory, each a multiple of 64 bytes long (256 on
-        CUDA), are reduced where they are.
+        Tensors of one dtype and device, in one range of the specification, travel packed in one
+        buffer. Operators that work per segment take each tensor as a segment. Tensors are reduced
+        where they are, without packing, if they lie in a FusedBuffer, or next to each other in one
+        allocation and each is a multiple of 64 bytes long (256 on CUDA).
 
         Args:
-            tensors: What is reduced; tensors that share memory are a ValueError.
+            tensors: The tensors to reduce. A ValueError if two of them share memory.
             op: As in all_reduce.
-            packed: Whether a specification's limits are for the elements of all tensors of a dtype
-                and device together, not for each tensor's own.
+            packed: Whether a specification's limits apply to the elements of all tensors of a dtype
+                and device together; if not, to each tensor's own.
             async_op: See the class.
-            **options: As in all_reduce, and `names`, those of the tensors, alike on all ranks, by
-                which errors call them.
+            **options: As in all_reduce, and `names`: names of the tensors for errors, the same on
+                all ranks.
         """
         call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
         return self._calls.run(call, async_op=async_op)
@@ -242,10 +242,10 @@ class Group:
     ) -> Tensor | Work[Tensor]:
         """Reduce a contiguous tensor onto rank `dst`, in place, and return it.
 
-        Up to 1 MiB a tree of log n steps may be what takes the least time; of a larger tensor no
-        rank allocates more than one n-th. On the other ranks the tensor holds partial results
-        afterwards, as torch.distributed's does. Sum and Average only: Adasum's result needs all
-        ranks (all_reduce).
+        Up to 1 MiB a tree of log2 n steps may be used; for a larger tensor no rank allocates more
+        than an n-th of its size. On the other ranks the tensor holds partial results afterwards, as
+        in torch.distributed. For associative operators only, such as Sum and Average: Adasum's
+        result needs all ranks (all_reduce).
         """
         return self._calls.run(self._arguments.reduce(tensor, dst, op, name), async_op=async_op)
 
@@ -282,17 +282,18 @@ class Group:
         async_op: bool = False,
         **options: Unpack[ScaleOptions],
     ) -> Tensor | Work[Tensor]:
-        """Reduce over all ranks and return this rank's piece; `tensor` is left as it is.
+        """Reduce over all ranks and return this rank's slice; `tensor` is not changed.
 
-        The flattened tensor is split in `size` pieces that differ by at most one element, the
-        larger ones first; rank r gets piece r, 1-D.
+        The flattened tensor is split into `size` slices whose lengths differ by at most one, the
+        longer ones first; rank r gets slice r, 1-D.
 
         Args:
-            tensor: What is reduced.
+            tensor: The tensor to reduce.
             op: As in all_reduce.
-            by_rows: Split the first dimension in that way; pieces have all others.
-            out: Where the piece is written, and what is returned; a new tensor unless given. Of the
-                piece's shape and the tensor's dtype and device, and apart from it in memory.
+            by_rows: Whether to split the first dimension in this way instead; slices then have the
+                tensor's other dimensions.
+            out: The tensor to write the slice to and to return; a new one unless given. It has the
+                slice's shape and the tensor's dtype and device, and shares no memory with it.
             async_op: See the class.
             **options: `name`, `prescale` and `postscale`, as in all_reduce.
         """
@@ -334,14 +335,15 @@ class Group:
     ) -> Tensor | Work[Tensor]:
         """Reduce a contiguous tensor over all ranks, in place, by your own all-reduce schedule.
 
-        It is verified before anything is sent, once for as long as it is one of the latest; keep
-        the Schedule, as one with another function is another schedule. Ranks whose steps differ get
-        a CollectiveMismatchError. A rank that has joined cannot take part.
+        The schedule is verified before anything is sent. The latest ones are remembered, so that
+        they are verified once: keep the Schedule object, for a new one with another function is
+        verified again. Ranks whose steps differ raise a CollectiveMismatchError. A rank that has
+        joined cannot take part.
 
         Args:
             schedule: An all-reduce of as many ranks as the group has. For an operator that needs
-                one expression tree, such as Adasum, one that `verify` says `carries_adasum`.
-            tensor: What is reduced.
+                one expression tree, such as Adasum, `verify` must find that it `carries_adasum`.
+            tensor: The tensor to reduce.
             op: As in all_reduce.
             segments: As in all_reduce.
             async_op: See the class.
@@ -351,7 +353,7 @@ class Group:
         return self._calls.run(call, async_op=async_op)
 
     def owners(self, numels: Sequence[int]) -> list[int]:
-        """Return each tensor's owner: the rank with the fewest elements so far, the first such."""
+        """Return each tensor's owner: the lowest of the ranks with the fewest elements so far."""
         return owners(numels, self.size)
 
     @overload
@@ -386,16 +388,16 @@ class Group:
     ) -> list[int] | Work[list[int]]:
         """Reduce each tensor onto its owner alone, in place; return the owners.
 
-        Op as in reduce. What the other ranks' tensors hold afterwards has no meaning.
+        What the other ranks' tensors hold afterwards has no meaning.
 
         Args:
-            tensors: What is reduced.
+            tensors: The tensors to reduce.
             op: As in reduce.
-            owners: The rank that owns each tensor. Then tensors of one dtype and device travel
-                together, packed, in log n steps, and the results have the bits of an all-reduce by
-                rd or rechd; those in a FusedBuffer, sorted by `owners_order`, are not packed.
-                Unless given, owners are chosen by bytes, in list order, and tensors are reduced one
-                after another, with no extra memory but an n-th of one.
+            owners: The rank that owns each tensor. If given, tensors of one dtype and device travel
+                together, packed, in log2 n steps, and the results have the bits of an all-reduce by
+                rd or rechd; tensors in a FusedBuffer, sorted by `owners_order`, are not packed. If
+                not, owners are chosen by bytes, in list order, and tensors are reduced one after
+                another, with extra memory for an n-th of one tensor.
             async_op: See the class.
             **options: `name`, `prescale` and `postscale`, as in all_reduce.
         """
@@ -403,7 +405,7 @@ class Group:
         return self._calls.run(call, async_op=async_op)
 
     def owners_order(self) -> tuple[int, ...]:
-        """Return the ranks in the order in which reduce_to_owners wants their tensors in memory."""
+        """Return the ranks in the order in which reduce_to_owners needs their tensors in memory."""
         return to_owners.order(self.size)
 
     @overload
@@ -433,9 +435,9 @@ class Group:
         name: str | None = None,
         async_op: bool = False,
     ) -> list[Tensor] | Work[list[Tensor]]:
-        """Copy each tensor to every rank, in place, from its owner, and return them as a list.
+        """Copy each tensor from its owner to every rank, in place, and return them as a list.
 
-        Owners are those that reduce_to_owners was given, or else chose.
+        Owners are chosen as in reduce_to_owners unless given.
         """
         call = self._arguments.broadcast_from_owners(tensors, owners, name)
         return self._calls.run(call, async_op=async_op)
@@ -469,14 +471,15 @@ class Group:
     ) -> Tensor | Work[Tensor]:
         """Return all ranks' tensors joined along dimension 0 in rank order.
 
-        First dimensions may differ between ranks, the others may not; 0-d tensors are a ValueError.
+        Only the first dimension may differ between ranks; 0-d tensors are a ValueError.
 
         Args:
-            tensor: This rank's.
+            tensor: This rank's tensor.
             name: See the class.
-            out: Where the result is written, and what is returned; a new tensor unless given. It
-                has the tensor's dtype, device and shape but for the first dimension, and is apart
-                from it in memory; other rows than all ranks have are a CollectiveMismatchError.
+            out: The tensor to write the result to and to return; a new one unless given. It has the
+                tensor's dtype, device and shape except for the first dimension, and shares no
+                memory with it. A CollectiveMismatchError if it has not as many rows as all ranks'
+                tensors together.
             async_op: See the class.
         """
         return self._calls.run(self._arguments.all_gather(tensor, name, out), async_op=async_op)
@@ -510,8 +513,8 @@ class Group:
     ) -> tuple[Tensor, Tensor] | Work[tuple[Tensor, Tensor]]:
         """Send rows of the tensor to every rank; return those received, in rank order, and counts.
 
-        The counts are int64, of the rows received from each rank. First dimensions may differ
-        between ranks, the others may not.
+        The counts, int64 [size], say how many rows came from each rank. Only the first dimension of
+        the tensors may differ between ranks.
 
         Args:
             tensor: The rows. Those beyond the sum of `splits` are not sent.
@@ -543,31 +546,30 @@ class Group:
         return self._calls.run(self._arguments.broadcast(tensor, root, name), async_op=async_op)
 
     def all_gather_bytes(self, payload: bytes, *, name: str | None = None) -> list[bytes]:
-        """Return every rank's bytes, by rank; lengths may differ."""
+        """Return the bytes of all ranks, in rank order; lengths may differ."""
         return self._calls.run(self._arguments.all_gather_bytes(payload, name))
 
     def barrier(self, name: str | None = None) -> None:
-        """Return when every rank has called it: the negotiation alone does that."""
+        """Return when every rank has called it, for which the negotiation alone suffices."""
         self._calls.run(Call("barrier", name))
 
     def join(self, operators: Iterable[Reducer] = (), *, device: torch.device | None = None) -> int:
-        """Wait until every rank has joined, taking part in what the others still call.
+        """Take part in the other ranks' calls until every rank has joined.
 
-        For ranks that run out of data early: they add zeros to reductions (an Average is still
-        divided by all ranks), no rows to gathers, and get nothing. Between the others' calls no
-        more than the group's timeout may pass.
+        For ranks that run out of data early. They add zeros to reductions (an Average is still
+        divided by the number of all ranks) and no rows to gathers, and get no results. Between two
+        calls of the others at most the group's timeout may pass.
 
-        A broadcast from a rank that has joined, and whatever else needs one, is a
-        CollectiveMismatchError on all ranks, as is any difference between the calls of the others;
-        a rank that had joined has not after that.
+        If a call needs a rank that has joined, such as a broadcast from it, or if the others' calls
+        differ, all ranks raise a CollectiveMismatchError. After that no rank is joined any more.
 
         Args:
-            operators: What the others may reduce with, beside Sum and Average; zero must be their
-                identity.
-            device: Where zeros for CUDA tensors are made, the current one unless given.
+            operators: The operators that the others may use in addition to Sum and Average; zero
+                must be their identity.
+            device: The GPU on which zeros for CUDA tensors are made; the current one unless given.
 
         Returns:
-            The rank that joined last, the highest of those that did at once.
+            The rank that joined last; the highest one if several did so at once.
         """
         return self._calls.join(operators, device)
 
@@ -580,12 +582,12 @@ class Group:
         negotiate: bool = True,
         **options: Unpack[ReductionOptions],
     ) -> Request[Tensor]:
-        """Make, with all ranks, an `all_reduce` that is then started any number of times.
+        """Make an `all_reduce` that can be started any number of times.
 
-        Arguments as all_reduce. Making it is negotiated, and so is each start; making it while a
-        rank has joined is a mismatch. With negotiate=False the request is made on this rank alone,
-        and each start is negotiated as an all_reduce with the same arguments: other ranks may make
-        that call instead, or take part by `join`.
+        Arguments are those of all_reduce. All ranks make the request together: making it is
+        negotiated, and so is each start; while a rank has joined, making it is a mismatch. With
+        negotiate=False it is made on this rank alone, and each start is negotiated as an all_reduce
+        with the same arguments: other ranks may make that call instead, or take part by `join`.
         """
         call = self._arguments.all_reduce(tensor, op, segments, **options)
         return Request(self._calls, call, negotiate=negotiate)
@@ -599,9 +601,9 @@ class Group:
         negotiate: bool = True,
         **options: Unpack[ReductionOptions],
     ) -> Request[list[Tensor]]:
-        """Make, with all ranks, a `grouped_all_reduce` that is started any number of times.
+        """Make a `grouped_all_reduce` that can be started any number of times.
 
-        Arguments as grouped_all_reduce; negotiate as for all_reduce_init.
+        Arguments are those of grouped_all_reduce, and `negotiate` as in all_reduce_init.
         """
         call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
         return Request(self._calls, call, negotiate=negotiate)
@@ -615,10 +617,9 @@ class Group:
         out: Tensor | None = None,
         **options: Unpack[ScaleOptions],
     ) -> Request[Tensor]:
-        """Make, with all ranks, a `reduce_scatter` that is started any number of times.
+        """Make a `reduce_scatter` that can be started any number of times.
 
-        Arguments as reduce_scatter. Each wait() returns a new tensor, unless it is to write to
-        `out`.
+        Arguments are those of reduce_scatter. Each wait() returns a new tensor, or `out` if given.
         """
         call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
         return Request(self._calls, call)
@@ -626,7 +627,7 @@ class Group:
     def broadcast_init(
         self, tensor: Tensor, root: int = 0, *, name: str | None = None
     ) -> Request[Tensor]:
-        """Make, with all ranks, a `broadcast` that is started any number of times."""
+        """Make a `broadcast` that can be started any number of times."""
         return Request(self._calls, self._arguments.broadcast(tensor, root, name))
 
     def reduce_to_owners_init(
@@ -638,9 +639,9 @@ class Group:
         negotiate: bool = True,
         **options: Unpack[ScaleOptions],
     ) -> Request[list[int]]:
-        """Make, with all ranks, a `reduce_to_owners` that is started any number of times.
+        """Make a `reduce_to_owners` that can be started any number of times.
 
-        Arguments as reduce_to_owners; negotiate as for all_reduce_init.
+        Arguments are those of reduce_to_owners, and `negotiate` as in all_reduce_init.
         """
         call = self._arguments.reduce_to_owners(tensors, op, owners, **options)
         return Request(self._calls, call, negotiate=negotiate)
@@ -654,19 +655,19 @@ class Group:
         segments: Sequence[int] | None = None,
         **options: Unpack[ScaleOptions],
     ) -> Request[Tensor]:
-        """Make, with all ranks, a `run` that is started any number of times. Arguments as run."""
+        """Make a `run` that can be started any number of times. Arguments are those of run."""
         call = self._arguments.run(schedule, tensor, op, segments, **options)
         return Request(self._calls, call)
 
     def split(self, ranks: Sequence[int]) -> Group | None:
         """Return a group of some of the ranks, whose rank i is `ranks[i]` here; None on the others.
 
-        Every rank of this group calls it, with the same ranks in the same order, which is the order
-        that Adasum and all_gather take. The new group has messages of its own: both may be used at
-        the same time, from different threads (not with CUDA tensors over NCCL, which wants one
-        order of all work on a device: calls of both with `async_op` reach it in the order in which
-        they are made). It has this group's timeout and hosts, and ends with it, or with its
-        own close().
+        Every rank of this group calls it, with the same ranks in the same order; Adasum and
+        all_gather of the new group use that order. The groups' messages are separate, so both may
+        be used at the same time from different threads. The exception is CUDA tensors over NCCL,
+        which requires the same order of all work on a device: there calls of both groups with
+        `async_op` run in the order in which they are made. The new group has this one's timeout and
+        hosts. It is closed with this one, or by its own close().
         """
         members = validation.distinct_ranks("ranks", ranks, self.size)
         call = Call("split", options={"ranks": members}, instead=lambda: self._split(members))
@@ -687,7 +688,7 @@ class Group:
             topology=locality.topology,
         )
         part.hosts = locality.hosts
-        # As far as CUDA tensors go, for both.
+        # Now two groups use the GPU, so both have to start their work there in the caller's order.
         self.transport.shares_gpu = transport.shares_gpu = True
         self._parts.append(part)
         part._whole = self
@@ -696,16 +697,17 @@ class Group:
     def abort(self, reason: str = "") -> None:
         """Make the group unusable at once, from any thread; a second time does nothing.
 
-        What is under way or queued raises TransportError, as does every later call; on the peers
-        their call, or their next one, is an error that names this rank and the reason. Groups split
-        from this one are aborted, too. Over gloo, which tells the peers nothing, calls end by
-        their timeout. close() is still to be called.
+        Calls that are under way or queued raise TransportError, as does every later one. On the
+        peers the call under way, or the next one, raises an error that names this rank and the
+        reason. Over gloo, which cannot tell them, their calls end by the timeout. Groups split from
+        this one are aborted, too. close() still has to be called.
 
         Args:
-            reason: What errors say, on this rank and on its peers.
+            reason: The text for errors on this rank and on its peers.
         """
         validation.instance("reason", reason, str, "a str")
         said = f"{self.transport.me} called abort()" + (f": {reason}" if reason else "")
+        # A copy: another thread may close a part meanwhile, which removes it from the list.
         for part in list(self._parts):
             part.abort(reason)
         self._calls.queue.abort(said)
@@ -718,15 +720,16 @@ class Group:
     def close(self) -> None:
         """Let queued calls finish, then end the communication thread and close the transport.
 
-        They have all the time that they need as long as they progress: `timeout` is for each step.
-        Groups that were split from this one are closed first. Where one of all this fails the rest
-        is closed all the same.
+        Queued calls may take as long as they progress, since `timeout` is for each step. Groups
+        that were split from this one are closed first. Everything is closed even if a part of it
+        fails.
 
         Raises:
             TransportError: Asynchronous calls were lost; the text says how many, and why.
         """
         if self.closed:
             return
+        # The stack calls these from the last to the first, each of them even if another one raises.
         with ExitStack() as stack:
             if self._whole is not None:
                 stack.callback(self._whole._parts.remove, self)

@@ -1,4 +1,4 @@
-"""torch's inference mode, entered only where that changes it."""
+"""torch's inference mode, entered only if that changes it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ __all__ = ["inference_mode"]
 
 
 def inference_mode(enabled: bool) -> AbstractContextManager[None]:
-    """Return what sets inference mode for a while, and does nothing where it is set so already.
+    """Return a context with inference mode on or off, which does nothing if it is so already.
 
-    What torch.inference_mode holds restores autograd's mode, too, when it is destroyed. Where an
-    exception of a signal's handler comes while it begins, that is when the traceback is dropped, in
-    any thread: autograd could then be off in a thread that nothing interrupted.
+    torch.inference_mode also restores the autograd mode, in the destructor of an object that it
+    holds. If a signal handler raises while the context is entered, the traceback keeps that object,
+    which is then destroyed with it, maybe in another thread: autograd could be off there from then
+    on. So the context is entered no more often than needed.
     """
     if torch.is_inference_mode_enabled() is enabled:
         return nullcontext()

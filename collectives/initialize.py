@@ -1,4 +1,4 @@
-"""Starting and shutting down, and the default group."""
+"""Start and shut down collectives, and keep the default group."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
+# The group of `init` and its arguments, each thread's group under `run_threads`, and the groups of
+# `from_process_group`, which do not keep a destroyed process group alive.
 _group: Group | None = None
 _settings = Settings()
 _thread = threading.local()
@@ -55,23 +57,23 @@ def init(
     process_group: dist.ProcessGroup | None = None,
     transport: str | None = None,
 ) -> Group:
-    """Join the ranks that a launcher started and return their group; without one, one rank.
+    """Join the ranks that a launcher started and return their group; one rank without a launcher.
 
     It reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if set, LOCAL_RANK and
-    LOCAL_WORLD_SIZE, as torchrun sets them. Where neither RANK nor WORLD_SIZE is set, it sets all
-    of them by the variables of horovodrun, mpirun (Open MPI), mpiexec (PMI) or srun, the first that
-    is found. If torch.distributed is initialised already, or with `process_group`, it uses those
-    ranks. A second call returns the first one's group unless that was closed; what it gives must be
-    what the first one gave, or had by default. Under `run_threads` it returns the thread's group.
+    LOCAL_WORLD_SIZE, as torchrun sets them. If neither RANK nor WORLD_SIZE is set, it sets all of
+    these from the variables of horovodrun, mpirun (Open MPI), mpiexec (PMI) or srun, the first one
+    found. If torch.distributed is initialised already, or with `process_group`, it uses those
+    ranks. A second call returns the group of the first unless that was closed; arguments that it
+    gives must equal those of the first call. Under `run_threads` it returns the thread's group.
 
-    A rank that waits for others in a collective logs a WARNING after 60 seconds and each 60 more,
-    or after as many as the environment variable ADASUM_STALL_WARNING_SECONDS says, 0 for never.
+    A rank that waits for others in a collective logs a WARNING every 60 seconds, or as often as the
+    environment variable ADASUM_STALL_WARNING_SECONDS says; 0 is never.
 
     Args:
         timeout: Seconds that any step of a collective may wait for a peer; 300 unless given.
         process_group: The torch.distributed process group whose ranks to use.
-        transport: How CPU tensors travel. None reads the environment variable ADASUM_TRANSPORT,
-            else "auto". It must be the same on all ranks.
+        transport: How CPU tensors travel, the same on all ranks. Unless given, the environment
+            variable ADASUM_TRANSPORT, or else "auto".
 
             - "auto": shared memory between ranks of one host, TCP between hosts, gloo where neither
               works.
@@ -79,23 +81,22 @@ def init(
             - "tcp": TCP only; an error if a rank can reach another by gloo only.
             - "shm": shared memory only; an error if any two ranks share none.
             - "nccl": CUDA tensors travel through cupy's NCCL on each rank's current device, CPU
-              tensors as with "auto". Otherwise CUDA tensors travel over torch.distributed, where
-              every rank of every host can have a GPU of its own.
+              tensors as with "auto". With the others, CUDA tensors travel over torch.distributed's
+              NCCL, if every rank of every host can have a GPU of its own.
 
     Returns:
         The default group.
 
     Raises:
-        ValueError: The environment variables are incomplete or wrong, or do not say at which
-            address ranks of several hosts meet; or `transport` is unknown, or
-            ADASUM_STALL_WARNING_SECONDS no number. Or a second call gives another argument than
-            the first: nothing is changed.
+        ValueError: Environment variables are wrong or missing, such as MASTER_ADDR with several
+            hosts; or `transport` is unknown, or ADASUM_STALL_WARNING_SECONDS is not a number. Or an
+            argument of a second call differs from the first one's; nothing is changed then.
         RuntimeError: There is more than one rank but torch is built without torch.distributed, or
             ADASUM_CPU_KERNELS demands compiled kernels that are not available.
         CollectiveTimeoutError: Ranks did not arrive; the text names them.
         CollectiveMismatchError: Ranks differ in `transport`. Raised on all ranks.
-        TransportError: `transport` is not available. Raised on all ranks. Or this process may not
-            open as many files as there are ranks.
+        TransportError: `transport` is not available (raised on all ranks), or the limit of file
+            descriptors is below what this number of ranks needs.
     """
     global _group, _settings
     given = Settings(timeout, process_group, transport)
@@ -106,10 +107,10 @@ def init(
     settings = given.checked()
     timeout, choice = settings.timeout or TIMEOUT, str(settings.transport)
     validation.no_mode("init's messages")
-    # What these raise comes before anybody waits.
+    # Called for their errors, before any rank waits for others.
     warning_seconds()
     kernels.backend_info()
-    # Else torch's communicators are ours.
+    # If we start torch.distributed ourselves, nobody else uses its communicators.
     shares_gpu = process_group is not None or _distributed()
     gloo = _gloo(process_group, timeout, choice)
     if gloo is None:
@@ -127,7 +128,7 @@ def init(
 def _gloo(
     process_group: dist.ProcessGroup | None, timeout: float, choice: str
 ) -> GlooTransport | None:
-    """Return what `init` starts from; None for a rank that is alone."""
+    """Return the gloo transport from which `init` starts; None for a rank that is alone."""
     if process_group is not None:
         require_room(dist.get_world_size(process_group), None, choice, gloo=False)
         return GlooTransport(process_group)
@@ -148,7 +149,7 @@ def _gloo(
 
 
 def _backend_of(process_group: dist.ProcessGroup, timeout: float) -> str:
-    """Return the backend of a group of ours with the ranks of this one; all of them call it."""
+    """Agree on the backend of a new process group with the ranks of this one: a collective."""
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     return agree_on_backend(store_of(process_group), rank, size, timeout)
 
@@ -167,16 +168,17 @@ def _require_distributed() -> None:
 
 
 def new_group(ranks: Sequence[int]) -> Group | None:
-    """Return a group of some of the default group's ranks, None on the others: `Group.split`."""
+    """Split the default group: return a group of some of its ranks, and None on the others."""
     return default_group().split(ranks)
 
 
 def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = TIMEOUT) -> Group:
     """Return a group of the ranks of a torch.distributed process group, in its order.
 
-    `init` is not needed. Exactly these ranks must call it. Messages travel over a process group of
-    their own, apart from torch's, and through shared memory inside a host. A second call for the
-    same process group returns the same Group unless that was closed.
+    `init` is not needed. Exactly these ranks must call it. Messages travel through shared memory
+    inside a host, otherwise over a new process group, so that they do not mix with those of the
+    given one. A second call for the same process group returns the same Group unless that was
+    closed.
 
     Args:
         process_group: The process group.
@@ -195,7 +197,7 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = TIM
     group = _adopted.get(process_group)
     if group is None or group.closed:
         validation.no_mode("from_process_group's messages")
-        # What these raise comes before anybody waits.
+        # Called for their errors, before any rank waits for others.
         choice = transport_choice(None)
         warning_seconds()
         kernels.backend_info()
@@ -206,6 +208,7 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = TIM
         names = () if members == list(range(dist.get_world_size())) else members
         gloo = GlooTransport(own, owned=True, names=names)
         group = _over_gloo(gloo, timeout, "from_process_group", choice)
+        # The process group's owner uses torch's NCCL on the same GPU, and so may `init`'s group.
         for each in (group, _group):
             if each is not None:
                 each.transport.shares_gpu = True
@@ -222,7 +225,8 @@ def _close_adopted() -> None:
 
 
 def _over_gloo(gloo: GlooTransport, timeout: float, kind: str, choice: str) -> Group:
-    """Return the group of `init` or `from_process_group`, which all ranks call alike."""
+    """Return the group for `init` or `from_process_group`. A collective."""
+    # LOCAL_RANK is a number among all ranks of the host, not among those of a smaller group.
     whole = gloo.size == dist.get_world_size()
     local_rank, local_size = local_ranks() if whole else (None, None)
     group = None
@@ -238,13 +242,13 @@ def _over_gloo(gloo: GlooTransport, timeout: float, kind: str, choice: str) -> G
 
 
 def _report(group: Group, choice: str) -> None:
-    """Log how the group works, where anybody wants to know."""
+    """Log which transport, algorithms and kernels the group uses, at level INFO."""
     if _logger.isEnabledFor(logging.INFO):
         _logger.info(report(group.transport, choice, group.hosts, group.topology))
 
 
 def shutdown() -> None:
-    """Close the group that `init` made, if any: `Group.close`; `init` may be called again.
+    """Close the group that `init` made, if any (`Group.close`). `init` may then be called again.
 
     Raises:
         TransportError: Asynchronous calls were lost; the text says how many.
@@ -252,13 +256,14 @@ def shutdown() -> None:
     global _group
     if _group is None:
         return
+    # Before closing: it is not open to anyone from now on, even if that raises.
     group, _group = _group, None
     atexit.unregister(shutdown)
     group.close()
 
 
 def _open_group() -> Group | None:
-    """Return this thread's group under `run_threads`, else that of `init` unless it was closed."""
+    """Return this thread's group under `run_threads`, else `init`'s if it was not closed."""
     own: Group | None = getattr(_thread, "group", None)
     if own is not None or _group is None or _group.closed:
         return own
@@ -266,7 +271,7 @@ def _open_group() -> Group | None:
 
 
 def is_initialized() -> bool:
-    """Return whether this thread has a default group that was not closed."""
+    """Return whether this thread has a default group that is open."""
     return _open_group() is not None
 
 
@@ -291,9 +296,9 @@ def run_threads(
 ) -> list[T]:
     """Run `fn(group)` on ranks that are threads of this process; return the results by rank.
 
-    In each thread the default group is that thread's. The ranks share torch's number of threads,
-    and draw from torch's one global random generator in no fixed order: for the same numbers each
-    time, use a torch.Generator per rank.
+    The default group of each thread is its rank's group. The ranks share torch's threads: each may
+    use an n-th of them. They also share torch's global random generator, in no fixed order: use a
+    torch.Generator per rank to get the same numbers in every run.
 
     Args:
         size: Number of ranks.
@@ -303,8 +308,8 @@ def run_threads(
 
     Raises:
         ValueError: `local_size` does not divide `size`.
-        BaseException: The first rank's error, after all threads have ended. The other ranks'
-            collectives fail once they need a rank that has ended.
+        BaseException: The error of the rank that failed first, when all threads have ended. Other
+            ranks' collectives fail as soon as they need a rank that has ended.
     """
     groups = _thread_groups(size, timeout, size if local_size is None else local_size)
     results: dict[int, T] = {}
@@ -313,7 +318,7 @@ def run_threads(
 
     def main(group: Group) -> None:
         _thread.group = group
-        # A new thread's BLAS would start as many threads as there are processors, in every rank.
+        # In a new thread BLAS would use as many threads as there are processors, for every rank.
         torch.set_num_threads(max(1, cores // size))
         try:
             results[group.rank] = fn(group)
@@ -322,7 +327,7 @@ def run_threads(
         try:
             group.close()
         except TransportError as error:
-            # Most often since another rank has ended, whose error is raised.
+            # Usually because another rank has ended, whose error is raised below.
             _logger.warning("rank %d: %s", group.rank, error)
 
     threads = [
@@ -333,8 +338,9 @@ def run_threads(
         thread.start()
     for thread in threads:
         thread.join()
-    # Part of what it sets is the process's, not the thread's.
+    # The ranks' set_num_threads has also changed settings of the whole process.
     torch.set_num_threads(cores)
+    # A timeout is usually the consequence of another rank's error, which is the one to raise.
     if errors:
         raise next((e for e in errors if not isinstance(e, CollectiveTimeoutError)), errors[0])
     return [results[rank] for rank in range(size)]

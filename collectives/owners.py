@@ -1,4 +1,4 @@
-"""Which rank owns which variable when each variable is reduced onto one rank."""
+"""Assign owners to variables: the rank onto which each variable is reduced."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from collectives import validation
 
 
 def owners(numels: Sequence[int], size: int) -> list[int]:
-    """Assign every variable to the rank with the least load so far, the lowest such rank.
+    """Assign each variable to the rank with the least load so far; of several, to the lowest one.
 
-    The result depends on the arguments alone, so every rank computes the same.
+    The result depends on the arguments alone, so all ranks compute the same owners.
 
     Args:
-        numels: Elements (or bytes) of each variable, in an order that all ranks share.
-        size: Number of ranks.
+        numels: The elements (or bytes) of each variable, in the same order on all ranks.
+        size: How many ranks there are.
 
     Returns:
         The owner of each variable.
 
     Raises:
-        TypeError: `numels` is no list, or a number of elements or `size` is not an int.
-        ValueError: One is negative, or `size` is less than 1.
+        TypeError: `numels` is not a list of ints, or `size` is not an int.
+        ValueError: A number in `numels` is negative, or `size` is less than 1.
     """
     validation.integer("size", size, 1)
     given: object = numels
     if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
         raise TypeError(f"numels must be a list or tuple of ints, got {type(numels).__name__}")
+    # A heap of (load, rank): tuples are compared by the load, and by the rank if loads are equal.
     load = [(0, rank) for rank in range(size)]
     answer = []
     for i, numel in enumerate(numels):

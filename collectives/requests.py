@@ -1,6 +1,6 @@
 """Persistent requests: a collective that is checked and planned once, and started repeatedly.
 
-The meaning is that of MPI-4's persistent collectives (MPI_Allreduce_init, MPI_Start, MPI_Wait).
+They correspond to MPI-4's persistent collectives (MPI_Allreduce_init, MPI_Start, MPI_Wait).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collectives.execution.call import Call
 from collectives.work import Work
 
 Tensor = torch.Tensor
-# What the direct call returns.
+# The type that the direct call returns.
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -35,24 +35,25 @@ class Request(Generic[T_co]):
             ...
             request.wait()
 
-    All ranks start their requests in one order, between the other calls of the group. A rank that
-    starts another request than its peers, or makes another call, is a CollectiveMismatchError on
-    all ranks, naming both; the group and the request stay usable, and the buffers are as they were
-    before `start`.
+    All ranks start their requests, and make the group's other calls, in the same order. If a rank
+    starts another request than its peers, or makes another call, all ranks raise a
+    CollectiveMismatchError that names both; the group and the request stay usable, and the buffers
+    are as they were before `start`.
 
-    From `start` to `wait` the buffers must be neither read nor written, nor resized or given other
-    memory (`resize_`, `set_`, `.data =`). Where that has happened before, `start` raises: a request
-    holds what it was made for, and takes other memory, of the same tensor too, by `start(tensor)`.
-    Of threads that start it at once one does, and the others get the error of a second start.
+    From `start` to `wait` the buffers must not be read, written, resized or given other memory
+    (`resize_`, `set_`, `.data =`). If a buffer was given other memory before `start`, `start`
+    raises: pass the tensor again by `start(tensor)`. If several threads start a request at once,
+    one of them succeeds and the others get the error of a second start.
 
-    The group's communication thread carries it out from `start` on. Where that has not begun when
-    `wait` is called, the thread that waits does it, which saves two thread switches.
+    The group's communication thread carries the request out. If it has not begun when `wait` is
+    called, the waiting thread carries it out itself, which saves two thread switches.
     """
 
     def __init__(self, calls: Calls, call: Call, *, negotiate: bool = True) -> None:
         self._calls = calls
         self._work: Work[T_co] | None = None
-        # Under 0 who has started it: setdefault is atomic, so of several threads it is one.
+        # Under 0 the start that is under way. setdefault is atomic: only one of several threads
+        # succeeds.
         self._started_by: dict[int, object] = {}
         self._closed = False
         self._bind(calls.number(call) if negotiate else call)
@@ -70,16 +71,17 @@ class Request(Generic[T_co]):
         """Start the collective.
 
         Args:
-            tensor: Another buffer from now on, of the same shape, dtype and device; for a grouped
+            tensor: A buffer to use from now on, of the same shape, dtype and device; for a grouped
                 request a list of them. Other ranks need not change theirs.
 
         Returns:
-            Its Work, for callbacks and for who else waits; `wait` has to be called in any case.
+            The Work, for callbacks and other threads that wait; the request's `wait` has to be
+            called in any case.
 
         Raises:
-            RuntimeError: Where it was started and not waited for, is closed, or has no buffer.
-            TypeError, ValueError: Where `tensor` is no such buffer, or a buffer has other memory
-                than when it was passed; nothing is started.
+            RuntimeError: It was started and not waited for, is closed, or has no buffer.
+            TypeError, ValueError: `tensor` is not such a buffer, or a buffer has other memory than
+                when it was passed; nothing is started.
         """
         self._check_open()
         me = object()
@@ -90,6 +92,7 @@ class Request(Generic[T_co]):
                 self._rebind([tensor] if isinstance(tensor, Tensor) else tensor)
             if not self._call.tensors and self._kinds:
                 raise RuntimeError(f"{self!r} has released its buffers: pass start() others")
+            # `tensor` was recorded just now; other buffers may have changed since they were.
             if tensor is None:
                 self._check_memory()
             self._work = work = self._calls.start(self._call)
@@ -100,7 +103,7 @@ class Request(Generic[T_co]):
         return work
 
     def _check_memory(self) -> None:
-        """Raise ValueError where a buffer's memory, shape or dtype is not what was passed."""
+        """Raise ValueError if a buffer's memory, shape or dtype has changed since it was passed."""
         for number, (tensor, address, shape, dtype) in enumerate(self._memory):
             if (
                 tensor.data_ptr() != address
@@ -130,16 +133,17 @@ class Request(Generic[T_co]):
     def wait(self) -> T_co:
         """Block until the collective has ended; return what the direct call returns.
 
-        On CUDA this orders the current stream behind the collective instead of blocking the host.
+        On CUDA this makes the current stream wait for the collective; the host is not blocked.
 
         Raises:
-            RuntimeError: Where it was not started, or is closed.
-            CollectiveError: What went wrong with the collective.
+            RuntimeError: It was not started, or is closed.
+            CollectiveError: The collective failed.
         """
         work = self._started()
         try:
             return work.wait()
         finally:
+            # After an interrupted wait it is still under way, and must be waited for again.
             if work.has_ended() and self._work is work:
                 self._work = None
                 self._started_by.pop(0, None)
@@ -148,19 +152,19 @@ class Request(Generic[T_co]):
         """Whether `wait()` would return or raise without waiting.
 
         Raises:
-            RuntimeError: Where it was not started, or is closed.
+            RuntimeError: It was not started, or is closed.
         """
         return self._started().is_completed()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` once when what was started has ended, as `Work.add_done_callback`."""
+        """Call `callback()` once when this start has ended: `Work.add_done_callback`."""
         self._started().add_done_callback(callback)
 
     def release(self) -> None:
-        """Let go of the buffers; the next start takes others. Other ranks need not release theirs.
+        """Release the buffers; pass others to the next start. Other ranks need not do the same.
 
         Raises:
-            RuntimeError: Where it was started and not waited for.
+            RuntimeError: It was started and not waited for.
         """
         if self._work is not None:
             raise RuntimeError(f"{self!r} was started: call wait() first")
@@ -168,10 +172,10 @@ class Request(Generic[T_co]):
         self._memory = []
 
     def close(self) -> None:
-        """Let go of the buffers; it cannot be started again. Other ranks need not close theirs.
+        """Release the buffers; it cannot be started again. Other ranks need not do the same.
 
         Raises:
-            RuntimeError: Where it was started and not waited for.
+            RuntimeError: It was started and not waited for.
         """
         self.release()
         self._closed = True
@@ -188,5 +192,5 @@ class Request(Generic[T_co]):
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype]:
-    """Return what a request relies on: where a contiguous tensor lies, and of what it is."""
+    """Return what a request relies on: a contiguous tensor's address, shape and dtype."""
     return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -1,7 +1,7 @@
-"""A WARNING of a rank that waits for others, long before its timeout is an error.
+"""Warn when a rank has waited long for others, before the timeout makes it an error.
 
-Whoever waits in a loop keeps a `Stall` and calls its `check` now and then. What waits where Python
-cannot look, as gloo does, waits `within` one: a thread looks at all of these.
+Code that waits in a loop has a `Stall` and calls its `check` from time to time. A wait outside
+Python, as in gloo, is made `within` a Stall: one thread checks all of these.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from collectives import validation
 
 _logger = logging.getLogger(__name__)
 _VARIABLE = "ADASUM_STALL_WARNING_SECONDS"
+# As often as Horovod's stall inspector warns.
 _SECONDS = 60.0
-# How late a thread that looks at the waits of others may be.
+# How late a warning by the thread may be: it sleeps no longer before it looks for new waits.
 _MAX_NAP = 1.0
 
 
 @functools.cache
 def warning_seconds() -> float:
-    """Return after how long a wait is warned of, and how often: ADASUM_STALL_WARNING_SECONDS.
+    """Return the seconds after which a wait is warned of, and between two warnings.
 
-    60 unless it is set, infinity where it is 0, for never. It is read once.
+    It is the environment variable ADASUM_STALL_WARNING_SECONDS, which is read once: 60 unless it is
+    set, and infinity (never) if it is 0.
 
     Raises:
         ValueError: The variable is not a number of seconds.
@@ -51,10 +53,10 @@ class Stall:
     """One wait of a rank.
 
     Args:
-        rank: What errors call this rank.
-        step: What an error calls the step, with its call.
+        rank: The number of this rank in errors.
+        step: The name of the step and its call in errors.
         timeout: Seconds after which the wait is an error.
-        late: Says for whom this rank waits, such as "rank 1, rank 3".
+        late: Returns for whom this rank waits, such as "rank 1, rank 3".
         since: When the wait began, by time.monotonic(); now unless given.
     """
 
@@ -75,7 +77,7 @@ class Stall:
         self._next = self._every
 
     def check(self) -> float:
-        """Warn where it is time; return the seconds until it is again."""
+        """Warn if it is time to; return the seconds until the next warning."""
         waited = time.monotonic() - self._since
         if waited >= self._next:
             self._next = (waited // self._every + 1) * self._every
@@ -94,12 +96,13 @@ class Stall:
         return time.monotonic() - self._since >= self._next
 
     def restart(self) -> None:
-        """Begin anew: something has come."""
+        """Start the time again, because something has arrived."""
         self._since, self._next = time.monotonic(), self._every
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Let a thread call `check` while this one waits."""
+        """Return a context in which another thread calls `check` while this one waits."""
+        # No thread for a warning that would come after the error.
         if self._next >= self._timeout:
             yield
             return
@@ -111,13 +114,13 @@ class Stall:
             _waits.pop(id(self), None)
 
 
-# The waits that the thread looks at.
+# The waits that the thread checks, by id.
 _waits: dict[int, Stall] = {}
 _thread: threading.Thread | None = None
 
 
 def _start_thread() -> None:
-    """Start what looks at `_waits`, unless it runs; it ends by itself where there are none."""
+    """Start the thread that checks `_waits` unless it runs; it ends when there are none."""
     global _thread
     if _thread is not None and _thread.is_alive():
         return
@@ -125,7 +128,7 @@ def _start_thread() -> None:
     try:
         thread.start()
     except RuntimeError:
-        # No thread is to be had: there are no warnings then.
+        # The system has no thread left. The wait itself goes on, without warnings.
         return
     _thread = thread
 

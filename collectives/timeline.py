@@ -1,6 +1,7 @@
 """A timeline of this process in Chrome's trace format, from time stamps of our own.
 
-A profiler records the thread that started it, and collectives run in others. This runs beside any.
+torch.profiler records only the thread that started it, and collectives also run in another one.
+Both can be used at the same time.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ import threading
 import time
 
 _logger = logging.getLogger(__name__)
+# Some 500 events: few system calls, and a process that is killed loses little.
 _FLUSH_BYTES = 1 << 16
 
-# What is being written; None for nothing.
+# The timeline that is being written, if any.
 current: Timeline | None = None
 
 
 class Timeline:
     """Ranges of time by thread, written to a file while they happen.
 
-    The file is one array, of which the format lets the end be missing: what a process that was
-    killed has written can be read, too. Time stamps are of the wall clock, so that the files of
-    several ranks fit together as far as their hosts' clocks do.
+    The file is one JSON array whose end may be missing, as the format allows: the file of a process
+    that was killed is readable, too. Time stamps are those of the wall clock, so that the files of
+    several ranks fit together, as far as their hosts' clocks agree.
 
     Args:
         path: The file, which is overwritten.
-        rank: The number that tells this process from others.
+        rank: The process's number in the timeline.
 
     Raises:
         OSError: The file cannot be written.
@@ -37,7 +39,7 @@ class Timeline:
     def __init__(self, path: str, rank: int) -> None:
         self.path = path
         self._rank = rank
-        # Without a buffer of Python's, which a forked process would write a second time.
+        # Unbuffered: a forked process would write Python's buffer a second time.
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - open until `close`
         self._process = os.getpid()
         self._to_wall_clock = time.time_ns() - time.perf_counter_ns()
@@ -47,6 +49,7 @@ class Timeline:
 
     def add(self, name: str, begin: int, end: int) -> None:
         """Write a range of this thread; begin and end by time.perf_counter_ns()."""
+        # A forked child has copies of the file and of the lock, which another thread may have held.
         if os.getpid() != self._process:
             return
         thread = threading.get_native_id()
@@ -65,7 +68,7 @@ class Timeline:
                 self._flush()
 
     def close(self) -> None:
-        """End the file; nothing is added any more."""
+        """End and close the file; `add` then does nothing."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -92,7 +95,7 @@ def start(path: str, rank: int) -> None:
     """Write a timeline from now on.
 
     Raises:
-        ValueError: One is being written.
+        ValueError: A timeline is being written already.
         OSError: The file cannot be written.
     """
     global current
@@ -105,7 +108,7 @@ def start(path: str, rank: int) -> None:
 
 
 def stop() -> None:
-    """End the timeline, if there is one."""
+    """End the timeline, if one is being written."""
     global current
     if current is not None:
         ending, current = current, None

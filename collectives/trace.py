@@ -1,7 +1,7 @@
-"""Named ranges: in our own timeline, in torch.profiler's, and on CUDA in NVTX, for Nsight.
+"""Named ranges in our own timeline, in torch.profiler's and, on CUDA, in NVTX for Nsight.
 
-torch.profiler shows those of the threads that it records: a caller's, not the communication
-thread's. The timeline (`collectives.timeline`) shows all.
+torch.profiler shows the ranges of the threads that it records: the caller's, but not those of the
+communication thread. Our timeline (`collectives.timeline`) shows all.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from collectives import timeline
 
 
 def recording() -> bool:
-    """Return whether anybody but NVTX would see a range; costs less than a `span` for nobody."""
+    """Return whether a timeline or the profiler is recording; cheaper than an unused `span`."""
+    # torch has no public function that says so.
     return timeline.current is not None or torch.autograd.profiler._is_profiler_enabled
 
 
 def span(name: Callable[[], str], *, cuda: bool = False) -> AbstractContextManager[object]:
-    """Return a context that is a range in timelines.
+    """Return a context that shows as a range in timelines.
 
     Args:
-        name: Returns the range's name; called only while something records.
+        name: Returns the range's name; called only while something is recording.
         cuda: Whether to make an NVTX range, too.
     """
     profiled = torch.autograd.profiler._is_profiler_enabled
@@ -38,6 +39,7 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 @contextmanager
 def _ranges(name: str, cuda: bool, profiled: bool) -> Iterator[None]:
+    # The timeline is read once: another one may be started before the range ends.
     writing, begin = timeline.current, perf_counter_ns()
     if cuda:
         torch.cuda.nvtx.range_push(name)

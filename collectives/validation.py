@@ -1,6 +1,7 @@
 """Argument checks that collectives share, made before anything is sent.
 
-Each raises a TypeError or ValueError that names the argument; some return the checked value.
+Each raises a TypeError or ValueError that names the argument; some return the checked value. The
+first parameter, `argument`, is the argument's name in errors.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def instance(argument: str, value: object, kinds: type | UnionType, expected: str) -> None:
-    """Check that a value is of one of `kinds`, which errors call `expected`; a bool is no int."""
+    """Check a value's type. expected: what errors ask for. A bool does not count as an int."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         raise TypeError(f"{argument} must be {expected}, got {type(value).__name__}")
 
 
 def no_mode(what: str) -> None:
-    """Check that torch runs what it is asked to run, rather than a mode or a transform of the user.
+    """Check that no mode or transform intercepts torch's operations in this thread.
 
-    Operations of a collective would go through it on this rank, and what they leave behind, such as
-    memory for the next call, would be the mode's.
+    It would intercept the collective's own operations, on this rank alone, and tensors that are
+    kept for later calls would be made by it.
 
     Args:
-        what: How errors call what cannot be done.
+        what: What cannot be sent, in errors.
 
     Raises:
         TypeError: A TorchDispatchMode, a TorchFunctionMode or a torch.func transform is active.
     """
-    # Asked here, too: a call that nothing sees costs no function more.
+    # Inline, though `active_mode` asks the same: the usual call is spared a function call.
     seen = _len_torch_dispatch_stack() or _len_torch_function_stack() or peek_interpreter_stack()
     if seen and (mode := active_mode()):
         raise TypeError(f"{what} cannot be sent inside {mode}: make the call outside of it")
 
 
 def active_mode() -> str:
-    """Return what sees this thread's operations before torch runs them, "" where nothing does."""
+    """Return which mode or transform intercepts torch's operations in this thread; "" if none."""
     # torch's own is_in_torch_dispatch_mode() answers for all threads together.
     if _len_torch_dispatch_stack():
         return "a TorchDispatchMode, such as FakeTensorMode or FlopCounterMode"
@@ -69,11 +70,11 @@ def _has_function_mode() -> bool:
 
 
 def plain(argument: str, value: torch.Tensor) -> None:
-    """Check that a tensor is no more than its own memory; of any layout.
+    """Check that a tensor of any layout has memory of its own that holds its values.
 
     Raises:
         TypeError: It is of a class that changes what operators do on it, such as DTensor or
-            FakeTensor, or wrapped by a transform of torch.func, or its storage is too short; the
+            FakeTensor, or is wrapped by a transform of torch.func, or its storage is too short. The
             text says what to pass.
     """
     if type(value) not in _PLAIN:
@@ -83,7 +84,7 @@ def plain(argument: str, value: torch.Tensor) -> None:
 
 
 def _check_class(argument: str, kind: type[torch.Tensor]) -> None:
-    """Refuse a subclass whose operators are not torch's own."""
+    """Raise TypeError for a subclass whose operators are not torch's own."""
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(
             f"{argument} must be a plain torch.Tensor, got {kind.__name__}, which may have no "
@@ -99,7 +100,7 @@ def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
 
 
 def entry(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
-    """Check what `tensor` does, of one of many: the caller has looked for modes, once."""
+    """Check what `tensor` does except for modes, which the caller checks once for many tensors."""
     if type(value) not in _PLAIN:
         instance(argument, value, torch.Tensor, "a torch.Tensor")
         if is_lazy(value):
@@ -136,7 +137,7 @@ def entry(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
 
 
 def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch.Tensor]:
-    """Check a list of tensors of any kind, or of dense ones that may be strided."""
+    """Check a list of tensors of any kind; with `dense`, of strided ones."""
     if isinstance(values, torch.Tensor) or not isinstance(values, Sequence):
         kind = type(values).__name__
         raise TypeError(f"{argument} must be a list or tuple of tensors, got {kind}")
@@ -169,6 +170,7 @@ def tensor_list(argument: str, values: object) -> list[torch.Tensor]:
     values = list(values)
     for i, value in enumerate(values):
         entry(f"{argument}[{i}]", value)
+    # Sorted by address, so that only neighbours have to be compared.
     spans = sorted(
         (str(v.device), v.data_ptr(), v.data_ptr() + v.numel() * v.element_size(), i)
         for i, v in enumerate(values)
@@ -259,7 +261,7 @@ def row_splits(
         raise ValueError(f"{argument} must be ints, got {counts.dtype} {counts.layout}")
     if counts.shape != (size,) or bool((counts < 0).any()):
         raise ValueError(f"{argument} must be {size} numbers of rows, got {counts.tolist()}")
-    # In Python, whose integers hold any sum.
+    # Summed in Python, whose integers cannot overflow.
     if (whole := sum(counts.tolist())) > rows:
         raise ValueError(f"{argument} are {whole} rows in all, tensor has {rows}")
     return counts.to(torch.int64)
@@ -270,14 +272,15 @@ def reducer(argument: str, value: object) -> None:
     if not isinstance(value, Reducer):
         instance(argument, value, Reducer, "a Reducer such as collectives.Sum")
     elif value.operands not in ("pair", "all"):
-        # Another word would be a pair's to one algorithm and all ranks' to the next.
+        # Some algorithms compare with "pair" and others with "all", so that they would take a third
+        # value differently.
         raise ValueError(
             f"operands of {argument} {value} must be 'pair' or 'all', got {value.operands!r}"
         )
 
 
 def timeout(value: float) -> None:
-    """Check a number of seconds that a thread can wait for."""
+    """Check a number of seconds: positive, and no longer than Python's threads can wait."""
     instance("timeout", value, int | float, "a number of seconds")
     if not 0 < value <= threading.TIMEOUT_MAX:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a caller of an asynchronous collective waits for."""
+"""Work: the handle by which a caller waits for an asynchronous collective."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from collectives.errors import CollectiveError, CollectiveMismatchError, Transpo
 from collectives.trace import recording, span
 from collectives.validation import active_mode
 
-# How often whoever waits looks whether there still is a thread that could end the wait.
+# How often a waiting thread checks that there still is a thread that can end its wait.
 CHECK_SECONDS = 1.0
 
 
 class Runs(Protocol):
-    """What a Work needs of what runs it (`collectives.worker.Worker`)."""
+    """The part of `collectives.worker.Worker` that a Work uses."""
 
     check_streams: Callable[[], None]
 
     def run_first(self, only: Work[Any] | None = None) -> bool:
-        """Run the first job, of `only` where that is given; False where it is not to be had."""
+        """Run the first job in the queue: `Worker.run_first`."""
         ...
 
     def check_waiting(self, work: Work[Any]) -> None:
-        """Raise TransportError where nobody will end `work` while this thread waits for it."""
+        """Raise TransportError if `work` cannot end while this thread waits for it."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Take note of what may have left a call half made."""
+        """Record an error that may have left a call half done."""
         ...
 
     # The text of a mismatch that no wait has raised yet.
     unraised: str
 
     def is_forked(self) -> bool:
-        """Whether this process was forked from the one whose calls these are."""
+        """Whether this process was forked from the rank's process."""
         ...
 
 
-# What the synchronous call returns.
+# The type that the synchronous call returns.
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -53,40 +53,40 @@ T_co = TypeVar("T_co", covariant=True)
 class Work(Generic[T_co]):
     """A collective under way.
 
-    `wait()` returns what the synchronous call would have returned, or raises what it would have
-    raised. On CUDA it orders the current stream behind the collective instead of blocking the host;
-    what ends a collective after that, such as a rank that never comes, is raised by later waits and
-    by the group's next call.
+    `wait()` returns what the synchronous call would return, or raises what it would raise. On CUDA
+    it makes the current stream wait for the collective and does not block the host. An error after
+    that, such as a rank that never comes, is raised by later waits and by the group's next call.
 
-    The communication thread carries it out; a small one on the host, of ranks that share memory,
-    whoever waits first may, and an interrupt there comes within the call.
-    The communication thread may refer to the tensors a moment longer, until it runs the next call.
+    The communication thread carries the collective out. If it is a small one in shared memory, the
+    first thread that waits may carry it out instead, and an interrupt of that thread then
+    interrupts the call. The communication thread may keep a reference to the tensors until it runs
+    the next call.
     """
 
     # What timelines call the collective.
     name = ""
 
     def __init__(self) -> None:
-        # Held until the collective has ended: an Event costs as much as a small sum.
+        # Held until the collective has ended. Not an Event, which costs as much as a small sum.
         self._ending = threading.Lock()
         self._ending.acquire()
         self._ended = False
         self._result: Any = None
         self._error: BaseException | None = None
         self._streams: Sequence[torch.cuda.Stream] = ()
-        # Behind the collective, one for each device that it is on.
+        # Recorded after the collective, one for each device that it is on.
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []
         self._callbacks: deque[Callable[[], None]] = deque()
-        # What ends it, and whether whoever waits for it first may run its job.
+        # The worker that carries it out, and whether the first thread that waits may do so instead.
         self._worker: Runs | None = None
         self._claimable = False
 
     def wait(self) -> T_co:
-        """Block until the collective has ended; every wait is bounded by the group's timeout.
+        """Block until the collective has ended; each of its steps is bounded by the timeout.
 
         Raises:
-            TransportError: Nobody is left to end it, as in a process that was forked from the
-                rank, or this thread is inside a call of the group.
+            TransportError: No thread can end it any more, as in a process that was forked from the
+                rank; or this thread is inside a call of the same group.
         """
         if not recording():
             return self._wait()
@@ -96,7 +96,8 @@ class Work(Generic[T_co]):
     def _wait(self) -> Any:
         if not self._ended:
             self._check_process()
-        # Callbacks are the communication thread's, and the user's modes this one's.
+        # Not in this thread if there are callbacks, which the communication thread calls, or if a
+        # mode of the user would intercept the call's operations.
         if self._claimable and self._worker is not None and not (self._callbacks or active_mode()):
             self._worker.run_first(self)
         self._wait_for_host()
@@ -107,8 +108,8 @@ class Work(Generic[T_co]):
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
         if self._events:
-            # A result's memory may be of the communication stream, where nothing is behind what
-            # the caller does with it.
+            # The result may be allocated on the communication stream: the allocator must not use
+            # its memory again before this stream has finished with it.
             for tensor in on_cuda(self._result):
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
             if self._worker is not None:
@@ -120,12 +121,13 @@ class Work(Generic[T_co]):
         while not self._ended:
             if worker is not None:
                 worker.check_waiting(self)
-            # Whoever is interrupted here leaves it held; the others look by themselves.
+            # A thread that is interrupted between these two lines leaves the lock held. So the
+            # others check `_ended` by themselves, at least every CHECK_SECONDS.
             if self._ending.acquire(timeout=CHECK_SECONDS):
                 self._ending.release()
 
     def _check_process(self) -> None:
-        """Raise TransportError where what will end this is in another process."""
+        """Raise TransportError if the thread that carries this out is in another process."""
         if not self._ended and self._worker is not None and self._worker.is_forked():
             raise TransportError(
                 f"{self.name or 'this call'} was under way when this process was forked from a "
@@ -144,7 +146,7 @@ class Work(Generic[T_co]):
         )
 
     def _streams_failed(self) -> bool:
-        """Whether wait() would raise what ended the collective on its stream."""
+        """Whether wait() would raise an error of the collective on its stream."""
         try:
             if self._worker is not None:
                 self._worker.check_streams()
@@ -153,34 +155,37 @@ class Work(Generic[T_co]):
         return False
 
     def was_carried_out(self) -> bool:
-        """Whether the collective has ended, and well."""
+        """Whether the collective has ended without an error."""
         return self._ended and self._error is None
 
     def error(self) -> BaseException | None:
-        """Return what ended the collective, if anything has."""
+        """Return the collective's error, if it has ended with one."""
         return self._error
 
     def has_ended(self) -> bool:
-        """Whether the collective has ended on the host, well or not."""
+        """Whether the collective has ended on the host, with or without an error."""
         return self._ended
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` once when the collective has ended, well or not.
+        """Call `callback()` once when the collective has ended, with or without an error.
 
-        In the thread that ends it, or at once in this one where the collective has ended already;
-        its CUDA stream is current. It must not wait for a collective of the same group. What it
-        raises in the thread that ends the collective goes to threading.excepthook.
+        It is called in the thread that carries the collective out, or at once in this one if the
+        collective has ended already, and the collective's CUDA stream is current. It must not wait
+        for a collective of the same group. Errors that it raises in the other thread go to
+        threading.excepthook.
 
         Raises:
-            TransportError: The collective has not ended, in a process forked from the rank.
+            TransportError: The collective has not ended, and this process was forked from the rank.
         """
         self._check_process()
+        # Added before asking: whichever thread takes a callback out of the deque calls it, so that
+        # it is called once though the collective may end at any moment.
         self._callbacks.append(callback)
         if self._ended:
             try:
                 self._callbacks.remove(callback)
             except ValueError:
-                # Who has ended it has taken this one, too.
+                # The thread that ended the collective has taken it.
                 return
             with _current(self._streams):
                 callback()
@@ -190,7 +195,8 @@ class Work(Generic[T_co]):
 
         Args:
             call: The collective.
-            streams: Those to be current, one a device; so is the device of the first.
+            streams: The streams to make current, one for each device; the first one's device
+                becomes current, too.
         """
         self._streams = streams
         with torch.no_grad(), ExitStack() as current:
@@ -208,25 +214,27 @@ class Work(Generic[T_co]):
                 if self._worker is not None:
                     self._worker.fail(error)
             finally:
+                # Also after an interrupt: those that wait must not wait for ever.
                 self._ended = True
             self._notify()
 
     def fail(self, error: BaseException) -> None:
-        """End a collective that has not, with an error for `wait()`."""
+        """End the collective with an error for `wait()`, unless it has ended."""
         if not self._ended:
             self._error = error
             self._ended = True
             self._notify()
 
     def _notify(self) -> None:
-        """Wake those that wait, and call the callbacks."""
+        """Wake the threads that wait, and call the callbacks."""
+        # RuntimeError where it is released already, as after `fail`.
         with suppress(RuntimeError):
             self._ending.release()
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()
             except IndexError:
-                # Who added it has seen the end, and calls it.
+                # The thread that added it has seen the end, and calls it itself.
                 return
             try:
                 callback()
@@ -236,16 +244,17 @@ class Work(Generic[T_co]):
 
 @contextmanager
 def _current(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-    """Make these streams current, one a device, and the device of the first."""
+    """Make these streams current, one for each device, and the device of the first one."""
     with ExitStack() as current:
+        # Entering a stream also makes its device current: the first one's last, so that it stays.
         for stream in reversed(streams):
             current.enter_context(torch.cuda.stream(stream))
         yield
 
 
 def report_error() -> None:
-    """Hand the error being handled to threading.excepthook, as one that ends a thread."""
-    # A hook of the user's may raise, too.
+    """Pass the error being handled to threading.excepthook, like one that ends a thread."""
+    # The user may have set a hook, which may raise.
     with suppress(BaseException):
         said = (*sys.exc_info(), threading.current_thread())
         threading.excepthook(threading.ExceptHookArgs(said))
@@ -253,5 +262,6 @@ def report_error() -> None:
 
 def on_cuda(values: Any) -> list[torch.Tensor]:
     """Return the CUDA tensors among a call's tensors, or in its result."""
+    # Results may be a tensor, several, or none, as of a barrier.
     several = values if isinstance(values, list | tuple) else (values,)
     return [each for each in several if isinstance(each, torch.Tensor) and each.is_cuda]

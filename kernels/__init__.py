@@ -8,12 +8,12 @@
     adasum                  both at once
     Layout, layout_of       where each tensor lies in a packed buffer
 
-float16, bfloat16, float32 and float64 (`DTYPES`); any other dtype is a TypeError. Bad arguments
-raise before anything is written. `pack`, `unpack`, `sum_n` and `scaled_add` have derivatives, and
-rules for `torch.vmap`; of the others, of plans and of `out=` a tensor that requires a gradient is a
-ValueError while grad mode is on. Each function has a twin `*_bytes` (least memory traffic),
-`*_reference` (float64, plain torch) and `plan_*`: arguments checked once, run many times. No
-communication happens here.
+Dtypes are float16, bfloat16, float32 and float64 (`DTYPES`); any other one is a TypeError. Wrong
+arguments raise before anything is written. `pack`, `unpack`, `sum_n` and `scaled_add` have
+derivatives, and rules for `torch.vmap`. For the other functions, for plans and with `out=`, a
+tensor that requires a gradient is a ValueError while grad mode is on. Each function has `*_bytes`
+(its least memory traffic), `*_reference` (float64, plain torch) and `plan_*` (arguments checked
+once, run many times). Nothing here communicates.
 `__adasum__` is True in this package and tells it from the distribution on PyPI that is also called
 `kernels`.
 """

@@ -1,6 +1,6 @@
-"""The arguments of each function, checked: one definition for direct calls, plans and operators.
+"""Check the arguments of each function, in one place for direct calls, plans and operators.
 
-Overlap is checked where a plan is bound to memory, which tensors that are traced do not have.
+Overlap is checked later, when a call is bound to memory: tensors that are traced have none.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Call:
 def check_pack(
     tensors: Sequence[Tensor], layout: Layout | None, out: Tensor | None, findings: Findings
 ) -> Call:
-    """Check the arguments of `pack`; makes the buffer where `out` is None."""
+    """Check the arguments of `pack`, and make the buffer if `out` is None."""
     inputs, packed = check_packed(tensors, layout, None)
     chosen, device = packed.layout, device_of(inputs)
     if out is not None:
@@ -147,7 +147,7 @@ def check_unpack(
 def check_sum_n(
     tensors: Sequence[Tensor], out: Tensor | None, dtype: torch.dtype | None, findings: Findings
 ) -> Call:
-    """Check the arguments of `sum_n`; makes the output where `out` is None."""
+    """Check the arguments of `sum_n`, and make the output if `out` is None."""
     inputs = check_equals(tensors)
     target = _check_target(out, "tensors[0]", inputs[0], dtype)
     findings.check(inputs[0].device, target.dtype)
@@ -158,7 +158,7 @@ def check_sum_n(
 def check_scaled_add(
     a: Tensor, b: Tensor, out: Tensor | None, dtype: torch.dtype | None, findings: Findings
 ) -> Call:
-    """Check the arguments of `scaled_add`; makes the output where `out` is None."""
+    """Check the arguments of `scaled_add`, and make the output if `out` is None."""
     left = check_tensor("a", a)
     inputs = [left, check_like("b", b, "a", left, any_dtype=True)]
     target = _check_target(out, "a", left, dtype)
@@ -168,7 +168,7 @@ def check_scaled_add(
 
 
 def check_dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None) -> Call:
-    """Check the arguments of `dot_and_norms`; makes the rows of dots, as `out`."""
+    """Check the arguments of `dot_and_norms`, and make the rows of dots, as `out`."""
     left = check_tensor("a", a)
     inputs = [left, check_like("b", b, "a", left)]
     bounds = check_segments(segments, left.numel())
@@ -184,7 +184,7 @@ def check_combine(
     out: Tensor | None,
     findings: Findings,
 ) -> Call:
-    """Check the arguments of `combine`; makes the output where `out` is None."""
+    """Check the arguments of `combine`, and make the output if `out` is None."""
     inputs, target = _check_pair(a, b, out)
     bounds = check_segments(segments, target.numel())
     check_dots(dots, len(bounds) - 1, target)
@@ -200,7 +200,7 @@ def check_adasum(
     findings: Findings,
     cooperative: bool,
 ) -> Call:
-    """Check the arguments of `adasum`; makes the output where `out` is None."""
+    """Check the arguments of `adasum`, and make the output if `out` is None."""
     inputs, target = _check_pair(a, b, out)
     findings.check(inputs[0].device, inputs[0].dtype)
     bounds = check_segments(segments, inputs[0].numel())
@@ -209,12 +209,12 @@ def check_adasum(
 
 
 def device_of(tensors: Sequence[Tensor]) -> torch.device:
-    """The device of a list of tensors; the CPU's where it is empty."""
+    """Return the device of a list of tensors; the CPU if the list is empty."""
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 def check_equals(tensors: object) -> list[Tensor]:
-    """Return a list's tensors, at least one, which are equal in shape, dtype and device."""
+    """Return a list's tensors, at least one, if they are equal in shape, dtype and device."""
     given = read_list("tensors", tensors)
     if not given:
         raise ValueError(EMPTY)
@@ -235,10 +235,10 @@ def _check_target(
     *,
     any_dtype: bool = True,
 ) -> Tensor:
-    """Return the output of an elementwise function, made where it is None.
+    """Return the output of an elementwise function, which is made if `out` is None.
 
-    dtype: of the output, None for that of `out` or, without one, of `like`. any_dtype: whether
-    `out` may have another than `like`.
+    dtype: The output's; None for that of `out`, or of `like` without `out`. any_dtype: Whether the
+    dtype of `out` may differ from that of `like`.
     """
     if dtype is not None:
         check_dtype("dtype", dtype)
@@ -251,14 +251,14 @@ def _check_target(
 
 
 def _check_pair(a: object, b: object, out: object | None) -> tuple[list[Tensor], Tensor]:
-    """Return two equal inputs and their output, made where it is None."""
+    """Return two inputs of equal kind and their output, which is made if `out` is None."""
     left = check_tensor("a", a)
     inputs = [left, check_like("b", b, "a", left)]
     return inputs, _check_target(out, "a", left, any_dtype=False)
 
 
 def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:
-    """Whether these are ints from 0 to `numel` in order; for all, since a model has hundreds."""
+    """Whether these are ints that rise from 0 to `numel`; fast, since a model has hundreds."""
     return (
         {*map(type, bounds)} == {int}
         and bounds[0] == 0
@@ -270,8 +270,9 @@ def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:
 def check_segments(segments: object, numel: int) -> tuple[int, ...]:
     """Return the boundaries (0, e1, ..., numel) as a tuple; None means one segment.
 
-    Raises TypeError for boundaries that are not integers and ValueError where they do not rise
-    from 0 to `numel`.
+    Raises:
+        TypeError: A boundary is not an int.
+        ValueError: The boundaries do not rise from 0 to `numel`.
     """
     if segments is None:
         return (0, numel)

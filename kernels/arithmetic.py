@@ -1,4 +1,4 @@
-"""What the GPU and the CPU path compute in, so that their results differ in rounding alone."""
+"""The precision in which GPU and CPU compute, so that their results differ only by rounding."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 
 import torch
 
-# A squared norm below this has no meaningful direction: its vector is taken as it is.
+# A vector whose squared norm is below this has no meaningful direction: its coefficient is 1.
 TINY = math.sqrt(sys.float_info.min)
-# Where |alpha a + beta b|^2 is below this part of |alpha a|^2 + |beta b|^2, float32 loses it in
-# a blend. Its rounded coefficients and products are off by eps (|alpha a| + |beta b|) together, so
-# elsewhere by no more than eps sqrt(2 / CANCELLED) = 12 eps of the sum's length.
+# If |alpha a + beta b|^2 is below this part of |alpha a|^2 + |beta b|^2, the blend is computed in
+# float64. In float32, rounded coefficients and products make an error of eps (|alpha a| + |beta b|)
+# together: above the limit, no more than eps sqrt(2 / CANCELLED) = 12 eps of the sum's length.
 CANCELLED = 1 / 64
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of `dtypes` are computed on, float32 or float64."""
+    """Return the dtype in which tensors of these dtypes are computed: float32 or float64."""
     return torch.float64 if torch.float64 in dtypes else torch.float32

@@ -1,4 +1,4 @@
-"""What computes: Triton on CUDA tensors, compiled C or torch's functions on CPU tensors."""
+"""The back ends: Triton for CUDA tensors, compiled C or torch's functions for CPU tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kernels.gpu import launcher
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """What computes in this process.
+    """The back ends of this process.
 
     Attributes:
-        triton: Version of Triton, which computes on CUDA tensors; None where there is none.
+        triton: The version of Triton, which computes on CUDA tensors; None without it.
         cpu: Whether compiled C or torch's functions compute on CPU tensors.
-        why_torch: Why it is torch's functions; "" where it is compiled C.
+        why_torch: Why torch's functions do; "" if compiled C does.
     """
 
     triton: str | None
@@ -25,16 +25,16 @@ class BackendInfo:
 
     @property
     def cpu_path(self) -> str:
-        """Of CPU tensors in one line: "compiled", or "torch: " and why."""
+        """What computes on CPU tensors, in one line: "compiled", or "torch: " and why."""
         return f"torch: {self.why_torch}" if self.why_torch else "compiled"
 
 
 def backend_info() -> BackendInfo:
-    """Return what computes.
+    """Return the back ends of this process.
 
     Raises:
         ValueError: The environment variable ADASUM_CPU_KERNELS has an unknown value.
-        RuntimeError: It demands compiled code, which is not to be had.
+        RuntimeError: It demands compiled code, which is not available.
     """
     reason = dispatch.reason()
     version = None if launcher.triton is None else str(launcher.triton.__version__)

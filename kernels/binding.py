@@ -1,4 +1,4 @@
-"""A call bound to memory: addresses taken, overlap refused, and its launch or C function ready."""
+"""Bind calls to memory: read addresses, refuse overlap, and prepare the launch or C function."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ def bind(call: Call, table: AddressTable | None = None) -> Run:
     """Bind a call to the memory of its tensors.
 
     Args:
-        call: Checked. Its addresses are those of its inputs, or none and are then read.
-        table: Of these addresses in device memory, where there is one; None makes it.
+        call: The checked call, with its inputs' addresses or without any; they are then read.
+        table: The table for these addresses in device memory; None makes one.
 
     Returns:
-        What runs the call any number of times, with its scalars.
+        A function of the call's scalars that runs it, any number of times.
 
     Raises:
         TypeError: A tensor cannot be read by its address.
-        ValueError: What is written shares memory with anything else.
+        ValueError: A tensor that is written shares memory with another one.
     """
     locate(call)
     return call.findings.reset_before(_bound(call, table))
 
 
 def run_at_once(call: Call, *scalars: float) -> None:
-    """Run a call whose tensors are located, once."""
+    """Run a call once, for which `locate` was called before."""
     call.findings.reset_before(_bound(call))(*scalars)
-    # Without it a backward pass that had saved one of them would use the new values in silence.
-    # Those made in inference mode have no version, which torch knows.
+    # Autograd does not see these writes. Without a new version, a backward pass that has saved one
+    # of these tensors would silently use the new values. torch ignores inference tensors here.
     increment_version(call.written)
 
 
 def locate(call: Call) -> None:
-    """Read where a call's tensors lie, and refuse what cannot be read there, or overlaps.
+    """Read the addresses of a call's tensors, and check that they can be used.
 
     Raises:
-        NoMemory: A tensor is not where its values are.
+        NoMemory: A tensor has no memory of its own.
         TypeError: A tensor reaches beyond its storage.
-        ValueError: What is written shares memory with anything else.
+        ValueError: A tensor that is written shares memory with another one.
     """
     others, tensors = call.others(), call.inputs
     given = [tensor for _, tensor in others if not (call.made and tensor is call.out)]
@@ -81,7 +81,7 @@ def locate(call: Call) -> None:
             addresses = [*addresses, *map(Tensor.data_ptr, given)]
         found = reach_in_memory(tensors, addresses)
     except RuntimeError:
-        # torch gives no address, or has no storage.
+        # torch has no address or no storage: the check below says for which tensor.
         found = False
     if not found:
         inputs = ((call.name(i), tensor) for i, tensor in enumerate(call.inputs))

@@ -1,9 +1,9 @@
 """pack, unpack, sum_n and scaled_add as linear maps, with derivatives and rules for vmap.
 
-Where gradients are asked for, or a transform of torch.func wraps the tensors, a public function
-runs its map: in traced code the operator `adasum::*_functional_1`, which has a backward, in eager
-mode an autograd.Function around it, which has a forward derivative, too. A map's backward is a map
-again, so derivatives of any order follow.
+If gradients are asked for, or a transform of torch.func wraps the tensors, a public function runs
+its map. In traced code that is the operator `adasum::*_functional_1`, which has a backward. In
+eager mode it is an autograd.Function around the operator, which also has a forward derivative. The
+backward of a map is another map, so there are derivatives of any order.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from kernels.layout import packed_within
 from kernels.validation import DTYPES, check_memory_of, tracing
 
 _LIBRARY = torch.library.Library("adasum", "FRAGMENT")
-# torch takes an empty list for one of tensors.
+# Not empty: torch takes an empty list for a list of tensors.
 UNUSED = (0,)
 _Like = list[tuple[torch.Size, torch.dtype]]
 
 
 def tags(*names: str) -> tuple[torch.Tag, ...]:
-    """Return torch's tags of these names, without those that its version lacks.
+    """Return torch's tags of these names, except for those that its version lacks.
 
-    "cudagraph_unsafe": address tables and scratch outlive a call, which the memory pool of torch's
-    own CUDA graphs (mode="reduce-overhead") takes for a leak. The calls run between those graphs.
+    "cudagraph_unsafe" makes calls run between torch's own CUDA graphs (mode="reduce-overhead"),
+    whose memory pool would take address tables and scratch, which outlive a call, for a leak.
     """
     return tuple(getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name))
 
 
 @dataclass(frozen=True)
 class Map:
-    """A linear map of tensors to tensors: what its operator takes beside them.
+    """A linear map of tensors to tensors: the arguments of its operator except for the tensors.
 
     Attributes:
-        function: Of `LINEAR`.
-        bounds: Elements of the packed buffer where slots start, and its end; else `UNUSED`.
-        numels: Of the results of `unpack`; else `UNUSED`.
-        dtypes: Of the results, by their places in `DTYPES`.
-        alignment: Of the slots.
-        scalars: The scale; alpha and beta.
+        function: One of `LINEAR`.
+        bounds: The elements of the packed buffer at which slots start, and its end; else `UNUSED`.
+        numels: The sizes of the results of `unpack`; else `UNUSED`.
+        dtypes: The dtypes of the results, as indices into `DTYPES`.
+        alignment: The alignment of the slots in bytes.
+        scalars: The scale, or alpha and beta.
     """
 
     function: str
@@ -62,9 +62,9 @@ class Map:
     scalars: Sequence[float]
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Apply it, so that autograd follows."""
+        """Apply the map so that autograd records it."""
         if is_compiling():
-            # dynamo takes no autograd.Function with a forward derivative.
+            # dynamo does not support an autograd.Function with a forward derivative.
             return self._dual(*zip(*map(unpack_dual, inputs), strict=True))
         return list(cast("Any", _Linear).apply(self, *inputs))
 
@@ -85,7 +85,10 @@ class Map:
         return cast("list[Tensor]", operator(list(inputs), *settings))
 
     def transposed(self, grads: Sequence[Tensor], like: _Like, needed: Sequence[bool]) -> list[Any]:
-        """Return the gradients of inputs like these, None where not needed, from the results'."""
+        """Return the inputs' gradients from those of the results; None for those not needed.
+
+        like: The shapes and dtypes of the inputs.
+        """
         dtypes = [DTYPES.index(dtype) for _, dtype in like]
         if self.function == "pack":
             numels = [math.prod(shape) for shape, _ in like]
@@ -95,7 +98,7 @@ class Map:
             return Map("pack", self.bounds, UNUSED, dtypes, self.alignment, self.scalars)(grads)
         if self.function == "sum_n":
             return Map("sum_n", UNUSED, UNUSED, dtypes[:1], 0, self.scalars)(grads) * len(like)
-        # Of zeros, for scaled_add takes factors beyond float32's range.
+        # By scaled_add with zeros, not by pack or sum_n: it takes factors beyond float32's range.
         pair = [*grads, torch.zeros_like(grads[0])]
         one = partial(Map, "scaled_add", UNUSED, UNUSED, alignment=0)
         return [
@@ -105,10 +108,10 @@ class Map:
 
 
 def run(call: Call, *scalars: float) -> Any:
-    """Run a call of one of `LINEAR` so that autograd and torch.func follow; return its result.
+    """Run a call of one of `LINEAR` so that autograd and torch.func see it; return its result.
 
     Raises:
-        TypeError: Something is to be written that is outside of a transform of torch.func.
+        TypeError: A tensor that would be written is outside of a transform of torch.func.
     """
     packed, buffer = call.packed, call.out
     bounds = call.bounds if packed else UNUSED
@@ -119,7 +122,7 @@ def run(call: Call, *scalars: float) -> Any:
         codes = [DTYPES.index(dtype) for dtype in packed.dtypes]
         found = settings(numels=packed.layout.numels, dtypes=codes)([buffer])
     else:
-        # What was made for it is let go first.
+        # The map makes its own result: free the one that was made for the call.
         call.out = buffer.new_empty(0)
         found = settings(numels=UNUSED, dtypes=[DTYPES.index(buffer.dtype)])(call.inputs)
     _report(call.findings, found)
@@ -138,12 +141,12 @@ def _report(findings: Findings, found: list[Tensor]) -> None:
 
 
 def _written(call: Call, slots: list[Tensor]) -> list[Tensor]:
-    """Copy what was unpacked into the call's tensors, as autograd sees it."""
+    """Copy the unpacked values to the call's tensors, by torch's copy_, which autograd records."""
     for i, (tensor, slot) in enumerate(zip(call.inputs, slots, strict=True)):
         try:
             tensor.copy_(slot.view(tensor.shape))
         except RuntimeError as error:
-            # A view that autograd lets nobody write, or a tensor outside of vmap.
+            # A view to which autograd allows no write, or a tensor outside of vmap.
             raise TypeError(
                 f"{call.name(i)} cannot be written with a derivative: {error}"
             ) from None
@@ -200,7 +203,8 @@ def _run_operator(
     alignment: int,
     scalars: Sequence[float],
 ) -> list[Tensor]:
-    """What the operator of a function does. Gradients come expanded, or in any order of strides."""
+    """Run the operator of a function."""
+    # Gradients may be expanded, or have strides in any order.
     given, kinds = [one.contiguous() for one in inputs], [DTYPES[code] for code in dtypes]
     if function == "sum_n":
         call = check_sum_n(given, None, kinds[0], Findings())
@@ -224,7 +228,7 @@ def _empty(
     numels: Sequence[int],
     kinds: Sequence[torch.dtype],
 ) -> list[Tensor]:
-    """The results' memory."""
+    """Allocate the results."""
     first = inputs[0]
     if function == "unpack":
         made = zip(numels, kinds, strict=True)
@@ -240,7 +244,7 @@ def _fake(function: str, inputs: list[Tensor], *settings: Any) -> list[Tensor]:
 def _vmap(
     function: str, info: Any, in_dims: tuple[Any, ...], inputs: list[Tensor], *settings: Any
 ) -> tuple[list[Tensor], list[int]]:
-    """The batch in one call: a buffer of as many rows as it has, one behind the other."""
+    """Run the whole batch in one call; packed buffers are the rows of one longer buffer."""
     rows, linear = info.batch_size, Map(function, *settings)
     moved = [
         one.expand(rows, *one.shape) if dim is None else one.movedim(dim, 0)

@@ -1,8 +1,8 @@
-"""What a function reports of the values it writes, beside its output.
+"""Optional outputs: what a function reports about the values that it writes.
 
-One field of `Findings` is one optional argument of every function that writes. Its check and
-its order are here; `report` in kernels/gpu/tiles.py, in
-kernels/cpu/native.c and in kernels/cpu/torch_fallback.py finds its value.
+Each field of `Findings` is an optional argument of every function that writes. This file has their
+order and their checks; `report` in kernels/gpu/tiles.py, kernels/cpu/native.c and
+kernels/cpu/torch_fallback.py finds their values.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from kernels.validation import check_tensor, check_writable
 
 
 class Findings(NamedTuple):
-    """Tensors of one element that a function writes beside its output, None where not asked for.
+    """Tensors of one element that a function writes in addition to its output; None if not wanted.
 
-    The order of the fields is that of the arguments of operators, of the struct in C and of the
-    tuple that a Triton kernel takes.
+    Operators, the struct in C and the tuple for a Triton kernel have them in this order.
 
     Attributes:
-        found_inf: float32, set to 1 where a value written is Inf or NaN, else left, as torch's
-            GradScaler has it.
-        max_abs: float64 where a tensor written is, else float32; set to the largest magnitude
-            written, NaN if any is, 0 where nothing is written. The same bits every time, whatever
-            the order in which values are looked at.
+        found_inf: float32, set to 1 if a value written is Inf or NaN, otherwise not changed, as
+            torch's GradScaler needs it.
+        max_abs: float64 if a tensor written is, otherwise float32; set to the largest magnitude
+            written, NaN if one is NaN, 0 if nothing is written. Its bits do not depend on the order
+            in which values are visited.
     """
 
     found_inf: Tensor | None = None
     max_abs: Tensor | None = None
 
     def given(self) -> list[tuple[str, Tensor]]:
-        """Return the name and tensor of those asked for."""
+        """Return the names and tensors of those that are wanted."""
         if {*self} == {None}:
             return []
         named = zip(self._fields, self, strict=False)
@@ -45,12 +44,12 @@ class Findings(NamedTuple):
         """Check dtypes and devices.
 
         Args:
-            device: Of the other arguments.
-            written: Dtypes of the tensors written.
+            device: The device of the other arguments.
+            written: The dtypes of the tensors written.
 
         Raises:
-            TypeError: One has another dtype or more than one element.
-            ValueError: One is on another device, or must not be written.
+            TypeError: A tensor has another dtype or more than one element.
+            ValueError: A tensor is on another device, or must not be written.
         """
         for name, tensor in self.given():
             dtype = compute_dtype(*written) if name == "max_abs" else torch.float32
@@ -66,7 +65,7 @@ class Findings(NamedTuple):
             check_writable(name, tensor)
 
     def reset_before(self, run: Callable[..., None]) -> Callable[..., None]:
-        """Return `run`, with what only rises set back first."""
+        """Return a function that sets `max_abs`, which a run only raises, to 0 and calls `run`."""
         if self.max_abs is None:
             return run
         largest = self.max_abs.detach()
@@ -78,13 +77,13 @@ class Findings(NamedTuple):
         return reset_and_run
 
 
-# As operators have them; `a` is what else they write.
+# As arguments of an operator's schema, in which `a` is the output.
 SCHEMA = ", ".join(
     f"Tensor({letter}!)? {name}" for letter, name in zip("bcdefg", Findings._fields, strict=False)
 )
 
 
 def max_abs_reference(written: Sequence[Tensor]) -> Tensor:
-    """Return what `max_abs` is set to by a function that writes these tensors: float64, 0-D."""
+    """Return the `max_abs` of a function that writes these tensors: float64, 0-D."""
     magnitudes = [tensor.detach().double().abs().amax() for tensor in written if tensor.numel()]
     return torch.stack(magnitudes).amax() if magnitudes else torch.zeros((), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Whether autograd follows a call, and the error where it cannot."""
+"""Find out whether a call is to be differentiated, and raise the error if it cannot be."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from kernels.arguments import LINEAR, Call
 
 
 def is_followed(call: Call) -> bool:
-    """Whether a derivative is asked for, by reverse or forward mode.
+    """Whether a derivative is asked for, in reverse or forward mode.
 
-    Raises ValueError where it is and the call has none: its function is not linear, or it writes
-    into tensors of the caller's. Autograd sees neither who wrote them nor what was there before.
+    Raises:
+        ValueError: One is asked for and the call has none: its function is not linear, or it writes
+            to tensors of the caller, and autograd does not see such writes.
     """
     if not (_asks(call) or _in_dual_level(call)):
         return False
@@ -30,7 +31,7 @@ def is_followed(call: Call) -> bool:
 
 
 def refuse_followed(call: Call, why: str) -> None:
-    """Raise ValueError if a derivative is asked for, with these words why there is none."""
+    """Raise ValueError if a derivative is asked for. why: there is none, for the error's text."""
     if _asks(call) or _in_dual_level(call):
         for name, tensor in _named(call):
             if _follows(tensor):
@@ -38,7 +39,7 @@ def refuse_followed(call: Call, why: str) -> None:
 
 
 def refuse(name: str, tensor: Tensor, why: str) -> None:
-    """Raise ValueError, with these words why there is no derivative."""
+    """Raise the ValueError for a tensor. why: there is no derivative, for its text."""
     if tensor.requires_grad:
         raise ValueError(
             f"{name} requires grad, but {why}: pass {name}.detach(), or call under torch.no_grad()"
@@ -50,10 +51,10 @@ def refuse(name: str, tensor: Tensor, why: str) -> None:
 
 
 def _asks(call: Call) -> bool:
-    """Whether any tensor requires a gradient, of which grad mode takes note."""
+    """Whether grad mode is on and any tensor requires a gradient."""
     if not torch.is_grad_enabled():
         return False
-    # On every call: `any` of a generator takes as long again.
+    # A loop, because this runs on every call and `any` of a generator takes twice as long.
     for tensor in call.inputs:
         if tensor.requires_grad:
             return True
@@ -67,7 +68,7 @@ def _asks(call: Call) -> bool:
 
 
 def _in_dual_level(call: Call) -> bool:
-    """Whether forward-mode differentiation is on: only then is a primal another object."""
+    """Whether forward-mode differentiation is on: only then is the primal another object."""
     return unpack_dual(call.out).primal is not call.out
 
 

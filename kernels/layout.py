@@ -1,4 +1,4 @@
-"""Where each tensor lies in a packed buffer: offsets, sizes, alignment. Plain data only."""
+"""Where each tensor lies in a packed buffer: offsets, sizes and alignment, as plain data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from torch import Tensor
 
 from kernels.validation import DTYPES, check_dtype, check_each, check_tensors, read_list, tracing
 
+# In bytes: what cudaMalloc aligns to, and torch's allocator on the CPU (a cache line).
 CUDA_ALIGNMENT = 256
 CPU_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of a list of tensors in one 1-D buffer.
+    """Where the tensors of a list lie in one 1-D buffer.
 
-    dtype: of the buffer. shapes, numels, offsets: one entry a tensor, offsets in elements.
-    numel: length of the buffer in elements, padding included. alignment: of every slot, in bytes.
-    Elements between the end of a tensor and the next offset are padding and hold zero.
+    dtype: The buffer's. shapes, numels, offsets: One entry for each tensor; offsets in elements.
+    numel: The length of the buffer in elements, with padding. alignment: That of each slot, in
+    bytes. The elements between the end of a tensor and the next offset are padding, and zero.
     """
 
     dtype: torch.dtype
@@ -37,17 +38,17 @@ class Layout:
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """Boundaries (0, ..., numel), one segment a tensor with its padding; (0,) for none."""
+        """Boundaries (0, ..., numel): a segment is a tensor with its padding; (0,) without any."""
         return (*self.offsets, self.numel)
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
-        """Elements of every slot: a tensor and the padding behind it."""
+        """The elements of each slot: a tensor and the padding after it."""
         return tuple(map(operator.sub, self.segments[1:], self.offsets))
 
     @cached_property
     def pieces(self) -> tuple[int, ...]:
-        """Elements of every tensor, of its padding, of the next tensor and so on."""
+        """The elements of the first tensor, of its padding, of the next tensor, and so on."""
         return tuple(
             itertools.chain.from_iterable(
                 (numel, slot - numel) for numel, slot in zip(self.numels, self.slots, strict=True)
@@ -56,19 +57,19 @@ class Layout:
 
     @cached_property
     def in_c(self) -> tuple[array[int], array[int]]:
-        """int64: elements of each tensor; where the slots start, and end."""
+        """The elements of each tensor, and the boundaries of the slots, as int64."""
         return array("q", self.numels), array("q", self.segments)
 
     @cached_property
     def largest(self) -> int:
-        """Elements of the largest tensor, 0 where there is none."""
+        """The elements of the largest tensor; 0 without tensors."""
         return max(self.numels, default=0)
 
     @cached_property
     def sound(self) -> bool:
-        """Whether each slot holds its tensor, one after the other within the buffer.
+        """Whether the slots are large enough for their tensors, disjoint and inside the buffer.
 
-        True for what `layout_of` makes. Launches trust it with their addresses.
+        True for what `layout_of` makes. Kernels do not check addresses: they rely on this.
         """
         rows = (self.shapes, self.numels, self.offsets)
         if not all(type(row) is tuple and len(row) == len(self.numels) for row in rows):
@@ -100,10 +101,10 @@ def layout_of(
 ) -> Layout:
     """Lay out `tensors` one after the other, each slot starting at a multiple of `alignment`.
 
-    dtype: of the buffer; None takes the tensors' own, which must then be one (float32 for an empty
-    list). alignment: bytes, a positive multiple of the element size; None takes 256 for CUDA
-    tensors and 64 for CPU ones. Raises TypeError (dtypes) or ValueError (alignment, devices,
-    contiguity).
+    dtype: The buffer's; None for that of the tensors, which must then be the same for all (float32
+    for an empty list). alignment: Bytes, a positive multiple of the element size; None for 256 with
+    CUDA tensors and 64 with CPU tensors. Raises TypeError (dtypes) or ValueError (alignment,
+    devices, contiguity).
     """
     checked = check_tensors("tensors", tensors)
     if dtype is None:
@@ -145,7 +146,7 @@ class PackedList:
 
     @cached_property
     def kinds(self) -> dict[torch.dtype, tuple[int, ...]]:
-        """The tensors of each dtype, by their index, without those of no elements."""
+        """By dtype, the indices of its tensors, without empty ones."""
         kinds: dict[torch.dtype, list[int]] = {}
         for i, (numel, dtype) in enumerate(zip(self.layout.numels, self.dtypes, strict=True)):
             if numel > 0:
@@ -188,7 +189,7 @@ def check_packed(
 def packed_within(
     buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], alignment: int
 ) -> PackedList:
-    """Return how tensors lie in a buffer, by their offsets; ValueError where they do not fit."""
+    """Return the layout of tensors in a buffer by their offsets; ValueError if they do not fit."""
     layout = Layout(
         dtype=buffer.dtype,
         shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
@@ -202,7 +203,7 @@ def packed_within(
 
 
 def check_layout(layout: object) -> None:
-    """Raise TypeError for what is no Layout, ValueError for one whose slots leave its buffer."""
+    """Raise TypeError if this is not a Layout, ValueError if it is not `sound`."""
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a kernels.Layout, not {type(layout).__name__}")
     if not tracing() and not layout.sound:
@@ -210,7 +211,7 @@ def check_layout(layout: object) -> None:
 
 
 def check_buffer(name: str, buffer: Tensor, layout: Layout, device: torch.device) -> None:
-    """Raise TypeError or ValueError unless a readable tensor is one for this layout and device."""
+    """Raise TypeError or ValueError unless a readable tensor fits this layout and device."""
     if buffer.dtype != layout.dtype:
         raise TypeError(f"{name} has dtype {buffer.dtype} but the layout has {layout.dtype}")
     if buffer.shape != (layout.numel,):

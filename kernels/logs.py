@@ -1,4 +1,4 @@
-"""The environment variable ADASUM_LOG: what the packages say, without any set-up of logging."""
+"""The environment variable ADASUM_LOG: show what the packages log, without setting up logging."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 class _Handler(logging.StreamHandler):
-    """Writes to standard error, unless the program has handlers of its own, which do it then."""
+    """Writes to standard error, unless the program has handlers of its own, which then do."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -18,11 +18,10 @@ class _Handler(logging.StreamHandler):
 
 
 def show(package: str) -> None:
-    """Let what a package logs be seen from the level on that the variable names, if it is set.
+    """Show what a package logs, from the level in the environment variable on, if that is set.
 
     Args:
-        package: "kernels", "collectives" or "adasum": the logger that those of its modules are
-            below.
+        package: "kernels", "collectives" or "adasum": the parent of its modules' loggers.
     """
     level = os.environ.get(_VARIABLE, "").lower()
     logger = logging.getLogger(package)
@@ -34,5 +33,5 @@ def show(package: str) -> None:
     if level in _LEVELS:
         logger.setLevel(level.upper())
     elif package == "kernels":
-        # Once, not by each of the three.
+        # Only for one of the three packages, so that the warning appears once.
         logger.warning("%s must be one of %s, got %r", _VARIABLE, ", ".join(_LEVELS), level)

@@ -1,4 +1,4 @@
-"""Where tensors lie: whether their storages reach to their ends, and whether they overlap."""
+"""Check tensors' addresses: whether their storages are long enough, and whether they overlap."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor, UntypedStorage
 
-# So many numbers Python compares one by one in less time than numpy takes to start.
+# Up to so many numbers, a loop in Python takes less time than one call of numpy.
 _FEW = 16
-# Where memory begins: more bytes than any tensor has. Most addresses are higher; without memory a
-# tensor's address is where it starts, 0, or of a view more.
+# Addresses above this are those of memory. A tensor without memory has the address 0, and a view of
+# it the offset in bytes, which is less than this. A lower address of memory is checked more slowly.
 _FAR = 2**40
 _nbytes, _itemsize = operator.attrgetter("nbytes"), operator.attrgetter("itemsize")
 
 
 def reach_in_memory(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool:
-    """Whether contiguous tensors are found at these addresses, to their last element.
+    """Whether contiguous tensors have memory at these addresses, up to their last element.
 
-    No word on what is wrong where not, nor is that sure: `check_memory_of` tells. It runs on every
-    call. Raises NotImplementedError where torch has no storage.
+    Runs on every call, and is quick instead of exact: False may be a false alarm, on which
+    `check_memory_of` decides. Raises NotImplementedError if torch has no storage for a tensor.
     """
     if len(tensors) <= _FEW:
         for tensor, address in zip(tensors, addresses, strict=True):
@@ -37,12 +37,12 @@ def reach_in_memory(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool
     if any(map(Tensor.storage_offset, tensors)):
         starts = map(operator.mul, map(Tensor.storage_offset, tensors), map(_itemsize, tensors))
         ends = list(map(operator.add, ends, starts))
-    # Most often each has a storage of its own size.
+    # Equality is the usual case, and quicker: each tensor has a storage of its own.
     return held == ends or all(map(operator.ge, held, ends))
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:
-    """First address and the one past the last of a contiguous tensor."""
+    """Return the first address of a contiguous tensor, and the first one after it."""
     start = tensor.data_ptr()
     return start, start + tensor.nbytes
 
@@ -56,16 +56,16 @@ def check_no_overlap(name: str, written: Tensor, other_name: str, other: Tensor)
 
 
 def check_disjoint(name: str, addresses: array[int], sizes: array[int]) -> None:
-    """Raise ValueError if two of the tensors of a list, all about to be written, share memory.
+    """Raise ValueError if two of a list's tensors, all of which are written, share memory.
 
     Args:
-        name: Of the list.
-        addresses: Where the tensors lie, as uint64.
+        name: The list's name in errors.
+        addresses: The tensors' addresses, as uint64.
         sizes: Their bytes, as uint64.
     """
     if len(addresses) > _FEW:
         starts, ends = _numbers(addresses).copy(), _numbers(addresses) + _numbers(sizes)
-        # Apart, the tensors end in the order in which they start.
+        # Disjoint tensors end in the order in which they start, so both can be sorted separately.
         starts.sort()
         ends.sort()
         if (ends[:-1] <= starts[1:]).all():
@@ -89,9 +89,9 @@ def near(addresses: array[int], reach: int, buffer: Tensor) -> list[int]:
     """Return which of a list's tensors may overlap `buffer`, by their addresses.
 
     Args:
-        addresses: Where the tensors lie, as uint64.
-        reach: More bytes than none of them has.
-        buffer: Contiguous.
+        addresses: The tensors' addresses, as uint64.
+        reach: The most bytes that one of them may have.
+        buffer: A contiguous tensor.
     """
     low, high = byte_range(buffer)
     low -= reach

@@ -1,4 +1,4 @@
-"""pack and unpack: many tensors to one buffer and back in one launch, scale and cast fused."""
+"""pack and unpack: copy many tensors to one buffer and back, with scale and cast, in one launch."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def pack(
 ) -> Tensor:
     """Copy `tensors`, each times `scale`, into one 1-D buffer; the padding is zero.
 
-    Products are taken in float32 (float64 where either dtype is float64) and rounded once.
+    Products are computed in float32 (float64 if either dtype is float64) and rounded once.
 
     Args:
-        tensors: Contiguous, on one device, of any supported dtypes.
-        layout: Where each goes and the buffer's dtype; None takes `layout_of(tensors)`.
-        out: The buffer to write, `layout.numel` elements of `layout.dtype`, 1-D and apart from the
-            tensors; None makes one.
-        scale: Factor of every element.
-        found_inf: float32 of one element, set to 1 where an element written is not finite, else
-            left.
-        max_abs: One element, float64 where the buffer is, else float32; set to the largest
-            magnitude written, NaN if any is.
+        tensors: Contiguous tensors on one device, of any supported dtypes.
+        layout: Where each tensor goes, and the buffer's dtype; `layout_of(tensors)` if None.
+        out: The buffer to write: 1-D, `layout.numel` elements of `layout.dtype`, which shares no
+            memory with the tensors. None makes one.
+        scale: The factor of every element.
+        found_inf: float32 of one element, set to 1 if an element written is not finite, otherwise
+            not changed.
+        max_abs: One element, float64 if the buffer is, otherwise float32; set to the largest
+            magnitude written, NaN if one is NaN.
 
     Returns:
         The buffer.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+        ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
     """
     scale = check_scalar("scale", scale)
     packed: Tensor = run(check_pack(tensors, layout, out, Findings(found_inf, max_abs)), scale)
@@ -61,8 +61,8 @@ def plan_pack(
 ) -> PackPlan:
     """Plan `pack` of these tensors: run it as plan(scale).
 
-    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has a
-    buffer of its own, the same at each run.
+    Arguments and errors are those of `pack` and of every `Plan`. Without `out` the plan makes a
+    buffer, to which each run writes.
     """
     return PackPlan(check_pack(tensors, layout, out, Findings(found_inf, max_abs)))
 
@@ -78,23 +78,23 @@ def unpack(
 ) -> list[Tensor]:
     """Copy the slots of `buffer`, times `scale`, into `tensors`, in place.
 
-    Products are taken as in `pack`.
+    Products are computed as in `pack`.
 
     Args:
-        buffer: 1-D, as `layout` says.
-        tensors: Written; apart from each other and from the buffer.
-        layout: The one `buffer` was packed with; None takes
-            `layout_of(tensors, dtype=buffer.dtype)`.
-        scale: Factor of every element.
+        buffer: 1-D, packed as `layout` says.
+        tensors: The tensors to write, which share no memory with each other or the buffer.
+        layout: The layout with which `buffer` was packed;
+            `layout_of(tensors, dtype=buffer.dtype)` if None.
+        scale: The factor of every element.
         found_inf: As in `pack`.
-        max_abs: As in `pack`, float64 where a tensor written is.
+        max_abs: As in `pack`, float64 if a tensor written is.
 
     Returns:
         The tensors.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+        ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
     """
     scale = check_scalar("scale", scale)
     call = check_unpack(buffer, tensors, layout, Findings(found_inf, max_abs))
@@ -112,19 +112,19 @@ def plan_unpack(
 ) -> UnpackPlan:
     """Plan `unpack` into these tensors: run it as plan(scale).
 
-    Arguments and errors as there, and of every plan: see `Plan`.
+    Arguments and errors are those of `unpack` and of every `Plan`.
     """
     return UnpackPlan(check_unpack(buffer, tensors, layout, Findings(found_inf, max_abs)))
 
 
 def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
-    """Least traffic of `pack`, in bytes: every tensor read, the whole buffer written."""
+    """Return the least traffic of `pack` in bytes: all tensors read, the whole buffer written."""
     layout = check_packed(tensors, layout, None)[1].layout
     return sum(tensor.nbytes for tensor in tensors) + layout.numel * layout.dtype.itemsize
 
 
 def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
-    """Least traffic of `unpack`, in bytes: every slot read, every tensor written."""
+    """Return the least traffic of `unpack` in bytes: all slots read, all tensors written."""
     _, packed = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)
     itemsize = packed.layout.dtype.itemsize
     return sum(tensor.numel() * (tensor.element_size() + itemsize) for tensor in tensors)
@@ -133,7 +133,7 @@ def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | 
 def pack_reference(
     tensors: Sequence[Tensor], *, layout: Layout | None = None, scale: float = 1.0
 ) -> Tensor:
-    """What `pack` writes, before the rounding to the buffer's dtype: float64, 1-D."""
+    """Return what `pack` writes, before it is rounded to the buffer's dtype: float64, 1-D."""
     layout = check_packed(tensors, layout, None)[1].layout
     scale = check_scalar("scale", scale)
     buffer = torch.zeros(layout.numel, dtype=torch.float64, device=device_of(tensors))
@@ -143,7 +143,7 @@ def pack_reference(
 
 
 def unpack_reference(buffer: Tensor, layout: Layout, *, scale: float = 1.0) -> list[Tensor]:
-    """What `unpack` writes, before the rounding to the tensors' dtypes: float64 tensors."""
+    """Return what `unpack` writes, before it is rounded to the tensors' dtypes: float64."""
     check_layout(layout)
     check_buffer("buffer", buffer, layout, check_tensor("buffer", buffer).device)
     return layout.views(buffer.detach().double() * check_scalar("scale", scale))

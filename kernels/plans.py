@@ -1,10 +1,10 @@
-"""Calls whose arguments are checked once and that run many times.
+"""Plans: calls whose arguments are checked once, and which then run many times.
 
     plan = kernels.plan_pack(gradients, layout=layout, out=flat)   # checks, tables, bound launch
     plan(scale=0.5)                                                # the launch and nothing else
-    plan.rebind(new_gradients)                                     # others, equal but in place
+    plan.rebind(new_gradients)                                     # like the old ones, elsewhere
 
-A direct call, `kernels.pack` say, is bound in the same way and run once.
+A direct call, such as `kernels.pack`, is bound in the same way and run once.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ def _released(*_: float) -> None:
 
 
 class Plan:
-    """A call that has passed its checks and is bound to its tensors.
+    """A call whose arguments were checked, bound to its tensors.
 
-    A run asks each tensor where it lies, about 0.05 us a tensor, and does the launch (CUDA) or one
-    call of compiled code (CPU). It writes to the same output each time, and does not tell autograd
-    so, whose version counters stay as they are: plan what no backward pass has saved. Tensors that
-    require gradients are refused while grad mode is on. One thread runs a plan at a time; on CUDA
-    its runs follow each other on their streams. torch.compile and dispatch modes do not see its
-    runs, so under them none is made. Nor is one made or bound while a CUDA graph is captured; its
-    runs may be.
+    A run compares the address of each tensor, in about 0.05 us, and makes the launch (CUDA) or one
+    call of compiled code (CPU). Each run writes to the same output. Autograd does not see that, and
+    version counters do not change: plan no tensor that a backward pass has saved. Tensors that
+    require gradients are refused while grad mode is on. Only one thread may run a plan at a time,
+    and on CUDA its runs must follow each other on their streams. torch.compile and dispatch modes
+    do not see its runs, so no plan can be made under them. Nor can one be made or bound while a
+    CUDA graph is captured; its runs can be captured.
 
-    A plan holds its tensors. While it does, nobody may give one of them other memory or another
-    shape: no `resize_`, no `set_`, no assignment to `.data`, no `resize_` of its storage. A run of
-    a tensor that lies elsewhere raises, and writes nothing; one that has another shape or dtype at
-    the same address only `check` finds. A CUDA graph that captured a run needs the plan for as long
-    as it is replayed, neither rebound nor released, and its replays ask nobody.
+    A plan holds its tensors. As long as it does, none of them may get other memory or another
+    shape: by `resize_`, `set_`, an assignment to `.data`, or `resize_` of its storage. A run raises
+    and writes nothing if a tensor has another address; another shape or dtype at the same address
+    is found only by `check`. While a CUDA graph that captured a run is replayed, the plan must
+    exist and be neither rebound nor released; replays check nothing.
 
     Attributes:
-        out: What a run writes to and returns; of `plan_unpack`, what it reads.
+        out: The tensor to which a run writes, and which it returns; of `plan_unpack`, the buffer
+            that it reads.
     """
 
     out: Tensor
@@ -75,25 +76,25 @@ class Plan:
         refuse_followed(call, _UNSEEN)
         self._dtypes, self._shapes = call.dtypes, call.shapes
         self._device, self._table = call.out.device, AddressTable()
-        # Which of the inputs `out` is.
+        # The index of the input that is also `out`, if any.
         self._in_place = next((i for i, one in enumerate(call.inputs) if one is call.out), None)
         self._take(call)
 
     def rebind(self, tensors: Sequence[Tensor], *, out: Tensor | None = None) -> None:
-        """Take other input tensors, equal in shape, dtype, strides and device; let the old ones go.
+        """Bind the plan to other tensors of the same shapes, dtypes, strides and device.
 
-        Work that was started before and still runs on a GPU is not disturbed, if it is on the
-        current stream.
+        The old ones are released. Runs that are still under way on a GPU are not disturbed if they
+        are on the current stream.
 
         Args:
-            tensors: As many as the plan was made from, in the same order: (a, b) of a pair.
-            out: Takes the place of the plan's `out`. None keeps it or, where it is one of the
-                inputs, takes the new one in its place.
+            tensors: As many as the plan was made from, in the same order; (a, b) for a pair.
+            out: The new `out`. None keeps the old one or, if that is one of the inputs, takes the
+                new input in its place.
 
         Raises:
-            TypeError: One has another type or dtype, or less memory than elements.
-            ValueError: One has another shape or device, is not contiguous, requires a gradient, or
-                shares memory that is written.
+            TypeError: A tensor has another type or dtype, or its storage is too short.
+            ValueError: A tensor has another shape or device, is not contiguous, requires a
+                gradient, or shares memory that is written.
         """
         call = self._call
         _refuse_outside_eager(call.function)
@@ -112,15 +113,15 @@ class Plan:
         changed = {"inputs": inputs, "out": target, "addresses": array("Q"), "rebound": True}
         if target is not self.out:
             changed["made"] = False
-        # In half the time of `replace`.
+        # Not by `replace`, which takes twice the time.
         fresh = Call(**{**vars(call), **changed})
         refuse_followed(fresh, _UNSEEN)
         self._take(fresh)
 
     def release(self) -> None:
-        """Let go of the input tensors, and of `out` where it is one of them.
+        """Release the input tensors, and `out` if it is one of them.
 
-        What else the plan was made with it keeps. It runs again once it is bound to others.
+        The plan keeps its other tensors. It can run again after `rebind`.
         """
         if self._in_place is not None:
             self.out = self.out.new_empty(0)
@@ -130,10 +131,10 @@ class Plan:
         self._run = _released
 
     def check(self) -> None:
-        """Check that every tensor still lies where it lay when the plan was bound to it.
+        """Check that every tensor is as it was when the plan was bound to it.
 
         Raises:
-            RuntimeError: One was resized, or given other memory; or the plan was released.
+            RuntimeError: A tensor was resized or given other memory, or the plan was released.
         """
         if self._run is _released:
             _released()
@@ -175,20 +176,20 @@ class Plan:
         self._places = [*call.addresses, *[one.data_ptr() for one in others]]
 
     def _start(self, *scalars: float) -> None:
-        """Run, if all tensors are where they were."""
+        """Run if all tensors have the same addresses as before; otherwise `check` raises."""
         if [*map(Tensor.data_ptr, self._held)] != self._places:
             self.check()
         self._run(*scalars)
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """What a plan relies on."""
+    """Return what must not change about a tensor of a plan."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous()
 
 
 class _ScaledPlan(Plan):
     def __call__(self, scale: float = 1.0) -> Tensor:
-        """Run with this factor of all that is written, and return `out`."""
+        """Run with `scale` as the factor of what is written, and return `out`."""
         self._start(check_scalar("scale", scale))
         return self.out
 
@@ -244,13 +245,13 @@ class AdasumPlan(_ProjectionPlan):
 
 
 def _refuse_outside_eager(name: str) -> None:
-    """Raise RuntimeError where calls are read, or recorded, rather than run."""
+    """Raise RuntimeError while torch traces calls, or captures them in a CUDA graph."""
     if tracing():
         raise RuntimeError(
             "no plan is made while torch.compile, export or a dispatch mode reads the calls: "
             f"call kernels.{name}, of which they see an operator"
         )
-    # Asked on a CPU, torch would start CUDA.
+    # is_initialized first: the second question would initialise CUDA.
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "no plan is made or bound while a CUDA graph is captured, whose memory and tables are "

@@ -4,10 +4,10 @@ With d = a.b, A = |a|^2 and B = |b|^2 over one segment,
 adasum(a, b) = (1 - d/(2A)) a + (1 - d/(2B)) b  (arXiv 2006.02924, section 3): parallel vectors
 average, orthogonal ones sum.
 
-Where a is what p ranks' vectors make and b what q ranks' make, they are weighed by p and q:
-(1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b. Of orthogonal ones, d = 0, that is the sum again. Of
+If a is the result for p ranks and b that for q ranks, the weights p and q make it
+(1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b. For orthogonal vectors, d = 0, that is the sum again. For
 parallel ones, a = s x and b = t x, it is (s + t - p/(p+q) t - q/(p+q) s) x = (p a + q b)/(p + q):
-of the means of p and of q vectors the mean of all.
+if a and b are the means of p and of q vectors, it is the mean of all.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ Weights = tuple[float, float]
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
     """Return float64 [S, 3] on the tensors' device, a row `(a.b, |a|^2, |b|^2)` per segment.
 
-    No square under- or overflows for float16, bfloat16 or float32 values.
+    Squares of float16, bfloat16 and float32 values neither under- nor overflow.
 
     Args:
-        a: Taken as flat.
+        a: A tensor of any shape, which is treated as flat.
         b: Equal to a in shape, dtype and device.
-        segments: Element boundaries (0, ..., numel), None for one segment; an empty segment gives
-            zeros.
+        segments: Element boundaries (0, ..., numel); None for one segment. The row of an empty
+            segment is zeros.
 
     Raises:
         TypeError: An argument has another type or dtype.
-        ValueError: One cannot be used.
+        ValueError: An argument is unusable.
     """
     dots: Tensor = run(check_dot_and_norms(a, b, segments))
     return dots
@@ -59,8 +59,8 @@ def plan_dot_and_norms(
 ) -> DotAndNormsPlan:
     """Plan `dot_and_norms` of a and b: run it as plan().
 
-    Arguments and errors as there, and of every plan: see `Plan`. A run returns the same tensor
-    each time.
+    Arguments and errors are those of `dot_and_norms` and of every `Plan`. Each run writes to the
+    same tensor and returns it.
     """
     return DotAndNormsPlan(check_dot_and_norms(a, b, segments))
 
@@ -76,31 +76,32 @@ def combine(
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
 ) -> Tensor:
-    """Return (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`.
+    """Return (1 - d/(2A)) a + (1 - d/(2B)) b per segment, where (d, A, B) is its row of `dots`.
 
-    With `weights` (p, q) it is (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b, the same bits where
-    p = q. A coefficient whose squared norm is below sqrt(DBL_MIN) is 1; one whose squared norm,
-    times 2 or (p+q)/p, is beyond DBL_MAX is NaN. Rounded once to the dtype; where the two nearly
-    cancel they are blended with float64's precision. Of float64 vectors that nearly cancel the
-    dots' own rounding is left: with them from `dot_and_norms` the result
-    `v = alpha a + beta b` is off by `100 eps (|alpha a| + |beta b|)` at most in L2 norm, which
-    beside `|v|` is `100 eps sqrt(R)` with `R = (|alpha a| + |beta b|)^2 / |v|^2`.
+    With `weights` (p, q) it is (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b, with the same bits if
+    p = q. A coefficient is 1 if its squared norm (A or B) is below sqrt(DBL_MIN), and NaN if that,
+    times 2 or (p+q)/p, is beyond DBL_MAX. The result is rounded once to the dtype; if a and b
+    nearly cancel they are blended in float64. For float64 vectors that nearly cancel, the rounding
+    of the dots remains: with dots from `dot_and_norms`, the error of the result
+    `v = alpha a + beta b` is at most `100 eps (|alpha a| + |beta b|)` in L2 norm. Relative to `|v|`
+    that is `100 eps sqrt(R)` with `R = (|alpha a| + |beta b|)^2 / |v|^2`.
 
     Args:
-        a: Taken as flat.
+        a: A tensor of any shape, which is treated as flat.
         b: Equal to a in shape, dtype and device.
-        dots: float64 [S, 3], as `dot_and_norms` returns or summed over the ranks that hold the
-            segments' parts.
+        dots: float64 [S, 3], from `dot_and_norms`, or the sum of its results over the ranks that
+            hold parts of the segments.
         segments: As in `dot_and_norms`.
-        weights: How many vectors stand behind a, and how many behind b: positive and finite.
-        out: Written and returned; may be a or b. None makes one.
-        found_inf: float32 of one element, set to 1 where an output is not finite, else left.
-        max_abs: One element, float64 where the output is, else float32; set to the largest
-            magnitude written, NaN if any is.
+        weights: How many vectors a and b are the results of: positive and finite.
+        out: The tensor to write and return, which may be a or b. None makes one.
+        found_inf: float32 of one element, set to 1 if an output is not finite, otherwise not
+            changed.
+        max_abs: One element, float64 if the output is, otherwise float32; set to the largest
+            magnitude written, NaN if one is NaN.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+        ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
     """
     factors = check_weights(weights)
     call = check_combine(a, b, dots, segments, out, Findings(found_inf, max_abs))
@@ -118,10 +119,10 @@ def plan_combine(
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
 ) -> CombinePlan:
-    """Plan `combine` of a and b: run it as plan(weights), with what `dots` then holds.
+    """Plan `combine` of a and b: run it as plan(weights), which reads the values of `dots` then.
 
-    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
-    its own, the same at each run.
+    Arguments and errors are those of `combine` and of every `Plan`. Without `out` the plan makes
+    one, to which each run writes.
     """
     return CombinePlan(check_combine(a, b, dots, segments, out, Findings(found_inf, max_abs)))
 
@@ -139,13 +140,13 @@ def adasum(
 ) -> Tensor:
     """Return the Adasum of two tensors, a segment at a time: `combine` of their `dot_and_norms`.
 
-    Arguments and errors are those of `combine`. NaN or Inf in a segment reaches that segment alone.
+    Arguments and errors are those of `combine`. NaN or Inf in a segment affects only that segment.
 
-    `cooperative` says whether a GPU may do it in one cooperative launch where the tensors fit on
-    chip. They are then read once, but all programs of the launch must be resident at once, on up to
-    every register of the GPU, and wait for each other. Beside kernels that wait in turn, as NCCL's
-    do for other ranks, take two launches, which wait for nothing. The bits are the same; on a CPU
-    it makes no difference.
+    `cooperative` says whether a GPU may use one cooperative launch if the tensors fit on chip. They
+    are then read once, but all programs of the launch must be resident at the same time, with up to
+    all registers of the GPU, and they wait for each other. At the same time as other kernels that
+    wait, as NCCL's wait for other ranks, pass False: two launches, which wait for nothing. The bits
+    are the same, and on a CPU it makes no difference.
     """
     factors = check_weights(weights)
     call = check_adasum(a, b, segments, out, Findings(found_inf, max_abs), cooperative)
@@ -165,16 +166,16 @@ def plan_adasum(
 ) -> AdasumPlan:
     """Plan `adasum` of a and b: run it as plan(weights).
 
-    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
-    its own, the same at each run.
+    Arguments and errors are those of `adasum` and of every `Plan`. Without `out` the plan makes
+    one, to which each run writes.
     """
     return AdasumPlan(check_adasum(a, b, segments, out, Findings(found_inf, max_abs), cooperative))
 
 
 def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
-    """Least traffic of `dot_and_norms`, in bytes: a and b read, 24 bytes a segment written.
+    """Return the least traffic of `dot_and_norms` in bytes: a and b read, 24 a segment written.
 
-    Tensors may lie on any device, here and in the other functions that count bytes.
+    Tensors may be on any device, here and in the other functions that count bytes.
     """
     left, right = check_sized("a", a), check_sized("b", b)
     count = len(check_segments(segments, left.numel())) - 1
@@ -182,18 +183,18 @@ def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = N
 
 
 def combine_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
-    """Least traffic of `combine`, in bytes: a, b and the dots read, one tensor written."""
+    """Return the least traffic of `combine` in bytes: a, b and dots read, one tensor written."""
     return dot_and_norms_bytes(a, b, segments) + a.nbytes
 
 
 def adasum_bytes(a: Tensor, b: Tensor) -> int:
-    """Least traffic of `adasum`, in bytes: a and b read once, one tensor written."""
+    """Return the least traffic of `adasum` in bytes: a and b read once, one tensor written."""
     left, right = check_sized("a", a), check_sized("b", b)
     return 2 * left.nbytes + right.nbytes
 
 
 def dot_and_norms_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
-    """`dot_and_norms` in plain float64 torch; arguments and errors as there."""
+    """Return `dot_and_norms` by plain torch in float64, with the same arguments and errors."""
     x, y, bounds = _flat(a, b, segments)
     rows = [
         torch.stack([(u * v).sum(), (u * u).sum(), (v * v).sum()])
@@ -210,7 +211,7 @@ def combine_reference(
     *,
     weights: Weights = EQUAL,
 ) -> Tensor:
-    """`combine` evaluated in float64 and left there."""
+    """Return `combine`, computed and returned in float64."""
     x, y, bounds = _flat(a, b, segments)
     dots = check_dots(dots, len(bounds) - 1, x)
     result = torch.empty_like(x)
@@ -227,7 +228,7 @@ def adasum_reference(
     *,
     weights: Weights = EQUAL,
 ) -> Tensor:
-    """`adasum` evaluated in float64 and left there."""
+    """Return `adasum`, computed and returned in float64."""
     dots = dot_and_norms_reference(a, b, segments)
     return combine_reference(a, b, dots, segments, weights=weights)
 
@@ -235,7 +236,7 @@ def adasum_reference(
 def _flat(
     a: Tensor, b: Tensor, segments: Sequence[int] | None
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Both in float64 and flat, and the segments' boundaries."""
+    """Return both tensors, flat and in float64, and the segments' boundaries."""
     left = check_tensor("a", a)
     right = check_like("b", b, "a", left)
     bounds = check_segments(segments, left.numel())
@@ -243,10 +244,10 @@ def _flat(
 
 
 def _coefficients(dots: Tensor, weights: Weights) -> Tensor:
-    """float64 [S, 2] rows (1 - d/(fA), 1 - d/(gB)) of the rows (d, A, B) of `dots`.
+    """Return float64 [S, 2], rows (1 - d/(fA), 1 - d/(gB)) for the rows (d, A, B) of `dots`.
 
-    f = (p + q)/p and g = (p + q)/q of the weights (p, q). A coefficient whose squared norm is below
-    sqrt(DBL_MIN) is 1; a NaN norm is not, so NaN stays. One whose fA is beyond DBL_MAX is NaN.
+    f = (p + q)/p and g = (p + q)/q for the weights (p, q). A coefficient is 1 if its squared norm
+    is below sqrt(DBL_MIN), which NaN is not, so that NaN stays; it is NaN if fA is beyond DBL_MAX.
     """
     norms, factors = dots[:, 1:], dots.new_tensor(check_weights(weights))
     scaled = factors * norms

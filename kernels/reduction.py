@@ -1,4 +1,4 @@
-"""sum_n and scaled_add: n tensors to one in a single pass, accumulated wider than stored."""
+"""sum_n and scaled_add: sums of n tensors in one pass, in a wider dtype than they are stored in."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ def sum_n(
 ) -> Tensor:
     """Return scale * (tensors[0] + tensors[1] + ...), added in list order.
 
-    Sums are taken in float32 (float64 where either dtype is float64) and rounded once.
+    Sums are computed in float32 (float64 if either dtype is float64) and rounded once.
 
     Args:
         tensors: At least one, equal in shape, dtype and device.
-        out: Written and returned; may be one of the tensors. None makes one.
-        scale: Factor of the sum.
-        dtype: Of the output, None for that of `out` or, without one, of the tensors.
-        found_inf: float32 of one element, set to 1 where an output is not finite, else left.
-        max_abs: One element, float64 where the output is, else float32; set to the largest
-            magnitude written, NaN if any is.
+        out: The tensor to write and return, which may be one of the tensors. None makes one.
+        scale: The factor of the sum.
+        dtype: The output's dtype; None for that of `out`, or of the tensors without `out`.
+        found_inf: float32 of one element, set to 1 if an output is not finite, otherwise not
+            changed.
+        max_abs: One element, float64 if the output is, otherwise float32; set to the largest
+            magnitude written, NaN if one is NaN.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+        ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
     """
     scale = check_scalar("scale", scale)
     total: Tensor = run(check_sum_n(tensors, out, dtype, Findings(found_inf, max_abs)), scale)
@@ -62,8 +63,8 @@ def plan_sum_n(
 ) -> SumPlan:
     """Plan `sum_n` of these tensors: run it as plan(scale).
 
-    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
-    its own, the same at each run.
+    Arguments and errors are those of `sum_n` and of every `Plan`. Without `out` the plan makes one,
+    to which each run writes.
     """
     return SumPlan(check_sum_n(tensors, out, dtype, Findings(found_inf, max_abs)))
 
@@ -79,21 +80,21 @@ def scaled_add(
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
 ) -> Tensor:
-    """Return alpha*a + beta*b, in float32 (float64 where a dtype is float64), rounded once.
+    """Return alpha*a + beta*b, computed in float32 (float64 if a dtype is), rounded once.
 
     Args:
-        a: Of any supported dtype.
+        a: A tensor of any supported dtype.
         b: Equal to a in shape and device, of any supported dtype.
-        alpha: Factor of a.
-        beta: Factor of b.
-        out: Written and returned; may be a or b. None makes one.
-        dtype: Of the output, None for that of `out` or, without one, of a.
+        alpha: The factor of a.
+        beta: The factor of b.
+        out: The tensor to write and return, which may be a or b. None makes one.
+        dtype: The output's dtype; None for that of `out`, or of a without `out`.
         found_inf: As in `sum_n`.
         max_abs: As in `sum_n`.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+        ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
     """
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
     call = check_scaled_add(a, b, out, dtype, Findings(found_inf, max_abs))
@@ -112,14 +113,14 @@ def plan_scaled_add(
 ) -> ScaledAddPlan:
     """Plan `scaled_add` of a and b: run it as plan(alpha, beta).
 
-    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
-    its own, the same at each run.
+    Arguments and errors are those of `scaled_add` and of every `Plan`. Without `out` the plan makes
+    one, to which each run writes.
     """
     return ScaledAddPlan(check_scaled_add(a, b, out, dtype, Findings(found_inf, max_abs)))
 
 
 def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> int:
-    """Least traffic of `sum_n`, in bytes: every tensor read once, one of `dtype` written."""
+    """Return the least traffic of `sum_n` in bytes: all tensors read, one of `dtype` written."""
     given = read_list("tensors", tensors)
     sized = [check_sized(f"tensors[{i}]", tensor) for i, tensor in enumerate(given)]
     if not sized:
@@ -129,7 +130,7 @@ def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) 
 
 
 def scaled_add_bytes(a: Tensor, b: Tensor, *, dtype: torch.dtype | None = None) -> int:
-    """Least traffic of `scaled_add`, in bytes: two tensors read, one of `dtype` written."""
+    """Return the least traffic of `scaled_add` in bytes: a and b read, one of `dtype` written."""
     left, right = check_sized("a", a), check_sized("b", b)
     return left.nbytes + right.nbytes + left.numel() * _written(left, dtype).itemsize
 
@@ -142,7 +143,7 @@ def _written(like: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def sum_n_reference(tensors: Sequence[Tensor], *, scale: float = 1.0) -> Tensor:
-    """`sum_n` evaluated in float64 and left there; arguments and errors as there."""
+    """Return `sum_n`, computed and returned in float64; arguments and errors are the same."""
     checked = check_equals(tensors)
     scale = check_scalar("scale", scale)
     total = torch.zeros_like(checked[0], dtype=torch.float64, requires_grad=False)
@@ -152,7 +153,7 @@ def sum_n_reference(tensors: Sequence[Tensor], *, scale: float = 1.0) -> Tensor:
 
 
 def scaled_add_reference(a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    """`scaled_add` evaluated in float64 and left there; arguments and errors as there."""
+    """Return `scaled_add`, computed and returned in float64; arguments and errors are the same."""
     left = check_tensor("a", a)
     right = check_like("b", b, "a", left, any_dtype=True)
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)

@@ -1,12 +1,12 @@
-"""Calls as torch sees them: run at once in eager mode, in traced code one operator `adasum::*`.
+"""How torch sees calls: run at once in eager mode, and as one operator `adasum::*` in traced code.
 
-Eager calls bind a launch and run it, and never come to the operators. In traced code the public
-functions make the checks that need no addresses while torch traces, and call the operator; overlap,
-which needs addresses, is checked when the operator runs. What an operator writes is in its schema,
-so that torch copies and orders it rightly.
+Eager calls bind a launch and run it; they do not use the operators. In traced code the public
+functions check what needs no addresses, while torch traces, and call the operator; overlap, for
+which addresses are needed, is checked when the operator runs. An operator's schema says what it
+writes, so that torch orders it correctly, and copies tensors where it has to.
 
-The operators are not part of the public interface. One whose schema changes takes a new name:
-torch's cache of compiled graphs on disk knows an operator by its name alone.
+The operators are not part of the public interface. If the schema of one changes it gets a new name:
+torch's cache of compiled graphs on disk knows operators only by their names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kernels.layout import packed_within
 from kernels.validation import NoMemory, tracing
 
 _LIBRARY = torch.library.Library("adasum", "FRAGMENT")
-# Contiguous inputs must stay so.
+# So that torch.compile does not change the strides of contiguous inputs; see also `tags`.
 _TAGS = tags("needs_exact_strides", "needs_fixed_stride_order", "cudagraph_unsafe")
 
 
@@ -36,11 +36,11 @@ def run(call: Call, *scalars: float) -> Any:
     """Run a call, or have torch record it, and return what it writes.
 
     Raises:
-        TypeError: A tensor cannot be read where it lies.
-        ValueError: One shares memory with what is written, or requires a gradient that is not to
-            be had.
+        TypeError: A tensor cannot be read by its address.
+        ValueError: A tensor shares memory with one that is written, or requires a gradient and the
+            function has none.
     """
-    # Of no tensors there is nothing to follow.
+    # An empty list has no derivative.
     linear = call.function in LINEAR and bool(call.inputs)
     followed = is_followed(call)
     if tracing():

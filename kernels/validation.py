@@ -1,4 +1,4 @@
-"""Argument checks shared by the public functions; every one runs before the first write."""
+"""Argument checks that the public functions share, made before anything is written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling as is_compiling
 
-# Types of tensors that are no more than their memory, dtype and shape.
+# Types of tensors whose values are what is in their memory.
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
@@ -20,27 +20,27 @@ _SUPPORTED = frozenset(DTYPES)
 _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _is_cpu, _is_cuda = operator.attrgetter("is_cpu"), operator.attrgetter("is_cuda")
 _is_nested, _shape = operator.attrgetter("is_nested"), operator.attrgetter("shape")
-# Fewer tensors are checked one by one in less time than by `all_like`.
+# Fewer tensors than this are checked faster one by one than by `all_like`.
 MANY = 4
 
 
 class NoMemory(TypeError):
-    """A tensor is not where its values are."""
+    """A tensor has no memory of its own that holds its values."""
 
 
 def tracing() -> bool:
-    """Whether the call is read rather than run: by torch.compile, export or a dispatch mode.
+    """Whether torch.compile, export or a dispatch mode traces this thread's calls.
 
-    make_fx, aot_function and FakeTensorMode are dispatch modes. Under one that does run the call,
-    a counting one say, the operator gives the same bits.
+    make_fx, aot_function and FakeTensorMode are dispatch modes. If a mode runs the calls, such as
+    one that counts them, the operator gives the same bits as an eager call.
     """
-    # Of this thread: torch's is_compiling() and is_in_torch_dispatch_mode() answer for all threads
-    # together, and ranks reduce in one while another compiles.
+    # Not by torch's is_compiling() and is_in_torch_dispatch_mode(), which answer for all threads
+    # together: one thread may reduce while another compiles.
     return is_compiling() or bool(_len_torch_dispatch_stack())
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise TypeError unless `dtype` is one of the four floating dtypes the kernels take."""
+    """Raise TypeError unless `dtype` is one of `DTYPES`."""
     if dtype not in DTYPES:
         has = "is" if name == "dtype" else "has dtype"
         raise TypeError(f"{name} {has} {dtype}, which is not supported: convert to {_NAMES}")
@@ -59,7 +59,7 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         and (tensor.is_cpu or tensor.is_cuda)
         and not tensor.is_nested
         and tensor.is_contiguous()
-        # Whether memory holds the values' negatives dynamo cannot read, nor makes any that does.
+        # dynamo cannot trace is_neg, and makes no negative views itself.
         and (is_compiling() or not tensor.is_neg())
     ):
         return tensor
@@ -93,8 +93,11 @@ def _not_plain(argument: str, tensor: object) -> str:
 def check_memory_of(name: str, tensor: Tensor) -> None:
     """Check that the storage of a strided tensor of any dtype holds all its elements.
 
-    For all that reads memory by its address, or sends it, here and in collectives. Raises NoMemory
-    where there is none, TypeError where it is too short.
+    For code that reads memory by its address or sends it, here and in collectives.
+
+    Raises:
+        NoMemory: The tensor has no memory of its own.
+        TypeError: Its storage is too short.
     """
     try:
         storage = tensor.untyped_storage()
@@ -117,7 +120,7 @@ def check_memory_of(name: str, tensor: Tensor) -> None:
 
 
 def check_sized(name: str, tensor: object) -> Tensor:
-    """Return `tensor` if a kernel takes its dtype; where it lies and how does not matter.
+    """Return `tensor` if it is dense and of a supported dtype, on any device, contiguous or not.
 
     For functions that only count bytes. Raises TypeError (not a tensor, dtype) or ValueError
     (layout).
@@ -131,12 +134,12 @@ def check_sized(name: str, tensor: object) -> Tensor:
 
 
 def read_list(name: str, tensors: object) -> list[Any]:
-    """The elements of a list or tuple, of whatever, read once.
+    """Return the elements of a list or tuple, of any types, in a new list.
 
-    What is used is what was checked, whatever the list says later: another thread may change it,
-    and a Sequence of one's own may make its tensors anew.
+    So the elements that are checked are those that are used: another thread may change the list,
+    and a user's Sequence may return new tensors each time.
     """
-    # What a list is takes less time to tell than what a Sequence is.
+    # isinstance takes less time for list and tuple than for Sequence.
     if not isinstance(tensors, (list, tuple)) and (
         isinstance(tensors, Tensor) or not isinstance(tensors, Sequence)
     ):
@@ -146,9 +149,9 @@ def read_list(name: str, tensors: object) -> list[Any]:
 
 
 def all_sound(tensors: Sequence[Any]) -> bool:
-    """Whether all tensors are readable and on one device; no word on what is wrong where not.
+    """Whether all tensors are readable and on one device, without saying what is wrong if not.
 
-    A model has hundreds of tensors and this runs on every call: `map` over C functions takes a
+    A model has hundreds of tensors and this runs on every call. `map` over C functions takes a
     fifth of the time of a Python loop.
     """
     return (
@@ -171,7 +174,7 @@ def all_like(
     shapes: Sequence[Sequence[int]],
     device: torch.device,
 ) -> bool:
-    """Whether tensors, at least one, are `all_sound` and of these dtypes, shapes and device."""
+    """Whether tensors, at least one, are `all_sound` and have these dtypes, shapes and device."""
     return (
         all_sound(tensors)
         and [*map(_dtype, tensors)] == dtypes
@@ -181,13 +184,13 @@ def all_like(
 
 
 def check_tensors(name: str, tensors: object) -> list[Tensor]:
-    """Return the list form of a sequence of readable tensors that all lie on one device."""
+    """Return a sequence of tensors as a list if all are readable and on one device."""
     return check_each(name, read_list(name, tensors))
 
 
 def check_each(name: str, given: list[Any]) -> list[Tensor]:
     """`check_tensors` of what `read_list` returned."""
-    # One is checked sooner by itself, and dynamo cannot read the fast path.
+    # A single tensor is checked faster by itself, and dynamo cannot trace the fast path.
     if len(given) != 1 and not tracing() and all_sound(given):
         return given
     checked = [check_tensor(f"{name}[{i}]", tensor) for i, tensor in enumerate(given)]
@@ -222,7 +225,7 @@ def check_like(
 
 
 def check_scalar(name: str, value: object) -> float:
-    """Return `value` as a float; TypeError for what is no number, ValueError for a too big one."""
+    """Return `value` as a float; TypeError if it is not a number, ValueError if it is too large."""
     if type(value) is float:
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -234,16 +237,20 @@ def check_scalar(name: str, value: object) -> float:
 
 
 EQUAL = 1.0, 1.0
-"""The weights of what is unweighted."""
+"""Equal weights, which make Adasum's usual formula."""
 
 
 def check_weights(weights: object) -> tuple[float, float]:
     """Return 1 + q/p and 1 + p/q of the weights (p, q): Adasum's factors of |a|^2 and |b|^2.
 
-    They are (p + q)/p and (p + q)/q, but no sum overflows; 2 and 2, exactly, where p = q. Raises
-    TypeError for what is no pair of numbers, ValueError where one is not positive and finite.
+    They equal (p + q)/p and (p + q)/q, but without a sum that could overflow, and are exactly 2 if
+    p = q.
+
+    Raises:
+        TypeError: The weights are not two numbers.
+        ValueError: A weight is not positive and finite.
     """
-    # dynamo knows no identity of tuples.
+    # dynamo does not know the identity of tuples.
     if not is_compiling() and weights is EQUAL:
         return 2.0, 2.0
     if not isinstance(weights, (tuple, list)) or len(weights) != 2:
@@ -255,7 +262,7 @@ def check_weights(weights: object) -> tuple[float, float]:
 
 
 def check_writable(name: str, tensor: Tensor) -> Tensor:
-    """Return `tensor` if torch lets this code write to it, as it does to all but one kind."""
+    """Return `tensor`; ValueError if it was made in inference mode and this is outside of it."""
     if is_compiling():
         return tensor
     if tensor.is_inference() and not torch.is_inference_mode_enabled():

@@ -1,4 +1,4 @@
-"""What launchers say in environment variables: torchrun's, and others' translated to torchrun's."""
+"""Read the ranks from the environment variables of torchrun, or of another launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collectives.bootstrap import slurm
 
 
 class _Launcher(NamedTuple):
-    """A launcher, and what it calls RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."""
+    """A launcher, and its names for RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."""
 
     name: str
     rank: str
@@ -26,7 +26,8 @@ class _Launcher(NamedTuple):
 
 _MPIEXEC = _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SRUN = _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-# The innermost first: mpirun starts its ranks through srun, horovodrun through either.
+# The first one found counts, and the one that the user called is to count: mpirun may start its
+# ranks through srun, and horovodrun through either.
 _LAUNCHERS = (
     _Launcher(
         "horovodrun",
@@ -41,21 +42,24 @@ _LAUNCHERS = (
     _SRUN,
 )
 LAUNCHERS_VARIABLES = tuple(variable for each in _LAUNCHERS for variable in each[1:] if variable)
-# Below the ports that systems give to clients, and below torchrun's own. A prime number of them.
+# Ports from 10,000 to 28,978: below torchrun's 29,400, and below 32,768, where Linux begins to give
+# ports to clients. A prime number of them, so that multiples of _STEPS_APART do not repeat early.
 _FIRST_PORT, _PORTS = 10_000, 18_979
-# Of the golden ratio: fewer than 100 jobs apart, and fewer than 90 steps, no two have one port.
+# How far apart the ports of consecutive jobs are: _PORTS over the golden ratio, which spreads jobs
+# evenly. Two steps never get the same port if their jobs' numbers differ by less than 100 and their
+# own by less than 90.
 _STEPS_APART = 11_730
 _LOOPBACK = "127.0.0.1"
 _logger = logging.getLogger(__name__)
-# By address of a store, what tells this job from others that look for theirs at the same one.
+# For each address of a store: a text that is different for another job with the same address.
 _jobs: dict[str, str] = {}
 
 
 def world_size() -> int:
     """Return how many ranks a launcher started; 1 without one.
 
-    RANK and WORLD_SIZE count first. Without them another launcher's variables do, and are put into
-    the environment as torchrun's six.
+    RANK and WORLD_SIZE are used if they are set; otherwise another launcher's variables are, and
+    torchrun's six variables are set from them.
 
     Raises:
         ValueError: Variables are wrong or missing.
@@ -88,7 +92,7 @@ def world_size() -> int:
 
 
 def job() -> str:
-    """Return what tells this job from others at its address; "" where the address was given."""
+    """Return a text that no other job at this address has; "" if the user gave the address."""
     host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
     return _jobs.get(f"{host}:{port}", "")
 
@@ -101,13 +105,16 @@ def local_ranks() -> tuple[int, int] | tuple[None, None]:
 
 
 def can_use_nccl(size: int) -> bool:
-    """Return whether every rank of this host, of `size` in all, can have its own GPU for NCCL."""
+    """Return whether this host has a GPU for each of its ranks, and torch has NCCL.
+
+    Without LOCAL_WORLD_SIZE all `size` ranks may be on this host.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return dist.is_nccl_available() and gpus >= (local_ranks()[1] or size)
 
 
 def _rank_of(rank_name: str, size_name: str) -> tuple[int, int]:
-    """Return a rank's number and how many there are, by the variables of these names."""
+    """Read a rank and the number of ranks from these two environment variables."""
     said = os.environ.get(rank_name, ""), os.environ.get(size_name, "")
     try:
         rank, size = map(int, said)
@@ -122,9 +129,9 @@ def _rank_of(rank_name: str, size_name: str) -> tuple[int, int]:
 
 
 def _launcher() -> _Launcher | None:
-    """Return the launcher of this process; None for a process that is alone."""
+    """Return the launcher that started this process; None if none did."""
     found = next((each for each in _LAUNCHERS if os.environ.get(each.size)), None)
-    # `srun --mpi=pmi2` says what mpiexec says, but for the hosts.
+    # `srun --mpi=pmi2` sets mpiexec's variables, too, but not those of the local ranks.
     if found is _MPIEXEC and _MPIEXEC.local_rank not in os.environ:
         said = [[os.environ.get(name) for name in (by.rank, by.size)] for by in (_MPIEXEC, _SRUN)]
         return _SRUN if said[0] == said[1] else found
@@ -132,14 +139,16 @@ def _launcher() -> _Launcher | None:
 
 
 def _translate(launcher: _Launcher) -> None:
-    """Put torchrun's variables into the environment, by what another launcher says.
+    """Set torchrun's environment variables from another launcher's.
 
-    torch's "env://", frameworks on top of it and a script that asks for LOCAL_RANK find them there.
-    What is set already is left as it is.
+    torch's "env://", frameworks that use it, and scripts that read LOCAL_RANK then find them.
+    Variables that are set already are not changed.
     """
     rank, size = _rank_of(launcher.rank, launcher.size)
     local_rank, local_size = _local_ranks(launcher)
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    # All ranks must derive the same port: from the job and step under srun, else from the process
+    # that started the ranks, which they have in common only if all are on this host.
     own_port = not port and (launcher is _SRUN or local_size == size)
     if own_port:
         number = slurm.step_number(_STEPS_APART) if launcher is _SRUN else _started_by(launcher)
@@ -166,7 +175,7 @@ def _translate(launcher: _Launcher) -> None:
 
 
 def _local_ranks(launcher: _Launcher) -> tuple[int, int] | tuple[None, None]:
-    """Return a rank's number on its host and how many there are, where the launcher says both."""
+    """Return the local rank and the number of this host's ranks, if the launcher gives both."""
     if launcher is _SRUN:
         said, local_size = os.environ.get(launcher.local_rank, ""), slurm.local_size()
         if local_size is None or not said.isdecimal() or int(said) >= local_size:
@@ -178,20 +187,24 @@ def _local_ranks(launcher: _Launcher) -> tuple[int, int] | tuple[None, None]:
 
 
 def _started_by(launcher: _Launcher) -> int:
-    """Return a number of what started this host's ranks: the nearest process above that is no rank.
+    """Return a number that identifies the process that started this host's ranks.
 
-    Between it and a rank there may be a shell, another one for each rank.
+    It is the nearest ancestor without the launcher's variables. Nearer ones, such as a shell that
+    starts a rank, have the variables, and each rank has its own.
 
     Returns:
-        When it started (clock ticks since boot), above 22 bits of its number: containers that share
-        a network each have a process 1.
+        The ancestor's start time (clock ticks since boot) in the high bits and its process id in
+        the low 22 bits. The id alone is not enough: containers that share a network each have a
+        process 1.
     """
     process, started = os.getppid(), 0
-    # There may be no /proc; and what another user runs, whose variables are hidden, is no rank.
+    # OSError where there is no /proc, or a process is another user's, which hides its environment:
+    # such a process is not a rank, so the search ends there.
     with suppress(OSError):
         while True:
             place = Path(f"/proc/{process}")
-            # The third field and those that follow: the name before them may hold anything.
+            # From the third field on, behind the last ")": the second one, the name, may hold any
+            # characters.
             fields = place.joinpath("stat").read_bytes().rpartition(b")")[2].split()
             started = int(fields[19])
             said = place.joinpath("environ").read_bytes().split(b"\0")

@@ -1,4 +1,4 @@
-"""Locality: which host each rank is on, the same on all ranks."""
+"""Locality: which host each rank is on. All ranks find the same."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Locality:
     Attributes:
         local_rank: The rank's number among those of its host.
         local_size: How many ranks its host has.
-        hosts: A number for every rank's host, the same on all ranks.
-        topology: The nodes that algorithms see.
+        hosts: By rank, a number for its host; the same on all ranks.
+        topology: The nodes, as algorithms see them.
     """
 
     local_rank: int
@@ -35,17 +35,16 @@ def find_locality(
     local_size: int | None = None,
     topology: Topology | None = None,
 ) -> Locality:
-    """Find this rank's locality: by the local ranks, where every rank gives them, else by hosts.
+    """Find this rank's locality: from local ranks if every rank has one, else from host names.
 
-    A collective of all ranks, unless all is given. What is found is one partition of the ranks, the
-    same on all of them.
+    A collective of all ranks, unless all three arguments are given. All ranks find the same nodes.
 
     Args:
         transport: Between the ranks.
         timeout: Seconds that a peer may take.
-        local_rank: This rank's number on its host, where it is known.
-        local_size: How many ranks its host has, where that is known.
-        topology: What algorithms are to see; the hosts unless given.
+        local_rank: This rank's number on its host, if known.
+        local_size: How many ranks its host has, if known.
+        topology: The nodes that algorithms are to see; the hosts unless given.
     """
     rank, size = transport.rank, transport.size
     given = local_rank is not None and local_size is not None
@@ -58,18 +57,20 @@ def find_locality(
     reports = gather_objects(mine, transport, timeout)
     names = [name for name, *_ in reports]
     local_ranks = [(local, of) for _, local, of in reports]
-    # Local ranks say more than names: containers may share a name, and a test's nodes a machine.
+    # Local ranks are more reliable than host names: containers may have the same name, and a test
+    # may simulate several nodes on one machine. Names still help to tell which ranks belong
+    # together; without them ("") the local ranks alone must fill the nodes.
     for labels in (names, [""] * size):
         filled = _filled(labels, local_ranks)
         if filled is not None:
             found = locality_on(filled, rank, topology)
             return replace(found, local_rank=local_ranks[rank][0])
-    # A rank has none, or they fill no nodes: not all ranks were started by one launcher.
+    # A rank has no local rank, or they do not fill nodes: several launchers started the ranks.
     return locality_on([names.index(name) for name in names], rank, topology)
 
 
 def locality_on(hosts: Sequence[int], rank: int, topology: Topology | None = None) -> Locality:
-    """Return the locality of `rank` where the ranks are on these hosts."""
+    """Return the locality of `rank`, given the host of each rank."""
     host = hosts[rank]
     found = topology or _topology_of(hosts)
     return Locality(hosts[:rank].count(host), hosts.count(host), tuple(hosts), found)
@@ -78,9 +79,9 @@ def locality_on(hosts: Sequence[int], rank: int, topology: Topology | None = Non
 def _filled(
     labels: Sequence[str], local_ranks: Sequence[tuple[int | None, int | None]]
 ) -> list[int] | None:
-    """Return each rank's node where the ranks of each label fill nodes; None where they do not.
+    """Return the node of each rank, or None if a node is left with a local rank missing.
 
-    A rank joins the first node of its label and its local size that lacks its local rank.
+    A rank is put into the first node of its label and local size that has no such local rank yet.
     """
     nodes: list[tuple[str, int, set[int]]] = []
     hosts: list[int] = []
@@ -101,9 +102,9 @@ def _filled(
 
 
 def _topology_of(hosts: Sequence[int]) -> Topology:
-    """Return the nodes that algorithms see.
+    """Return the nodes that algorithms see: the hosts, if all hold equally many consecutive ranks.
 
-    One rank a node where the hosts do not hold equal runs of consecutive ranks.
+    Otherwise each rank is a node of its own, and `uneven` has the hosts.
     """
     size, local_size = len(hosts), hosts.count(hosts[0])
     nodes = {host: tuple(r for r, other in enumerate(hosts) if other == host) for host in hosts}

@@ -1,4 +1,4 @@
-"""Rendezvous: how ranks find each other, through one store at an address that all have."""
+"""Rendezvous: ranks find each other through one store, whose address all of them have."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from collectives.bootstrap.launchers import can_use_nccl, job, local_ranks
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import failed, first_line, run_beside
 
-# Seconds for a thread to leave torch's code, where torch takes longer than it was given: it may
-# lose a connection that it waited on, pause, and try another one for the whole time.
+# How long the interpreter's exit waits for a thread that is still in torch's code: torch may go on
+# beyond its timeout, for it reconnects after a lost connection and then waits the whole time again.
 _LEAVE_SECONDS = 5.0
 _logger = logging.getLogger(__name__)
-# The address of the store that this process has opened, and the store.
+# The address of the store that this process has opened, and the store. It is kept over shutdown.
 _opened: tuple[str, dist.Store] | None = None
 
 
 def start_torch_distributed(timeout: float) -> None:
-    """Start torch.distributed from the environment, any number of times in one process.
+    """Start torch.distributed from the environment; a process may do so repeatedly.
 
     Raises:
         CollectiveTimeoutError: Ranks, or the store, do not answer in time.
-        TransportError: Rank 0's port is taken, or this rank's system gives no more memory.
+        TransportError: Rank 0's port is taken, or this rank's system is out of memory.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Enough for torch to end by itself, and to say more about it.
+    # 3 s more, so that torch's own timeout, whose error says more, comes first.
     bounded(lambda: _start(rank, size, timeout), rank, timeout + 3.0)
 
 
 def _start(rank: int, size: int, timeout: float) -> None:
-    """Start it, by a store that outlives a shutdown.
+    """Start torch.distributed on a part of a store that outlives shutdowns.
 
-    On a new store at the old port, a quick rank could find the old one. Each start has its own part
-    of the store. Another address or port opens another store.
+    With a new store at the old port, a rank that starts again early could still find the old one.
+    Only another address or port opens another store.
     """
     global _opened
     deadline = time.monotonic() + timeout
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if _opened is None or _opened[0] != address:
-        # One at another address of the same port is let go of first: torch knows them by the port.
+        # The old store first: torch shares stores of one port, whatever their address.
         _opened = None
         _opened = address, open_store(rank, timeout)
     try:
@@ -64,7 +64,7 @@ def _start(rank: int, size: int, timeout: float) -> None:
             timeout=timedelta(seconds=timeout),
         )
     except RuntimeError as error:
-        # Rank 0 lets go of the port, too.
+        # Rank 0 then frees the port, too.
         _opened = None
         if isinstance(error, CollectiveError):
             raise
@@ -73,18 +73,18 @@ def _start(rank: int, size: int, timeout: float) -> None:
 
 
 def open_store(rank: int, timeout: float) -> dist.Store:
-    """Open the store at MASTER_ADDR and MASTER_PORT: torchrun's, else rank 0's own.
+    """Open the store at MASTER_ADDR and MASTER_PORT: torchrun's if it keeps one, else rank 0's.
 
-    As torch's "env://", but it does not wait for the other ranks: `wait_for_ranks` does, and can
-    tell who is missing. And a store of rank 0's own listens at MASTER_ADDR alone where that is an
-    address of this host; else, with a WARNING, at every address.
+    Unlike torch's "env://" it does not wait for the other ranks: `wait_for_ranks` does, and can
+    tell which are missing. Rank 0's store listens only at MASTER_ADDR if that is an address of this
+    host; else at every address, with a WARNING.
 
     Args:
         rank: This rank.
-        timeout: Seconds.
+        timeout: Seconds that connecting may take.
 
     Raises:
-        CollectiveTimeoutError: There is no store in time.
+        CollectiveTimeoutError: No store answers in time.
         TransportError: The port is taken.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -102,9 +102,9 @@ def open_store(rank: int, timeout: float) -> dist.Store:
             is_master=keeps,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
-            # As torch's own, so that torch can open one there, too.
+            # As in torch's "env://", so that torch can open the same store again in this process.
             multi_tenant=True,
-            # Torch closes it.
+            # Detached: from now on torch owns the descriptor, and closes it.
             master_listen_fd=None if listening is None else listening.detach(),
         )
     except (dist.DistError, OSError) as error:
@@ -120,14 +120,15 @@ def open_store(rank: int, timeout: float) -> dist.Store:
 
 
 def listen_at(host: str, port: int) -> socket.socket | None:
-    """Listen at a host's address; None where torch has to at every one, which is a WARNING.
+    """Return a socket that listens only at a host's address; None if torch is to listen itself.
 
-    Or where it has to find out what has the port: something else, or this process's own store.
+    If the host's address cannot be used, torch listens at every address, and there is a WARNING. If
+    the port is in use, torch shares this process's own store there, or raises the error.
     """
     why = f"{host} is no address of this host"
     for family, _, _, _, at in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if not _is_loopback(host) and _is_loopback(str(at[0])):
-            # As /etc/hosts often has it for a host's own name; other hosts know another address.
+            # /etc/hosts often maps a host's own name to loopback, which other hosts cannot reach.
             local_size = local_ranks()[1]
             if local_size is None or local_size < int(os.environ.get("WORLD_SIZE", 0)):
                 why = f"{host} is {at[0]} on this host, where no other host reaches it"
@@ -157,17 +158,18 @@ def _is_loopback(host: str) -> bool:
 
 
 def keeps_store(rank: int) -> bool:
-    """Return whether a rank keeps the store, which else torchrun does."""
+    """Return whether this rank keeps the store: rank 0, unless torchrun keeps it."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _await(attempt: Callable[[float], object], timeout: float) -> None:
-    """Return once `attempt(seconds left)` does; raise its last OSError where it does not in time.
+    """Repeat `attempt(seconds left)` until it succeeds; after the timeout raise its last OSError.
 
-    torch tries by itself, too, but pauses for seconds between two tries, beyond its timeout, and
-    logs a page about each.
+    torch retries by itself, too, but it pauses for seconds between two tries, exceeds its timeout,
+    and logs a page about each.
     """
     deadline = time.monotonic() + timeout
+    # Doubled up to 0.25 s: ranks often start at once, and a slow one is not to be asked too often.
     pause = 0.01
     while True:
         left = deadline - time.monotonic()
@@ -182,15 +184,15 @@ def _await(attempt: Callable[[float], object], timeout: float) -> None:
 
 
 def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
-    """Run `start`; CollectiveTimeoutError where it neither ends nor raises in `timeout` seconds.
+    """Run `start` in a thread; CollectiveTimeoutError if it has not ended in `timeout` seconds.
 
-    torch waits without a limit for the first answer of what listens at a store's port, and, after a
-    wait has timed out, for the store to note that: both where the store's process was stopped, the
-    first also where something else has its port.
+    torch waits without a limit for a store's first answer, and again after a timeout, for the store
+    to acknowledge that. Neither answer comes if the store's process was stopped (SIGSTOP), and not
+    the first one either if something else has the port.
     """
     thread, errors = run_beside(start, "collectives-start", timeout)
     if thread.is_alive():
-        # An interpreter aborts where a thread leaves torch's code while it ends.
+        # Python aborts the process if a thread returns from torch's code while it shuts down.
         atexit.register(thread.join, _LEAVE_SECONDS)
         raise CollectiveTimeoutError(
             f"rank {rank} could not start within {timeout:g} s: what listens at "
@@ -202,25 +204,26 @@ def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
 
 
 def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
-    """Return a part of the store for this start alone, once all ranks are there.
+    """Wait until all ranks are there; return a part of the store that only this start uses.
 
-    A store may outlive ranks: torchrun keeps one over its restarts, with what those before wrote.
-    So every rank writes a new token, and the ranks confirm a name made of all tokens that they see.
-    Whoever has confirmed a name that holds another's token was started together with it; a name
-    that holds a dead rank's token is confirmed by all but that rank.
+    A store may outlive ranks: torchrun's is kept over restarts, with what earlier ranks wrote. So
+    every rank writes a new random token, and each confirms the name that is the hash of all tokens
+    it sees. The start is complete when all ranks have confirmed one name. A name with the token of
+    a rank that has died stays incomplete, since that rank cannot confirm it.
 
     Raises:
         CollectiveTimeoutError: Names the ranks that have not come in `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    # Ranks of another job that was given the same address do not meet these.
+    # The keys contain the job, so that another job with the same address is not taken for this one.
     tokens = [f"adasum{job()}: rank {peer}" for peer in range(size)]
     names: list[str] = []
     pause = 0.001
     with _ended_store_is_a_timeout(rank):
         store.set(tokens[rank], secrets.token_hex(16))
         while True:
-            # The oldest first: a rank that is done with this start may have begun another.
+            # The oldest first: a rank that has finished this start may have begun the next one with
+            # a new token, and so changed the name.
             for name in names:
                 if store.check(_confirmations(name, size)):
                     return dist.PrefixStore(name, store)
@@ -239,20 +242,21 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
 
 
 def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) -> str:
-    """Return gloo, and NCCL where every rank can use that; a collective of the store's ranks.
+    """Return gloo, with NCCL if every rank can use it; a collective of the store's ranks.
 
-    Hosts may have other numbers of GPUs: a rank that had NCCL would wait for one that has not.
+    Hosts may differ in their GPUs: a rank with NCCL would wait for one without, for ever.
 
     Args:
-        store: Of these ranks.
+        store: The store of these ranks.
         rank: This rank.
-        size: Number of ranks.
+        size: How many ranks there are.
         timeout: Seconds that the others may take.
 
     Raises:
         CollectiveTimeoutError: Names the ranks that do not come.
     """
-    # Each rank counts for itself, and all come here in one order.
+    # The count tells apart several agreements on one store. Each rank has its own counter: all come
+    # here in the same order, so the counters agree.
     with _ended_store_is_a_timeout(rank):
         key = f"adasum backend {store.add(f'adasum backend: rank {rank}', 1)}"
         able = can_use_nccl(dist.get_world_size() if dist.is_initialized() else size)
@@ -268,7 +272,7 @@ def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) ->
 
 @contextmanager
 def _ended_store_is_a_timeout(rank: int) -> Iterator[None]:
-    """Raise the errors of a store that has ended as a CollectiveTimeoutError that says so."""
+    """Raise a CollectiveTimeoutError for torch's error where the store has ended."""
     try:
         yield
     except dist.DistError as error:
@@ -279,7 +283,10 @@ def _ended_store_is_a_timeout(rank: int) -> Iterator[None]:
 
 
 def _missing(store: dist.Store, keys: list[str], rank: int, timeout: float) -> CollectiveError:
-    """Return the error that names the ranks whose keys, one a rank, are not in the store."""
+    """Return the error that names the missing ranks: those whose key is not in the store.
+
+    keys: One for each rank.
+    """
     missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
     late = ", ".join(f"rank {peer}" for peer in missing) or "another rank"
     return CollectiveTimeoutError(

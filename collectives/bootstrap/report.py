@@ -1,4 +1,4 @@
-"""What a group says about itself when it starts, in one line."""
+"""The line that a group logs when it starts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.topology import Topology
 from collectives.transport import Transport, load_nccl
 
-# For which the line says what `auto` takes.
+# The line names the algorithm that `auto` takes for each of these: small, medium and large.
 _SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "64 MiB": 2**26}
 
 
 def report(transport: Transport, choice: str, hosts: Sequence[int], topology: Topology) -> str:
-    """Return the transport and why, the algorithms of `auto`, the CPU path and NCCL's version.
+    """Return the line: the transport and why, `auto`'s algorithms, the CPU path, NCCL's version.
 
     Args:
         transport: Of the group.
         choice: Which transport was asked for, as `transport_choice` returns it.
-        hosts: A number for every rank's host.
+        hosts: By rank, a number for its host.
         topology: The nodes that algorithms see.
     """
     where = f"rank {transport.rank} of {transport.size} on {len(set(hosts))} host(s)"
@@ -34,7 +34,7 @@ def report(transport: Transport, choice: str, hosts: Sequence[int], topology: To
 
 
 def _way(transport: Transport) -> str:
-    """Return how messages travel, and why over gloo where they do."""
+    """Return how messages travel and, if any go over gloo, why."""
     if transport.size == 1:
         return "this rank is alone"
     way = repr(transport)
@@ -42,7 +42,7 @@ def _way(transport: Transport) -> str:
 
 
 def _algorithms(topology: Topology) -> str:
-    """Return what `auto` takes for a few sizes, by messages."""
+    """Return what `auto` takes for each of `_SIZES` where messages are used."""
     chosen = {name: sum_algorithm("cpu", nbytes, topology) for name, nbytes in _SIZES.items()}
     return ", ".join(f"{spec} at {name}" for name, spec in chosen.items())
 

@@ -1,4 +1,4 @@
-"""What `init` is called with, and whether a second call asks for the same."""
+"""The arguments of `init`, and whether a second call's agree with the first one's."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch.distributed as dist
 from collectives import validation
 from collectives.bootstrap.transport_selection import transport_choice
 
+# Seconds. Where one rank validates or saves for longer, the user passes `timeout`.
 TIMEOUT = 300.0
 
 
 class Settings(NamedTuple):
-    """The arguments of `init`; None where one was left out.
+    """The arguments of `init`; None for one that was left out.
 
     Attributes:
-        timeout: Seconds for a step.
-        process_group: Whose ranks to use.
+        timeout: Seconds that a step may wait for a peer.
+        process_group: The process group whose ranks to use.
         transport: How CPU tensors travel.
     """
 
@@ -26,10 +27,10 @@ class Settings(NamedTuple):
     transport: str | None = None
 
     def checked(self) -> Settings:
-        """Return them with what was left out filled in.
+        """Return the arguments, with defaults for those that were left out.
 
         Raises:
-            TypeError, ValueError: One is wrong; the text names it.
+            TypeError, ValueError: An argument is wrong; the text names it.
         """
         timeout = TIMEOUT if self.timeout is None else self.timeout
         validation.timeout(timeout)
@@ -38,10 +39,11 @@ class Settings(NamedTuple):
         return Settings(timeout, self.process_group, transport_choice(self.transport))
 
     def require_same(self, first: Settings) -> None:
-        """Raise ValueError where these give another value than those of the first call, `checked`.
+        """Raise ValueError if an argument differs from that of the first call, which was `checked`.
 
-        What is left out here is whatever it was there.
+        An argument that is left out does not differ.
         """
+        # `checked` before comparing: a wrong value is an error of its own, not a difference.
         rows = zip(self._fields, self, self.checked(), first, strict=True)
         for name, given, value, earlier in rows:
             if given is not None and value != earlier:
@@ -52,7 +54,7 @@ class Settings(NamedTuple):
 
 
 def check_process_group(process_group: object) -> None:
-    """Raise TypeError for what is no process group that this rank is in."""
+    """Raise TypeError unless this is a process group that this rank is in."""
     if not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
         raise TypeError(
             "process_group must be a torch.distributed.ProcessGroup that this rank is in, got "

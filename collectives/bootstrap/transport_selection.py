@@ -1,4 +1,4 @@
-"""Which transports a group gets: what its ranks ask for, and what can be had."""
+"""Select the transports of a group: what its ranks ask for, as far as it is available."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ from collectives.transport.nccl.torch_backend import TorchBackend
 from collectives.transport.process_groups import has_nccl, store_of
 from kernels.cpu.dispatch import use_torch
 
-# What `BackendInfo.cpu_path` says where it is not torch.
+# `BackendInfo.cpu_path` where the compiled C kernels are used.
 _COMPILED = "compiled"
-# Descriptors that torch.distributed needs beside one a peer: event loops, listeners, those that
-# lead to the store; and where a rank keeps the store, beside one a rank. Torch 2.13 has 5 and 11.
+# torch.distributed needs a descriptor for each peer, and these for event loops, listeners and
+# connections to the store. A process that keeps a store needs one for each rank, and these. Torch
+# 2.13 uses 5 and 11 of them; the rest is a reserve for other versions.
 _GLOO_BESIDE, _STORE_BESIDE = 8, 16
-# Whether a group of this process was promised that it computes in compiled code.
+# Whether a group of this process relies on compiled code: to change to torch's functions later
+# would change its bits on this rank alone.
 _promised = False
 _logger = logging.getLogger(__name__)
-# The connections that ranks make for each choice.
+# By choice: the kinds of connections that ranks open.
 _KINDS: dict[str, tuple[str, ...]] = {
     "auto": KINDS,
     "gloo": (),
@@ -51,10 +53,10 @@ _KINDS: dict[str, tuple[str, ...]] = {
 
 
 def transport_choice(transport: str | None) -> str:
-    """Return the argument, else the environment variable ADASUM_TRANSPORT, else "auto".
+    """Return the argument if given, else the environment variable ADASUM_TRANSPORT, else "auto".
 
     Raises:
-        ValueError: Names the one that is wrong.
+        ValueError: The value is unknown; the text says where it came from.
     """
     source, choice = "transport", transport
     if choice is None:
@@ -65,16 +67,17 @@ def transport_choice(transport: str | None) -> str:
 
 
 def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
-    """Return `gloo` with the connections and the NCCL beside it that the ranks ask for.
+    """Return the transport that the ranks ask for: `gloo`, with connections and NCCL added to it.
 
     Args:
-        gloo: Between the ranks.
+        gloo: A transport between the ranks.
         timeout: Seconds that a peer may take.
-        start: What this rank was called with, its `transport` as `transport_choice` returns it.
+        start: The call that starts the group; its option `transport` is what `transport_choice`
+            returns.
 
     Raises:
-        CollectiveMismatchError: On all ranks, where they were called with different options.
-        TransportError: On all ranks, where what they ask for cannot be had.
+        CollectiveMismatchError: The ranks' options differ. Raised on all ranks.
+        TransportError: What they ask for is not available. Raised on all ranks.
     """
     if gloo.size == 1:
         check_alone(start.options["transport"])
@@ -86,7 +89,8 @@ def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
     names = gather_objects(os.uname().nodename, gloo, timeout)
     local_size, short = names.count(names[gloo.rank]), ""
     if kinds:
-        # As far as the system lets it: what only some algorithms need is opened when they run.
+        # Raise the limit for all connections, as far as the system allows. Only those at start are
+        # required: the others are opened by the algorithms that use them.
         shortage(_descriptors(kinds, gloo.size, local_size))
         short = shortage(_descriptors(kinds, gloo.size, local_size, at_start=True))
     if short:
@@ -105,7 +109,8 @@ def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
         _check_demand(choice, missing)
         computing = [kernels.backend_info().cpu_path, _promised]
         _compute_alike(gather_objects(computing, gloo, timeout), gloo.rank)
-        # Also on a rank without connections: splitting must be the same work on all.
+        # The same class on all ranks, even on one without connections: splitting is a collective,
+        # and has to make the same steps on all of them.
         connected = any(len(ranks) < len(peers) for ranks, *_ in missing)
         host = _with_torchs_nccl(opened if connected else gloo, timeout)
         if choice == "nccl":
@@ -118,7 +123,7 @@ def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
 
 
 def _with_torchs_nccl(host: Transport, timeout: float) -> Transport:
-    """Return what carries CUDA tensors, too, where the process group has torch's own NCCL."""
+    """Return a transport that also carries CUDA tensors, if the process group has torch's NCCL."""
     group = host.process_group
     if group is None or not has_nccl(group):
         return host
@@ -126,23 +131,24 @@ def _with_torchs_nccl(host: Transport, timeout: float) -> Transport:
 
 
 def check_alone(choice: str) -> None:
-    """Raise TransportError where a rank that is alone asks for what its machine cannot do."""
+    """Raise TransportError if a group of one rank asks for NCCL and its machine has none."""
     if choice == "nccl":
         _check_gpus([_gpu_report()])
 
 
 def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:
-    """Let all ranks compute on CPU tensors in compiled code, or all by torch's functions.
+    """Let all ranks use compiled code for CPU tensors, or all of them torch's functions.
 
-    The two differ in last bits, and all ranks are to have the same.
+    Results of the two may differ in the last bit, and all ranks are to have the same bits.
 
     Args:
-        ranks: Of every rank `BackendInfo.cpu_path`, and whether another group was promised that it
-            computes in compiled code.
+        ranks: For each rank `BackendInfo.cpu_path`, and whether another group of that process
+            relies on compiled code.
         rank: This rank.
 
     Raises:
-        TransportError: A rank cannot compute in compiled code, and another was promised to.
+        TransportError: A rank has no compiled code, and another one cannot do without it because
+            its other groups rely on it.
     """
     global _promised
     lacking = [i for i, (path, _) in enumerate(ranks) if path != _COMPILED]
@@ -169,20 +175,21 @@ def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:
 def require_room(
     size: int, local_size: int | None, choice: str, *, gloo: bool, store: bool = False
 ) -> None:
-    """Raise the limit of file descriptors to what a group needs, before anybody waits.
+    """Raise the limit of file descriptors to what a group needs, before any rank waits for others.
 
     Args:
         size: How many ranks there are.
-        local_size: How many of them are on this host, where it is known.
+        local_size: How many of them are on this host, if known.
         choice: As `transport_choice` returns it.
-        gloo: Whether torch.distributed is still to connect them.
-        store: Whether this process is still to open the store, to which all ranks connect.
+        gloo: Whether torch.distributed has yet to connect the ranks.
+        store: Whether this process has yet to open the store, to which all ranks connect.
 
     Raises:
         TransportError: Not even torch.distributed can connect all ranks.
     """
     mesh = (size + _GLOO_BESIDE if gloo else 0) + (size + _STORE_BESIDE if store else 0)
-    # What is missing for the connections themselves shows when hosts are known.
+    # No error yet if the limit is too low for our connections: `connect` checks that again, when it
+    # knows which ranks share a host.
     shortage(mesh + _descriptors(_KINDS[choice], size, local_size or size))
     short = shortage(mesh)
     if short:
@@ -192,7 +199,7 @@ def require_room(
 def _descriptors(
     kinds: Collection[str], size: int, local_size: int, *, at_start: bool = False
 ) -> int:
-    """Return how many descriptors connections of these kinds need: all, or those at start."""
+    """Return how many descriptors connections of these kinds need: all of them, or at start."""
     near = min(local_size, size) - 1 if "shm" in kinds else 0
     far = size - 1 - near if "tcp" in kinds else 0
     if at_start:
@@ -201,10 +208,10 @@ def _descriptors(
 
 
 def _check_demand(choice: str, missing: Sequence[Sequence[Any]]) -> None:
-    """Raise TransportError where a rank lacks a connection that `choice` demands.
+    """Raise TransportError if a rank lacks a connection that `choice` demands.
 
-    missing: with which ranks every rank has no connection, and with which no memory; and what it
-    lacks of descriptors.
+    missing: For each rank, the ranks to which it has no connection, those with which it shares no
+    memory, and the text of `shortage`.
     """
     for rank, (_, _, short) in enumerate(missing):
         if choice in ("tcp", "shm") and short:
@@ -224,7 +231,7 @@ def _check_demand(choice: str, missing: Sequence[Sequence[Any]]) -> None:
 
 
 def _check_gpus(reports: Sequence[Sequence[Any]]) -> None:
-    """Raise TransportError where a rank cannot use NCCL. reports: every rank's `_gpu_report`."""
+    """Raise TransportError if a rank cannot use NCCL. reports: every rank's `_gpu_report`."""
     first: dict[str, int] = {}
     for rank, (lack, gpu, shares) in enumerate(reports):
         if lack:
@@ -239,16 +246,16 @@ def _check_gpus(reports: Sequence[Sequence[Any]]) -> None:
 
 
 def _host_of(store: dist.Store) -> str:
-    """Return the host that keeps the ranks' store, as far as it tells."""
+    """Return the host that keeps the ranks' store, as far as that can be found out."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 
 def _gpu_report() -> list[Any]:
-    """Return what this rank lacks for NCCL ("" for nothing), its GPU's UUID, and whether it shares.
+    """Return what this rank lacks for NCCL ("" if nothing), its GPU's UUID, and whether it shares.
 
-    Ranks may share a GPU where NCCL_MULTI_RANK_GPU_ENABLE says so.
+    NCCL_MULTI_RANK_GPU_ENABLE allows ranks to share a GPU.
     """
     lack, gpu = "", ""
     try:

@@ -1,1 +1,1 @@
-"""Do all ranks make the same call? Descriptions of calls and their negotiation."""
+"""The consistency check: do all ranks make the same call?"""

@@ -1,4 +1,4 @@
-"""How two ranks' calls differ, in the words of the call."""
+"""The text of a mismatch: how two ranks' calls differ."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from collectives.transport.base import Transport
 def difference(
     calls: Mapping[int, Call], transport: Transport, movable: Collection[int] = ()
 ) -> str:
-    """Say how the lowest rank's call and the first one that is not like it differ.
+    """Describe how the lowest rank's call differs from the first one that is not like it.
 
     Args:
-        calls: Two or more ranks' calls, not all alike, by rank.
-        transport: Between the ranks, whose names it has.
+        calls: The calls by rank, at least two that differ.
+        transport: The transport between the ranks, which knows their names.
         movable: The ranks whose call is a named asynchronous one.
 
     Returns:
-        The same text on every rank that asks.
+        The text, the same on every rank.
     """
     lowest = min(calls)
     first = calls[lowest].entries()
@@ -34,7 +34,7 @@ def difference(
     if first[0] != other[0]:
         return f"{disagree}: {one} calls {first[0]}, {another} calls {other[0]}"
     if first == other:
-        # As of a tensor that is named "tensor 0", and one without a name.
+        # For example one rank's tensor is named "tensor 0", and the other's has no name.
         return f"{disagree}: {one} and {another} call {first[0]} with names that only look alike"
     number = next(i for i, (mine, theirs) in enumerate(zip_longest(first, other)) if mine != theirs)
     mine, theirs = (
@@ -47,9 +47,10 @@ def difference(
 
 
 def _moved(call: Call, other: Call, rank: int, other_rank: int, transport: Transport) -> str:
-    """Say what to do about a named asynchronous call that met one of another name or kind.
+    """Say what to do if a named asynchronous call meets a call of another name or kind.
 
-    That may be a call of the library's own, of which the user knows nothing.
+    The other one may be a call of this library, such as the optimizer's, which the user did not
+    write.
     """
     met = f"makes another call, a {other.kind}" if other.kind != call.kind else f"calls {other}"
     return (
@@ -61,7 +62,7 @@ def _moved(call: Call, other: Call, rank: int, other_rank: int, transport: Trans
 
 
 def _entry(call: Call, number: int, other_length: bool) -> str:
-    """Return one of a call's entries, after how many tensors there are where others have more."""
+    """Return one entry of a call; if tensor counts differ, the call's count of tensors first."""
     entry = [*call.entries(), ""][number] if number <= len(call.entries()) else ""
     if not other_length or (entry and number <= len(call.options)):
         return entry

@@ -1,12 +1,12 @@
-"""One rank's negotiation with the others about each of its group's calls: do all make the same?
+"""The negotiation that precedes each call of a group: do all ranks make the same call?
 
-- Ranks that share memory signal a code of what they call in its signal pads, and wait until all
-  have signalled the same: no message.
-- By messages where ranks share no memory, where the signalled codes differ (to tell how), and as
-  long as any rank has joined. In about log2 n steps every rank learns the largest and the smallest
-  code of the ranks that are at work, and whether any rank has joined. Equal codes and none joined:
-  go on. Otherwise the calls themselves are gathered, and every rank raises the same error, or
-  learns what the joined ranks have to take part in.
+- Ranks that share memory write a code of their call, a hash, to their signal pads, and wait until
+  all pads hold the same code. That takes no message.
+- Messages are used if not all ranks share memory, if the codes in the pads differ (to find out
+  how), and while any rank has joined. In about log2 n steps every rank learns the largest and the
+  smallest code of the ranks that have not joined, and whether any has. If both codes are equal and
+  no rank has joined, the call runs. Otherwise the descriptions of all calls are gathered, and every
+  rank raises the same error, or learns in which call the joined ranks have to take part.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collectives.transport.base import Message, Transport
 from collectives.transport.byte_gathering import gather_bytes, read_objects
 from collectives.transport.shared_memory.symmetric_memory import JOINED, RanksDiffer
 
+# The code of a joined rank when the largest one is sought: smaller than any other.
 _NO_CODE = torch.iinfo(torch.int64).min
 
 
@@ -34,8 +35,8 @@ class Joined(NamedTuple):
 
     Attributes:
         since: The number of the first call that it only joined.
-        operators: The names of the reducers that it can carry out.
-        label: What errors call its part in the next call.
+        operators: The names of the reducers with which it can take part.
+        label: The text that names its part in the next call in errors.
     """
 
     since: int
@@ -44,12 +45,12 @@ class Joined(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a negotiation has found, the same on all ranks.
+    """The result of a negotiation, the same on all ranks.
 
     Attributes:
         joined: The ranks that have joined.
-        last: Where all have joined, the rank that was the last to.
-        call: What the others do, where any rank has joined; without tensors.
+        last: The rank that joined last, if all have joined.
+        call: The call of the other ranks, without tensors, if any rank has joined.
     """
 
     joined: Sequence[int] = ()
@@ -61,7 +62,7 @@ _SAME_CALL = Outcome()
 
 
 class Negotiation:
-    """Finds out, once for every call of the group, whether all ranks make it.
+    """Finds out for each call of the group whether all ranks make it.
 
     Args:
         transport: Between the ranks.
@@ -74,27 +75,28 @@ class Negotiation:
         self._any_joined = False
 
     def signal(self, mine: Call | Joined) -> None:
-        """Do what comes before `wait`, and never waits itself."""
+        """Tell the other ranks through shared memory, if there is any; does not wait for them."""
         memory = self._transport.symmetric_memory
         if memory is not None and self._transport.size > 1:
             memory.signal(mine.code if isinstance(mine, Call) else JOINED)
 
     def wait(self, mine: Call | Joined) -> Outcome:
-        """Return when all ranks that have not joined make one call, or all have joined.
+        """Return when all ranks that have not joined make the same call, or all have joined.
 
         Raises:
-            CollectiveMismatchError: On every rank with the same text, where the calls differ or
-                the joined ranks cannot take part.
+            CollectiveMismatchError: The calls differ, or a joined rank cannot take part. Raised on
+                every rank with the same text.
         """
         if self._transport.size == 1:
             return _SAME_CALL
         memory = self._transport.symmetric_memory
         if memory is not None and not self._any_joined and isinstance(mine, Call):
-            # Outside of an `except`, so that a mismatch is the only error in a traceback.
+            # By `suppress`, not `except`: the error of a mismatch, raised below, would otherwise
+            # have RanksDiffer as its context in the traceback.
             with suppress(RanksDiffer):
                 memory.wait(f"step 0 (the ranks' arrival) of {mine.label}", self._timeout)
                 return _SAME_CALL
-        # A mismatch ends all joins.
+        # First, because a mismatch, which the next line raises, ends all joins.
         self._any_joined = False
         outcome = negotiate_by_messages(mine, self._transport, self._timeout)
         self._any_joined = bool(outcome.joined)
@@ -102,13 +104,15 @@ class Negotiation:
 
 
 def negotiate_by_messages(mine: Call | Joined, transport: Transport, timeout: float) -> Outcome:
-    """Do what `Negotiation.wait` does, without memory that the ranks share."""
+    """Do what `Negotiation.wait` does, by messages alone."""
     label = f"the negotiation of {mine.label}"
+    # The third number is 0 if this rank has not joined. The largest tells which rank joined last:
+    # it grows with the first call that the rank only joined, and after that with the rank.
     if isinstance(mine, Joined):
         codes = (_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1)
     else:
         codes = (mine.code, -mine.code, 0)
-    # The least is the most of the opposites.
+    # The smallest code is the negative of the largest negated one: one maximum finds both.
     most, least, since = _largest(codes, transport, label, timeout)
     if most == _NO_CODE:
         return Outcome(last=(since - 1) % transport.size)
@@ -124,10 +128,11 @@ def negotiate_by_messages(mine: Call | Joined, transport: Transport, timeout: fl
 
 
 def _largest(numbers: Sequence[int], transport: Transport, label: str, timeout: float) -> list[int]:
-    """Return, number by number, the largest of all ranks'.
+    """Return the elementwise maximum of all ranks' numbers.
 
-    In each step a rank learns from twice as far below itself what the ranks up to there know. Where
-    their number is no power of two some count twice, which changes no maximum.
+    Each rank knows the maximum over itself and the ranks below it, and the number of ranks covered
+    doubles in each step. If the group's size is not a power of two some ranks are counted twice,
+    which does not change a maximum.
     """
     rank, size, distance, step = transport.rank, transport.size, 1, 0
     known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -147,7 +152,7 @@ def _largest(numbers: Sequence[int], transport: Transport, label: str, timeout: 
 
 
 def _conclude(reports: list[list[Any]], transport: Transport) -> Outcome:
-    """Draw the conclusion that all ranks draw from all ranks' reports."""
+    """Return the outcome, or raise the error, that follows from all ranks' reports."""
     calls = {rank: Call.of_text(text) for rank, (text, *_) in enumerate(reports) if text}
     joined = [rank for rank in range(len(reports)) if rank not in calls]
     if len({reports[rank][0] for rank in calls}) > 1:

@@ -1,4 +1,4 @@
-"""How ranks exchange messages: transports, which all pass one conformance test."""
+"""Transports: how ranks exchange messages. All of them pass the same conformance test."""
 
 from collectives.transport.base import Message, Transport
 from collectives.transport.connections.transport import ConnectionTransport

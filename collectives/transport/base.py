@@ -1,4 +1,4 @@
-"""The interface of transports: what exchanges one step's messages between ranks."""
+"""The interface of transports, which exchange one step's messages between ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from collectives.errors import TransportError
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
-# Ranks by which errors call a group.
+# How many of a group's ranks an error lists, so that it stays a line or two.
 _MAX_NAMES = 16
 
 
@@ -29,23 +29,24 @@ Messages = Sequence[Message]
 class Transport(ABC):
     """Point-to-point messages between `size` ranks.
 
-    Messages of one ordered pair of ranks arrive in the order in which they were posted. Receives
-    must have the sender's byte count; empty tensors are not sent at all.
+    Messages from one rank to another arrive in the order in which they were posted. A receive must
+    have the byte count of the send; empty tensors are not sent at all.
 
-    What only some transports can do is declared here, too, with the answer of those that cannot.
+    Capabilities of only some transports are declared here, too, with a default for the others.
 
     Attributes:
         rank: This rank's number.
         size: How many ranks there are.
-        names: What errors call the ranks, where these are some of a larger group's: their numbers
-            there, which users know them by.
-        device: The GPU whose tensors the transport carries, where it is bound to one.
-        process_group: What torch.distributed's own collectives run on, where there is one.
+        names: In a group that was split from a larger one, the ranks' numbers there: users know the
+            ranks by them, and errors use them. Empty otherwise.
+        device: The GPU whose tensors the transport carries, if it is bound to one.
+        process_group: The process group for torch.distributed's own collectives, if there is one.
         sums_on_gpu: Whether the vendor's library sums CUDA tensors (`all_reduce`).
-        shares_gpu: Whether this process has other communicators on the GPU, torch's or of groups
-            split from this one; whoever makes them sets it. NCCL wants those of one GPU called in
-            one order on all ranks: calls of CUDA tensors then reach it in the caller's order.
-        steps: How many steps of calls have ended, by which whoever waits sees that they progress.
+        shares_gpu: Whether this process has other communicators on the GPU, torch's or those of
+            groups split from this one; whoever makes them sets it. NCCL requires that communicators
+            of one GPU are used in the same order on all ranks: calls of CUDA tensors then have to
+            reach NCCL in the order in which the caller makes them.
+        steps: How many steps of calls have ended, so that a waiting thread sees progress.
     """
 
     rank: int
@@ -59,21 +60,21 @@ class Transport(ABC):
     _interrupted = ""
 
     def name(self, rank: int) -> int:
-        """Return what errors call a rank."""
+        """Return a rank's number in errors."""
         return self.names[rank] if self.names else rank
 
     def named(self, ranks: Iterable[int]) -> str:
-        """Return what errors call ranks, such as "rank 1, rank 3"."""
+        """Return the names of ranks in errors, such as "rank 1, rank 3"."""
         return ", ".join(f"rank {self.name(rank)}" for rank in ranks)
 
     @property
     def me(self) -> str:
-        """What errors call this rank."""
+        """This rank's name in errors."""
         return f"rank {self.name(self.rank)}"
 
     @property
     def of_ranks(self) -> str:
-        """What errors call these ranks where they are some of a group's: " of ranks 1, 3"."""
+        """The ranks in errors, such as " of ranks 1, 3", if split from a larger group; else ""."""
         if not self.names:
             return ""
         shown = [str(name) for name in self.names[:_MAX_NAMES]]
@@ -82,63 +83,63 @@ class Transport(ABC):
 
     @property
     def symmetric_memory(self) -> SymmetricMemory | None:
-        """What all ranks share; None where they do not, or the transport cannot be used."""
+        """The memory that all ranks share; None if they share none or the transport is unusable."""
         return None
 
     @abstractmethod
     def check_device(self, device: torch.device) -> None:
-        """Raise ValueError, naming the device and the fix, where tensors on it cannot travel."""
+        """Raise ValueError, naming the device and the fix, if it cannot carry tensors there."""
 
     @abstractmethod
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Post all messages at once; return when all have arrived and the sent ones may be reused.
 
-        For CUDA tensors: on the current stream. The host does not wait for messages between GPUs
-        (but for the oldest of too many): one that never comes is an error of `check_streams`, and
-        of the next exchange.
+        For CUDA tensors that is so on the current stream: the host does not wait for messages
+        between GPUs (unless too many are under way). If one never comes, `check_streams` and the
+        next exchange raise the error.
 
         Args:
-            sends: What this rank sends.
-            recvs: Where what it receives is written.
-            step: What an error calls this exchange.
+            sends: The tensors that this rank sends.
+            recvs: The tensors to which received messages are written.
+            step: The name of this exchange in errors.
             timeout: In seconds.
 
         Raises:
-            CollectiveTimeoutError: A peer is gone or too slow; names the peer and the step.
+            CollectiveTimeoutError: A peer is gone or too slow; the text names it and the step.
             TransportError: The transport itself failed.
         """
 
     def posts_ahead(self, device: torch.device) -> bool:
-        """Return whether `post` returns before the messages of such tensors have arrived."""
+        """Return whether `post` returns before messages of this device's tensors have arrived."""
         return False
 
     def post(
         self, sends: Messages, recvs: Messages, step: str, timeout: float
     ) -> Callable[[], None]:
-        """`exchange` in two parts: what is returned has to be called before messages are used."""
+        """Start an `exchange`; call the returned function before the messages are used."""
         self.exchange(sends, recvs, step, timeout)
         return lambda: None
 
     def check_streams(self) -> None:
-        """Raise what ended messages or sums that were left on the streams, if anything did.
+        """Raise the error of messages or sums that failed on the streams, if any.
 
-        What they would have written is then undefined.
+        The tensors to which they were to write are then undefined.
 
         Raises:
-            CollectiveTimeoutError: A peer was gone or too slow; names the peer and the step.
+            CollectiveTimeoutError: A peer was gone or too slow; the text names it and the step.
             TransportError: The transport itself failed.
         """
         return
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
-        """Return a rank whose end is closed, of `peers` where given; None where none is known.
+        """Return a rank that has closed its end, among `peers` if given; None if none is known.
 
-        Any thread may call it at any time, as it may `interrupt`, and no other method.
+        Any thread may call this and `interrupt` at any time, but no other method.
         """
         return None
 
     def why_gone(self, peer: int) -> str:
-        """Say why the end of a rank that is gone was closed."""
+        """Return the text for errors of why a rank that is gone has closed its end."""
         return f"rank {self.name(peer)} has ended"
 
     def all_reduce(
@@ -148,14 +149,16 @@ class Transport(ABC):
         step: str,
         timeout: float,
     ) -> None:
-        """Sum a contiguous CUDA tensor in place by the vendor's library, as `exchange` does.
+        """Sum a contiguous CUDA tensor in place by the vendor's library, on the current stream.
+
+        As for `exchange`, the host does not wait.
 
         Args:
             flat: The tensor.
-            among: The ranks to sum over, in ascending order; all for None. Every rank calls it,
-                with the ranks that it is among. Or a process group of some of the ranks, whose sum
-                torch.distributed makes.
-            step: What an error calls this sum.
+            among: The ranks to sum over, in ascending order; None for all. Every rank of the
+                transport calls this, with the set of ranks to which it belongs. Or a process group
+                of some of the ranks, for a sum by torch.distributed.
+            step: The name of this sum in errors.
             timeout: In seconds.
 
         Raises:
@@ -165,10 +168,10 @@ class Transport(ABC):
 
     @abstractmethod
     def split(self, ranks: Sequence[int], timeout: float) -> Transport:
-        """Return a transport of its own between some ranks: its rank i is `ranks[i]` of this one.
+        """Return a new transport between some of the ranks; its rank i is `ranks[i]` of this one.
 
-        A collective of exactly these ranks, which several can make at a time where they have no
-        rank in common. The two may then be used at the same time, from different threads.
+        A collective of exactly these ranks. Disjoint sets of ranks may split at the same time. Both
+        transports may then be used at the same time, from different threads.
 
         Args:
             ranks: The ranks, in the order of the new transport.
@@ -176,31 +179,31 @@ class Transport(ABC):
         """
 
     def interrupt(self, reason: str) -> None:
-        """Let a thread that waits in `exchange` or in shared memory raise a TransportError soon.
+        """Make a thread that waits in `exchange` or in shared memory raise a TransportError soon.
 
-        Any thread may call it at any time. What cannot be interrupted ends by its timeout, or by
-        its messages' arrival, and raises then.
+        Any thread may call it at any time. A wait that cannot be interrupted raises when its
+        messages have arrived, or at its timeout.
         """
         self._interrupted = reason
 
     def check_interrupt(self, step: str) -> None:
-        """Raise TransportError where a thread has called `interrupt`. step: what is under way."""
+        """Raise TransportError if a thread has called `interrupt`. step: its name in errors."""
         if self._interrupted:
             raise TransportError(f"{self.me} was stopped in {step}: {self._interrupted}")
 
     def abort(self, reason: str) -> None:
-        """End what is under way and become unusable; tell the peers why, where that can be."""
+        """End what is under way and become unusable; give the peers the reason, if possible."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what the transport holds; it cannot be used afterwards."""
+        """Release the transport's resources; it cannot be used afterwards."""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory as bytes, so that every dtype travels."""
+    """Return a contiguous tensor's memory as bytes, so that tensors of every dtype can be sent."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() == 1:
-        # Contiguous with any stride, but bytes are asked for by one of 1.
+        # One element is contiguous with any stride, but view(uint8) requires a stride of 1.
         flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Every rank's bytes on every rank: for what ranks tell each other at start-up and on errors."""
+"""Gather every rank's bytes on all ranks, for reports at start-up and about mismatches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from collectives.errors import TransportError
 from collectives.transport.base import Message, Transport
 
-# Of what ranks tell each other: a call of a million tensors takes less.
+# The most that a rank may report: the description of a call of a million tensors is smaller. A
+# larger length is taken for a broken message, before memory is allocated for it.
 _MAX_BYTES = 1 << 26
 
 
@@ -22,15 +23,16 @@ def as_tensor(payload: bytes) -> torch.Tensor:
 
 
 def gather_bytes(payload: bytes, transport: Transport, step: str, timeout: float) -> list[bytes]:
-    """Return every rank's bytes, by rank; lengths may differ.
+    """Return every rank's bytes, by rank; lengths may differ. A collective.
 
-    In about log2 n exchanges, after each of which a rank knows twice as many: those of the ranks
-    from itself on. So it takes connections to `2 log2 n` ranks alone.
+    It takes about log2 n rounds. A rank knows the bytes of itself and of the ranks that follow it,
+    and in each round their number doubles. So messages go to and from 2 log2 n ranks only, which
+    are the neighbours.
 
     Args:
-        payload: This rank's.
-        transport: Between the ranks, all of which call this.
-        step: What an error calls this.
+        payload: This rank's bytes.
+        transport: Between the ranks.
+        step: The name of this gathering in errors.
         timeout: Seconds, for each exchange of lengths and of bytes.
     """
     rank, size = transport.rank, transport.size
@@ -65,17 +67,17 @@ def gather_bytes(payload: bytes, transport: Transport, step: str, timeout: float
 
 
 def gather_objects(value: Any, transport: Transport, timeout: float) -> list[Any]:
-    """Return what every rank gives at start-up, by rank; it travels as JSON."""
+    """Return the values of all ranks, by rank, at start-up. They are sent as JSON."""
     return read_objects(
         gather_bytes(json.dumps(value).encode(), transport, "start-up", timeout), transport
     )
 
 
 def read_objects(reports: Sequence[bytes], transport: Transport) -> list[Any]:
-    """Return what ranks have sent as JSON, by rank.
+    """Decode what ranks have sent as JSON; return it by rank.
 
     Raises:
-        TransportError: It is none; the text names the rank.
+        TransportError: It is not JSON; the text names the rank.
     """
     read = []
     for rank, each in enumerate(reports):

@@ -1,31 +1,31 @@
-"""Whether the process may open the files that a transport needs, and the limit on them."""
+"""File descriptors: whether the limit leaves room for those that a transport needs."""
 
 from __future__ import annotations
 
 import logging
 import os
 
-# What the program itself may open meanwhile: data, checkpoints, libraries.
+# Kept free for files that the program itself opens: data, checkpoints, libraries.
 SPARE = 64
-# Where the system does not tell what is open: torch's libraries and the standard streams.
+# Assumed where the system does not say what is open: torch's libraries and the standard streams.
 _USUALLY_OPEN = 64
 _FOLDERS = ("/proc/self/fd", "/dev/fd")
 _logger = logging.getLogger(__name__)
 
 
 def shortage(count: int) -> str:
-    """Raise the soft limit as far as needed and allowed; return what then is missing.
+    """Raise the soft limit as far as needed and allowed; return whether that is not enough.
 
     Args:
         count: How many more descriptors are to be opened.
 
     Returns:
-        The need and the limit, for an error's text; "" where there is room.
+        "" if there is room; else the number needed and the limit, for an error's text.
     """
     try:
         import resource
     except ImportError:
-        # Not Unix.
+        # Only Unix has this limit.
         return ""
     opened = _opened()
     need = opened + count + SPARE

@@ -1,4 +1,4 @@
-"""Messages of CPU tensors through torch.distributed's gloo."""
+"""Messages of CPU tensors over torch.distributed's gloo."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from collectives.transport.process_groups import extend_timeout, failed, leave, 
 
 
 class GlooTransport(Transport):
-    """Point-to-point messages of a `torch.distributed` process group, CPU tensors alone.
+    """Point-to-point messages over a `torch.distributed` process group, of CPU tensors only.
 
     Args:
-        process_group: What the messages travel on.
+        process_group: The process group.
         owned: Whether closing this transport destroys it.
         names: As `Transport.names`.
     """
@@ -35,7 +35,7 @@ class GlooTransport(Transport):
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         self._config = dist.get_backend_config(process_group)
-        # By device type.
+        # Such as "cpu:gloo,cuda:nccl": the backend of each device type.
         parts = [part.split(":", 1) for part in self._config.split(",")]
         self._backends = {part[0]: part[-1] for part in parts if len(part) == 2}
         if self._backends.get("cpu") != "gloo":
@@ -62,6 +62,7 @@ class GlooTransport(Transport):
         """Exchange a step's messages: `Transport.exchange`."""
         deadline = time.monotonic() + timeout
         posted: list[tuple[int, dist.Work]] = []
+        # The peer whose message is posted or waited for, for errors and warnings.
         peer = self.rank
         try:
             for post, messages in (
@@ -87,7 +88,8 @@ class GlooTransport(Transport):
             ) from error
 
     def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
-        """Make a process group of some of the ranks, whose gloo connects those that use it."""
+        """Return a transport over a new process group of some of the ranks."""
+        # Lazy: with faster connections gloo is seldom used, and would otherwise connect all ranks.
         part = subgroup(self.process_group, ranks, self._config, timeout, lazy=True)
         return GlooTransport(part, owned=True, names=tuple(map(self.name, ranks)))
 

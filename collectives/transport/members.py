@@ -1,4 +1,4 @@
-"""Some of a transport's ranks, while it is split: what they tell each other goes over the whole."""
+"""The ranks of a part while a transport is split: they exchange messages over the whole."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collectives.transport.base import Message, Messages, Transport
 
 
 class Members(Transport):
-    """Some of the ranks of a transport, numbered anew, over its messages.
+    """A transport between some ranks of another one, renumbered, which uses that one's messages.
 
-    Only in a call that all of these ranks make on the whole.
+    To be used only inside a call that all of these ranks make on the whole: messages of other calls
+    would mix with these.
 
     Args:
-        whole: The transport.
-        ranks: The ranks, in the new order, with this one.
+        whole: The other transport.
+        ranks: Some of its ranks, this one among them, in the new order.
     """
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:

@@ -1,9 +1,9 @@
-"""Process groups of torch.distributed: parts of them, their timeouts and ends.
+"""Process groups of torch.distributed: how parts of them are made, their timeouts and their ends.
 
-`dist.new_group` with `use_local_synchronization=True` names a group by how many this process is in
-already, which differs between ranks that are in different groups: they would wait for each other
-under different names. Here the name follows from what all members know. torch offers no public way
-to make a group under a given name, nor to abort its NCCL.
+`dist.new_group` with `use_local_synchronization=True` derives a group's name from the number of
+groups that the process is in. Ranks that are in different groups would then wait for each other
+under different names. Here the name follows from what all members know. torch has no public
+function that makes a group with a given name, nor one that aborts its NCCL.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from collectives.errors import CollectiveError, CollectiveTimeoutError, Transpor
 # None in a torch built without torch.distributed, which makes no process groups either.
 _c10d: Any = getattr(dist, "distributed_c10d", None)
 
+# Short of the 5 s after the timeout within which every rank is to raise its error.
 _ABORT_SECONDS = 3.0
 _LAZY = "TORCH_GLOO_LAZY_INIT"
-# What torch and gloo say of a system that gives no more memory, threads or descriptors.
+# Parts of torch's and gloo's errors where the system has no memory, threads or descriptors left.
 _OUT = (
     os.strerror(errno.ENOMEM),
     os.strerror(errno.EAGAIN),
@@ -60,27 +61,28 @@ def subgroup(
     *,
     lazy: bool = False,
 ) -> dist.ProcessGroup:
-    """Make a process group of some ranks of another; its messages are its own.
+    """Make a process group of some ranks of another one, with messages of its own.
 
-    Called by exactly these ranks, by all of them in one order where they make several.
+    A collective of exactly these ranks. If they make several groups, all make them in one order.
 
     Args:
         parent: The other process group.
         ranks: Ranks of `parent`, in the new order.
         backend: As `dist.new_group` takes it.
-        timeout: Seconds, for making it and for each operation on it.
-        lazy: Whether gloo connects two ranks when they first exchange something over it, and not
-            all of them now; where torch does that.
+        timeout: Seconds, for making the group and for each operation on it.
+        lazy: Whether gloo connects two ranks when they first exchange a message, instead of all
+            ranks now; if this version of torch can.
 
     Raises:
         CollectiveTimeoutError: A rank does not come, or the ranks' store has ended.
-        TransportError: `parent` was destroyed, or this rank's system gives no more memory.
+        TransportError: `parent` was destroyed, or this rank's system is out of memory.
     """
     store = store_of(parent)
     names = [dist.get_global_rank(parent, rank) for rank in ranks]
     key = f"adasum {'-'.join(map(str, names))}"
     try:
-        # Each rank counts for itself, and all make their groups in one order.
+        # The count tells apart groups of the same ranks. Each rank has its own counter: all make
+        # their groups in one order, so the counters agree.
         count = store.add(f"{key} made by {dist.get_rank()}", 1)
         with _lazy_gloo() if lazy else nullcontext():
             made, _ = _c10d._new_process_group_helper(
@@ -101,9 +103,9 @@ def subgroup(
 
 @contextmanager
 def _lazy_gloo() -> Iterator[None]:
-    """Let gloo connect lazily, which torch takes from the environment alone.
+    """Return a context in which gloo connects lazily, unless the user has set the variable.
 
-    Not where the user has said otherwise.
+    torch takes this setting from the environment only.
     """
     if _LAZY in os.environ:
         yield
@@ -116,11 +118,11 @@ def _lazy_gloo() -> Iterator[None]:
 
 
 def _nccl_of(process_group: dist.ProcessGroup) -> Any:
-    """Return torch's own NCCL in a process group; None where it has none."""
+    """Return the NCCL backend of a process group; None if it has none."""
     if not dist.is_nccl_available() or torch.device("cuda") not in process_group._device_types:
         return None
     backend: Any = process_group._get_backend(torch.device("cuda"))
-    # One in another with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in others.
     while hasattr(backend, "wrapped_pg"):
         backend = backend.wrapped_pg
     return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
@@ -132,9 +134,10 @@ def has_nccl(process_group: dist.ProcessGroup) -> bool:
 
 
 def extend_timeout(process_group: dist.ProcessGroup) -> None:
-    """Give operations of torch's own NCCL a minute more than the group's timeout.
+    """Add a minute to the timeout of torch's NCCL.
 
-    When that is over torch's watchdog ends the process; a step's own timeout is an error before.
+    At that timeout torch's watchdog ends the process. With the minute, the timeout of our step
+    comes first, and is an error that can be handled.
     """
     backend = _nccl_of(process_group)
     if backend is not None:
@@ -142,15 +145,15 @@ def extend_timeout(process_group: dist.ProcessGroup) -> None:
 
 
 def abort_nccl(process_group: dist.ProcessGroup) -> str:
-    """Abort all that is under way over torch's own NCCL; return how that went, for an error's text.
+    """Abort all operations of a process group's NCCL; return the outcome, for an error's text.
 
-    Not the communicator of one operation, as its `wait(timeout)` does: torch's watchdog takes that
-    for a failure of NCCL's and ends the process a minute later.
+    `wait(timeout)` of one operation would abort its communicator: torch's watchdog takes that for a
+    failure of NCCL, and ends the process a minute later.
     """
     backend = _nccl_of(process_group)
     if backend is None:
         return "it is still under way"
-    # torch gives it as long as an operation, and it may wait for the host's other ranks.
+    # Bounded, since an abort may wait for the host's other ranks, as long as an operation may.
     thread, errors = run_beside(backend.abort, "nccl-abort", _ABORT_SECONDS)
     if errors:
         return f"NCCL could not be aborted: {first_line(errors[0])}"
@@ -160,9 +163,12 @@ def abort_nccl(process_group: dist.ProcessGroup) -> str:
 def run_beside(
     job: Callable[[], object], name: str, timeout: float
 ) -> tuple[threading.Thread, list[BaseException]]:
-    """Run what may never end, for `timeout` seconds; return its thread, and what it raised so far.
+    """Run a job that may never end in a thread, and wait for it for `timeout` seconds.
 
-    Not a pool's thread, which the interpreter would wait for at exit.
+    The thread is not from a pool, for whose threads the interpreter would wait at exit.
+
+    Returns:
+        The thread, which may still be running, and a list that gets the job's error, if any.
     """
     errors: list[BaseException] = []
 
@@ -179,11 +185,11 @@ def run_beside(
 
 
 def failed(said: str, error: BaseException) -> CollectiveError:
-    """Return the error for what torch.distributed raised: no timeout where a rank has no memory.
+    """Return our error for one of torch.distributed: a timeout, unless the system is out of memory.
 
     Args:
-        said: Whom this rank waited for, and in what.
-        error: What torch raised.
+        said: The beginning of the text: for which rank this one waited, and in which step.
+        error: torch's error.
     """
     text = first_line(error)
     if any(out.lower() in text.lower() for out in _OUT):
@@ -195,11 +201,11 @@ def failed(said: str, error: BaseException) -> CollectiveError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error of torch's says, without its C++ stack."""
+    """Return the first line of torch's error, which its C++ stack follows."""
     return str(error).strip().split("\n", 1)[0]
 
 
 def leave(process_group: dist.ProcessGroup) -> None:
-    """Destroy a process group, unless torch.distributed was ended before."""
+    """Destroy a process group, unless it was destroyed already."""
     if dist.is_initialized() and process_group in _c10d._world.pg_map:
         dist.destroy_process_group(process_group)

@@ -1,6 +1,6 @@
 """Ranks that are threads of one process, for tests, notebooks and debugging.
 
-Carries CPU tensors and, by events between streams, the tensors of one GPU.
+CPU tensors are carried, and those of one GPU, which are ordered by events between streams.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from collectives.transport.shared_memory.symmetric_memory import (
     symmetric_memory_bytes,
 )
 
+# Seconds after which a wait checks for interrupts, ranks that have ended and the timeout.
 _POLL = 0.05
 # Linux's number, which Python names from 3.13 on.
 _NORESERVE = 0x4000
 
 
 class _Sent:
-    """A tensor on its way: the receiver copies it and then releases the sender."""
+    """A tensor that was sent: the receiver copies it and then lets the sender go on."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        # `taken` is for the host; on CUDA the receiver's stream waits for `ready` before the copy,
+        # and the sender's for `copied` after it.
         self.taken = threading.Event()
         self.ready = _record(tensor)
         self.copied: torch.cuda.Event | None = None
@@ -42,10 +45,10 @@ class ThreadWorld:
     """The mailboxes that `size` ThreadTransports share.
 
     Attributes:
-        boxes: By sender and receiver.
-        memory: Zeros, for the ranks' symmetric memory.
+        boxes: The mailboxes by sender and receiver.
+        memory: The ranks' symmetric memory, zeros at first.
         ended: The ranks that have ended, so that others fail at once instead of waiting.
-        aborted: Those that had to, with the reason.
+        aborted: The reasons of those that have aborted, by rank.
     """
 
     def __init__(self, size: int) -> None:
@@ -60,7 +63,7 @@ class ThreadWorld:
         self.memory = memoryview(_memory(symmetric_memory_bytes(size)))
         self.ended: set[int] = set()
         self.aborted: dict[int, str] = {}
-        # What not all of its ranks have asked for yet, with how many have.
+        # Worlds for which not all of their ranks have asked yet, with the number that has.
         self._parts: dict[tuple[tuple[int, ...], int], tuple[ThreadWorld, int]] = {}
         self._lock = threading.Lock()
 
@@ -69,12 +72,13 @@ class ThreadWorld:
         return ThreadTransport(self, rank)
 
     def part(self, ranks: tuple[int, ...], number: int) -> ThreadWorld:
-        """Return the `number`th world of these ranks: one for all, each of which asks once."""
+        """Return the `number`th world of these ranks, the same to all; each of them asks once."""
         key = ranks, number
         with self._lock:
             if key not in self._parts:
                 self._parts[key] = ThreadWorld(len(ranks)), 0
             world, asked = self._parts.pop(key)
+            # Forgotten when the last rank has it, so that closed groups do not stay in memory.
             if asked + 1 < len(ranks):
                 self._parts[key] = world, asked + 1
             return world
@@ -90,7 +94,8 @@ class ThreadTransport(Transport):
         self.rank = rank
         self.size = world.size
         self._made: Counter[tuple[int, ...]] = Counter()
-        # The threads take turns as it is: one that looks again keeps the others from theirs.
+        # One core, so that nobody spins: threads share the interpreter's lock, and one that spins
+        # keeps the others from running.
         self.symmetric_memory = SymmetricMemory(world.memory, rank, world.size, self, cores=[0])
 
     def check_device(self, device: torch.device) -> None:
@@ -164,13 +169,14 @@ class ThreadTransport(Transport):
         return f"rank {self.name(peer)} has ended" + (f": {why}" if why else "")
 
     def interrupt(self, reason: str) -> None:
-        """Let this rank's waits raise: `Transport.interrupt`."""
+        """Make this rank's waits raise: `Transport.interrupt`."""
         super().interrupt(reason)
         if self.symmetric_memory is not None:
             self.symmetric_memory.withdraw()
 
     def abort(self, reason: str) -> None:
-        """Withdraw from the call, and let the ranks that wait for this one fail at once."""
+        """Withdraw from the call, and make the ranks that wait for this one fail at once."""
+        # The reason first: whoever finds this rank among `ended` looks it up.
         self._world.aborted[self.rank] = reason
         self._world.ended.add(self.rank)
         if self.symmetric_memory is not None:
@@ -191,15 +197,15 @@ class ThreadTransport(Transport):
 
 
 def _memory(nbytes: int) -> mmap.mmap:
-    """Return zeros that threads share; pages that nothing is written to take no memory."""
+    """Return zeros that threads share; pages to which nothing is written take no memory."""
     if sys.platform != "linux":
         return mmap.mmap(-1, nbytes)
-    # Linux else refuses more than the machine has, which a few hundred ranks' buffers would be.
+    # Otherwise Linux refuses more than the machine has, such as a few hundred ranks' buffers.
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE)
 
 
 def _record(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    """Record an event behind the work queued so far on a CUDA tensor; None on the CPU."""
+    """Record an event after the work queued so far on the current stream; None for a CPU tensor."""
     if tensor.device.type != "cuda":
         return None
     return torch.cuda.current_stream(tensor.device).record_event()

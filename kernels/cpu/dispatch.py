@@ -1,7 +1,8 @@
-"""The CPU path: compiled code (native.py) where it can be had, else torch's functions.
+"""The CPU path: compiled code (native.py) if it is available, otherwise torch's functions.
 
-Arithmetic is float32 for float16, bfloat16 and float32, float64 for float64; results are rounded
-once. Dot products are taken in float64, where no square of a float32 under- or overflows.
+Arithmetic is float32 for float16, bfloat16 and float32, and float64 for float64; results are
+rounded once. Dot products are computed in float64, in which no square of a float32 under- or
+overflows.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from kernels.cpu import native, torch_fallback
 _logger = logging.getLogger(__name__)
 _VARIABLE = "ADASUM_CPU_KERNELS"
 _CHOICES = ("auto", "native", "torch")
-# "found": the compiled functions, or why torch's are used; nothing until it is looked for.
+# "found": the compiled functions, or why torch's are used. Empty until the first use.
 _state: dict[str, native.Library | str] = {}
 
 
 def _found() -> native.Library | str:
-    # Threads that come first at once use what one of them has set: all, the same.
+    # setdefault, so that threads which get here at once all use what one of them has loaded.
     return _state.get("found") or _state.setdefault("found", _load())
 
 
@@ -49,18 +50,18 @@ def _load() -> native.Library | str:
 def library() -> native.Library | None:
     """Return the compiled functions; None where torch's are used.
 
-    ADASUM_CPU_KERNELS says what to use: "auto", the default, "torch", or "native".
+    The environment variable ADASUM_CPU_KERNELS chooses: "auto", the default, "torch" or "native".
 
     Raises:
         ValueError: The variable has another value.
-        RuntimeError: It says "native", which is not to be had.
+        RuntimeError: It is "native", and there are no compiled functions.
     """
     found = _found()
     return None if isinstance(found, str) else found
 
 
 def reason() -> str:
-    """Return why torch's functions are used, "" where they are not. Raises as `library`."""
+    """Return why torch's functions are used; "" if they are not. Raises as `library`."""
     found = _found()
     return found if isinstance(found, str) else ""
 
@@ -68,7 +69,8 @@ def reason() -> str:
 def use_torch(why: str) -> None:
     """Use torch's functions from now on in this process, whatever the variable says.
 
-    Their last bits are others: for ranks of which one has no compiled functions.
+    For groups in which a rank has no compiled functions: results of the two may differ in the last
+    bit, and all ranks are to have the same.
     """
     _state["found"] = why
 

@@ -1,6 +1,6 @@
-"""The CPU path compiled: kernels/cpu/native.c, which setup.py compiles, loaded with ctypes.
+"""Load the compiled CPU path with ctypes: kernels/cpu/native.c, which setup.py compiles.
 
-All functions take one argument, a struct: to pass as many with ctypes takes four times as long.
+All functions take one argument, a struct: with ctypes, separate arguments take four times as long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from kernels.arguments import Call
 
-# In the order of the C file's enum.
+# The numbers of the enum in native.c.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Elements of a block, whose dot products are one partial result: task.h has the same.
 BLOCK = 8192
@@ -37,11 +37,11 @@ _NONE = array("q")
 
 
 class Unavailable(Exception):
-    """Why the compiled functions cannot be used."""
+    """The compiled functions cannot be used; the text says why."""
 
 
 class Task(ctypes.Structure):
-    """The struct of task.h, where its fields are described; pointers are addresses."""
+    """The struct of task.h, which describes its fields. Pointers are passed as addresses."""
 
     _fields_ = (
         ("tensors", ctypes.c_void_p),
@@ -69,7 +69,7 @@ class Library:
     """The compiled functions."""
 
     def __init__(self, path: Path) -> None:
-        """Load them. Raises OSError or AttributeError where that fails."""
+        """Load the functions. Raises OSError or AttributeError if that fails."""
         library = ctypes.CDLL(str(path))
         self._functions = {name: library[name] for name in FUNCTIONS}
         self._functions["pack"] = self._functions["unpack"] = library["copy"]
@@ -90,7 +90,7 @@ class Library:
             numels, bounds = call.packed.layout.in_c
         segments = len(bounds) - 1
         codes = array("q", map(_CODES.__getitem__, call.dtypes))
-        # One after the other: coefficients, the largest value, dots of its own, partials.
+        # In this order: coefficients, the largest value, dots if the caller has none, partials.
         largest = 2 * max(1, segments)
         rows = segments + bounds[-1] // BLOCK + segments if name in _WITH_PARTIALS else 0
         scratch = array("d", bytes(8 * (largest + 1 + 3 * rows)))
@@ -122,7 +122,7 @@ class Library:
         )
         function, reference = self._functions[name], ctypes.addressof(task)
 
-        # `kept`: the arrays live as long as what runs.
+        # `kept`: the function keeps the arrays alive, whose addresses the task has.
         def run(first: float = 1.0, second: float = 1.0, kept: object = arrays) -> None:
             scratch[0], scratch[1], scratch[largest] = first, second, 0.0
             task.threads = torch.get_num_threads()
@@ -134,7 +134,7 @@ class Library:
 
 
 def load() -> Library:
-    """Return the functions. Raises Unavailable where they were not compiled, or cannot run here."""
+    """Return the functions. Raises Unavailable if they were not compiled, or cannot run here."""
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine not in _MACHINES:
         wanted = " or ".join(_MACHINES)
@@ -145,7 +145,7 @@ def load() -> Library:
     if not LIBRARY.exists():
         raise Unavailable(f"the C kernels were not compiled at installation: {_ANEW}")
     try:
-        # First the hash: another struct than this one would have them write anywhere.
+        # The hash first: functions compiled for another struct could write anywhere.
         said = (ctypes.c_char * 64).in_dll(ctypes.CDLL(str(LIBRARY)), "compiled_from")
         if said.value.decode() != _sources():
             raise Unavailable(f"{LIBRARY.name} was compiled from other sources: {_ANEW}")
@@ -155,16 +155,16 @@ def load() -> Library:
 
 
 def _sources() -> str:
-    """The hash of the C files beside this one, as setup.py takes it."""
+    """Return the hash of the C files in this folder, computed as in setup.py."""
     texts = [path.read_bytes() for path in sorted(LIBRARY.parent.glob("*.[ch]"))]
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
 def _team() -> dict[str, int]:
-    """What starts torch's own threads, by address; nothing where that is not OpenMP.
+    """Return the addresses of the OpenMP functions of torch's own threads; 0 if it has none.
 
-    Not all of torch's wheels have it among what every library in the process can see: then only
-    the extension module that links it knows it, which has no public name.
+    Not all of torch's wheels make these symbols visible in the whole process. They are found in any
+    case through the extension module that links them, which has no public name.
     """
     try:
         itself = ctypes.CDLL(torch._C.__file__)

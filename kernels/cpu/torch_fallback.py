@@ -1,7 +1,7 @@
-"""The CPU path where nothing was compiled: torch's functions, in blocks that stay in a cache.
+"""The CPU path without compiled code: torch's functions, in blocks that fit into a cache.
 
-The arithmetic of kernels/cpu/native.c: float32 for float16, bfloat16 and float32, float64 for
-float64, rounded once. Dot products are taken in float64.
+The arithmetic is that of kernels/cpu/native.c: float32 for float16, bfloat16 and float32, float64
+for float64, rounded once. Dot products are computed in float64.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SAFE_LOW, _SAFE_HIGH = 2.0**-60, 2.0**60
 
 
 def _blocks(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:
-    """The tensors' pieces that lie at the same elements."""
+    """Return blocks of the tensors: each tuple has the same elements of all of them."""
     return zip(*[tensor.view(-1).split(_MAP_BLOCK) for tensor in tensors], strict=True)
 
 
 def report(findings: Findings, written: Sequence[Tensor]) -> None:
-    """Report of the values in tensors just written what `findings` asks for."""
+    """Report what `findings` asks for about the values of tensors that were just written."""
     found_inf, max_abs = findings
     if found_inf is None and max_abs is None:
         return
@@ -41,14 +41,15 @@ def report(findings: Findings, written: Sequence[Tensor]) -> None:
             low, high = torch.aminmax(tensor)
             largest = torch.maximum(low.abs(), high.abs())
             if found_inf is not None:
-                # Not asked here, for traced code and GPUs come here for derivatives.
+                # Without an `if` on the value: it would break traced code and wait for a GPU, both
+                # of which use this function for derivatives.
                 found_inf.masked_fill_(~largest.isfinite(), 1.0)
             if max_abs is not None:
                 max_abs.copy_(torch.maximum(max_abs, largest.to(max_abs.dtype)))
 
 
 def _scaled_copy(target: Tensor, source: Tensor, scale: float) -> None:
-    """Write target = scale * source, both of one length; they may be one tensor."""
+    """Write target = scale * source, of equal length; they may be the same tensor."""
     wide = compute_dtype(source.dtype, target.dtype)
     for to, part in _blocks(target, source):
         to.copy_(part.to(wide) * scale)
@@ -56,7 +57,7 @@ def _scaled_copy(target: Tensor, source: Tensor, scale: float) -> None:
 
 @torch.no_grad()
 def copy(call: Call, scale: float) -> None:
-    """Between the tensors and their slots of the buffer; packing writes zeros into the padding."""
+    """Copy between tensors and their slots of the buffer; packing zeroes the padding."""
     assert call.packed is not None
     pieces = call.out.split_with_sizes(call.packed.layout.pieces)
     slots, paddings = pieces[::2], pieces[1::2]
@@ -81,7 +82,7 @@ def sum_n(call: Call, scale: float) -> None:
     for to, first, *others in _blocks(call.out, *call.inputs):
         total = first.to(wide)
         for part in others:
-            # Converted apart, which is faster than an addition of two dtypes.
+            # Converted first, which is faster than an addition of two dtypes.
             total = total + part.to(wide)
         to.copy_(total if scale == 1.0 else total * scale)
         report(call.findings, (to,))
@@ -105,7 +106,8 @@ def _blend(
 ) -> None:
     """Write out = alpha*a + beta*b, with the same bits whether `out` is a, b or neither.
 
-    Ranks that reduce a pair write into one or the other. cancelling: float32 would lose the sum.
+    Of two ranks that reduce a pair, one writes to a and the other to b. cancelling: Whether the sum
+    is so short that float32 would lose it.
     """
     wide = compute_dtype(a.dtype, b.dtype, out.dtype)
     if cancelling or not (_is_safe(alpha) and _is_safe(beta)):
@@ -154,16 +156,16 @@ def adasum(call: Call, factor_a: float, factor_b: float) -> None:
 
 
 def _coefficient(dot: float, factor: float, norm: float) -> float:
-    """1 - d/(fA); 1 for a norm below TINY, which no NaN is, and NaN for an fA beyond float64."""
+    """Return 1 - d/(fA); 1 for a norm below TINY (not for NaN), and NaN if fA overflows float64."""
     scaled = factor * norm
     if norm < TINY:
         return 1.0
-    # By an infinite factor nothing is lost: of two weights one is none beside the other.
+    # An infinite factor is no overflow: one weight is negligible, and the quotient is 0.
     return math.nan if scaled == math.inf and factor < math.inf else 1.0 - dot / scaled
 
 
 def _cancels(dot: float, norm_a: float, norm_b: float, alpha: float, beta: float) -> bool:
-    """Whether alpha a + beta b is so short beside both that float32 would lose it, or NaN."""
+    """Whether alpha a + beta b is so much shorter than both that float32 would lose it, or NaN."""
     apart = alpha * alpha * norm_a + beta * beta * norm_b
     return not apart + 2 * alpha * beta * dot >= CANCELLED * apart
 

@@ -1,1 +1,1 @@
-"""Connections to single peers, through shared memory or over TCP."""
+"""Connections between two ranks, through shared memory or over TCP."""

@@ -1,4 +1,4 @@
-"""By which address other hosts reach this rank."""
+"""Find the address at which other hosts reach this rank."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import socket
 import struct
 from pathlib import Path
 
-# Linux's request for the IPv4 address of an interface, and where it is in the answer.
+# Linux's ioctl for the IPv4 address of an interface, and the struct of its request and answer.
 _SIOCGIFADDR = 0x8915
 _IFREQ = struct.Struct("16s4x4s16x")
 _LONGEST_NAME = 15
-# Linux's IPv6 addresses, one a line: 32 digits, three numbers, the scope and the interface's name
-# among them. Of these scopes are those that the address alone leads to.
+# Linux's list of IPv6 addresses: each line has 32 digits, two numbers, the scope, a number and the
+# interface's name. Addresses of these scopes (global, loopback) need no interface with them.
 _INET6 = Path("/proc/net/if_inet6")
 _SCOPES = ("00", "10")
-# Any port: nothing is sent there.
+# Any port will do, since nothing is sent: connecting a UDP socket only chooses the route.
 _PORT = 9
 
 
 def interface() -> str:
-    """The network interface that the user has chosen for gloo, which ours follows; "" for none."""
+    """Return the network interface that the user has chosen for gloo, and so for us; "" if none."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
 
 
 def of_interface(name: str) -> str:
-    """The interface's IPv4 address, else an IPv6 one that is not link-local.
+    """Return the interface's IPv4 address, else an IPv6 one that is not link-local.
 
-    OSError where it has none or the system does not tell.
+    Raises:
+        OSError: It has no such address, or the system does not tell.
     """
     try:
         import fcntl
@@ -48,7 +49,7 @@ def of_interface(name: str) -> str:
 
 
 def _inet6(name: str) -> str | None:
-    """An interface's IPv6 address that needs no scope, where Linux tells one."""
+    """Return an IPv6 address of the interface that needs no scope; None if Linux lists none."""
     try:
         lines = _INET6.read_text().splitlines()
     except OSError:
@@ -60,7 +61,7 @@ def _inet6(name: str) -> str | None:
 
 
 def source_of(host: str) -> str:
-    """The address that this machine sends from to a host; OSError where no way leads there."""
+    """Return the address from which this machine sends to a host; OSError without a route."""
     error = OSError(f"{host} has no address")
     for family, kind, _, _, target in socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM):
         try:
@@ -74,6 +75,6 @@ def source_of(host: str) -> str:
 
 
 def reaches_others(address: str) -> bool:
-    """Whether it means the same machine to another one: not loopback and link-local ones."""
+    """Whether other machines can use the address for this one: not loopback, not link-local."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return not (parsed.is_loopback or parsed.is_link_local)

@@ -1,4 +1,4 @@
-"""How the ranks of a group open connections: through memory on one host, else over TCP."""
+"""Open the connections of a group: through shared memory on one host, otherwise over TCP."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from collectives.transport.connections.unopened import Unopened
 _logger = logging.getLogger(__name__)
 
 KINDS = ("shm", "tcp")
-# By rank: the kind of error, and its text.
+# By rank: the class of the error, and its text.
 Refusals: TypeAlias = dict[int, tuple[type[OSError], str]]
 
 
-# Beside those of connections: the symmetric memory's, two listeners' and one that a listener has
-# accepted, a memory's own on its way, and a listener of gloo's.
+# Descriptors in addition to those of the connections: of the symmetric memory, two listeners, a
+# socket that a listener has just accepted, a memory that is being sent, and gloo's listener.
 _BESIDE = 6
 
 
 def neighbours(rank: int, size: int) -> set[int]:
-    """Return the ranks to which one connects at start: those 1, 2, 4, ... further, both ways.
+    """Return the ranks to which one connects at start: at distances 1, 2, 4, ..., both ways.
 
-    These are the ones that every call's negotiation needs, and from each to each other one it is
-    no more than log2 n steps: by them all ranks learn why one has ended.
+    Every call's negotiation needs these. Any rank is reached from any other one in at most log2 n
+    steps over them, so that all ranks learn the reason when one has ended.
     """
     distances = [1 << bit for bit in range((size - 1).bit_length())]
     return {(rank + way * each) % size for each in distances for way in (-1, 1)} - {rank}
@@ -43,8 +43,9 @@ def descriptors_of(near: int, far: int) -> int:
     """Return how many descriptors a rank's connections need at most.
 
     Args:
-        near: Peers that it shares memory with: a socket, and the memory's, which mmap keeps.
-        far: Those over TCP.
+        near: How many peers share memory with it. Each takes two: the socket's, and the memory's,
+            which mmap duplicates.
+        far: How many peers are connected over TCP.
     """
     return 2 * near + far + _BESIDE
 
@@ -53,10 +54,10 @@ class Opened(NamedTuple):
     """What `open_connections` returns.
 
     Attributes:
-        connections: By peer.
-        memory: Zeros that all ranks share, on every rank or on none: where all have connections
-            through memory to all, and the system gave it.
-        unopened: Those that are opened when they are first used, if any.
+        connections: The open connections by peer.
+        memory: Memory that all ranks share, zeros at first; on all ranks or on none. It needs
+            connections through memory between all ranks, and the system to provide it.
+        unopened: The connections that are opened when they are first used, if any.
         complete: Whether every rank has a connection to every other one, or can open it.
     """
 
@@ -74,20 +75,20 @@ def open_connections(
     store_host: str = "localhost",
     near: Collection[int] | None = None,
 ) -> Opened:
-    """Open connections of the best kind that both ranks offer and that works.
+    """Open connections, of the best kind that both ranks offer and that works. A collective.
 
-    A collective. Through memory to all ranks of this host, over TCP to `neighbours`; to further
-    ranks when they are first used. Both ranks of a pair get a connection, or neither does: where
-    the system refuses sockets, memory or descriptors, there is none, and where that is so for any
-    of the neighbours over TCP, none is opened later. A rank listens over TCP only where there is a
-    rank that it shares no memory with.
+    They are opened through memory to all ranks of this host, and over TCP to `neighbours`; over TCP
+    to further ranks when they are first used. Either both ranks of a pair get a connection or
+    neither does: there is none if the system refuses sockets, memory or descriptors. If that is so
+    for any neighbour over TCP, no rank opens connections later. A rank listens over TCP only if it
+    shares no memory with some rank.
 
     Args:
-        other: A transport between the ranks, over which they say how to connect.
+        other: A transport between the ranks, over which they tell each other how to connect.
         timeout: Seconds that a peer's answer may take.
-        kinds: What this rank offers.
+        kinds: The kinds that this rank offers.
         store_host: As `find_address` takes it.
-        near: The ranks to share memory with, symmetrically; all unless given.
+        near: The ranks with which to share memory, symmetrically; all unless given.
     """
 
     def gather(value: Any) -> list[Any]:
@@ -117,6 +118,7 @@ def open_connections(
                     memory = listener.symmetric_memory
                 near_by = sum(each.shares_memory for each in connections.values())
                 reports = gather([list(connections), memory is not None and near_by == size - 1])
+                # Close those that the peer does not have.
                 for peer in [peer for peer in connections if rank not in reports[peer][0]]:
                     connections.pop(peer).close()
                 whole = complete = all(len(peers) == size - 1 for peers, _ in reports)
@@ -129,6 +131,7 @@ def open_connections(
                     )
                     if complete and isinstance(listener, TcpListener):
                         left = {peer: offers[peer] for peer in everyone - connections.keys()}
+                        # The listener must then live on: its stack becomes part of the outer one.
                         if left:
                             unopened = Unopened(rank, other.name, listener, left)
                             failed.push(stack.pop_all())
@@ -151,9 +154,9 @@ def _connect(
     timeout: float,
     gather: Callable[[Any], list[Any]],
 ) -> None:
-    """Add connections of one kind to `connections`: to those of `wanted` that offer them.
+    """Add connections of one kind to `connections`: to those ranks of `wanted` that offer them.
 
-    A rank connects to the lower ones, and the higher ones connect to it.
+    Of two ranks the higher one connects to the lower one.
     """
     connected = []
     refused: Refusals = {}
@@ -163,7 +166,7 @@ def _connect(
                 connections[peer] = listener.connect(peer, offers[peer], timeout)
                 connected.append(peer)
             except OSError as error:
-                # Not the error itself, whose traceback would hold what has to be closed.
+                # Not the error itself: its traceback would keep alive what has to be closed.
                 refused[peer] = type(error), str(error)
     if listener is not None:
         _warn_of_refusals(rank, listener, refused)
@@ -177,7 +180,7 @@ def _warn_of_refusals(rank: int, listener: Listener, refused: Refusals) -> None:
     """Log why this rank has no connections of a kind to ranks that offered them."""
     near = isinstance(listener, ShmListener)
     if near:
-        # The usual answer from another host, whose memory nobody expects to share.
+        # A refusal is the usual answer on different hosts, which cannot share memory anyway.
         refused = {
             peer: why
             for peer, why in refused.items()
@@ -201,7 +204,7 @@ def _warn_of_refusals(rank: int, listener: Listener, refused: Refusals) -> None:
 
 
 def _backlog() -> str:
-    """Return the limit of waiting connections and how to raise it, where the system tells."""
+    """Return the limit of waiting connections and how to raise it; "" if the system hides it."""
     try:
         limit = Path("/proc/sys/net/core/somaxconn").read_text().strip()
     except OSError:
@@ -212,7 +215,7 @@ def _backlog() -> str:
 def _listen(
     kind: str, rank: int, size: int, host: str | None, stack: contextlib.ExitStack
 ) -> Listener | None:
-    """Return what offers connections of a kind, until the stack ends; None where none can be."""
+    """Return a listener of a kind, open until the stack ends; None if the system refuses it."""
     with contextlib.suppress(OSError):
         if kind == "shm":
             return ShmListener(rank, size, stack)

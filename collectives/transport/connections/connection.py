@@ -15,28 +15,29 @@ import numpy.typing as npt
 from collectives.errors import TransportError
 
 Bytes = npt.NDArray[np.uint8]
-# What is sent, in the highest bits of its length: a message, or why the sender ends.
+# The kinds of what is sent: a message, or the reason why the sender ends. The kind is in the two
+# highest bits of the length.
 DATA, REASON = range(2)
 KIND_SHIFT = 62
 LENGTH_MASK = (1 << KIND_SHIFT) - 1
-# Of a longer reason the peer gets the beginning.
+# A longer reason is cut off, because it has to fit into one record of shm.py.
 REASON_BYTES = 4096
-# What the kernel says where the peer's end is closed.
+# The kernel's errors after the peer has closed its end.
 CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionRefusedError)
 EMPTY = np.empty(0, np.uint8)
 
 
 class PeerGone(Exception):
-    """The peer's end is closed; the text is the reason it gave, else what may have closed it.
+    """The peer has closed its end; the text is the reason that it gave, or else a likely cause.
 
     Args:
         peer: The rank.
-        name: What errors call it.
-        reason: What it gave.
+        name: Its number in errors.
+        reason: The reason that it gave, "" if none.
     """
 
     def __init__(self, peer: int, name: int, reason: str = "") -> None:
-        # A network resets connections, too, whose ranks live on.
+        # The network may also reset a connection while the rank lives on.
         cause = f"rank {name} has ended, or the connection to it was closed on the way"
         super().__init__(reason or cause)
         self.peer = peer
@@ -44,21 +45,21 @@ class PeerGone(Exception):
 
 
 class Queued(NamedTuple):
-    """What is to be sent, or where a message is to be written; and of which kind it is."""
+    """Bytes to send, or memory to write a message to; and the kind."""
 
     data: Bytes
     kind: int = DATA
 
 
 class Connection(ABC):
-    """One end. Messages of one direction arrive in the order in which they were posted.
+    """This rank's end. Messages of one direction arrive in the order in which they were posted.
 
     Args:
         peer: The other rank.
-        sock: Connected to it; None where the peer has yet to connect.
+        sock: A socket that is connected to it; None if the peer has yet to connect.
 
     Attributes:
-        name: What errors call the peer.
+        name: The peer's number in errors.
         shares_memory: Whether messages go through memory that both ranks share.
     """
 
@@ -71,9 +72,9 @@ class Connection(ABC):
             sock.setblocking(False)
         self._sends: deque[Queued] = deque()
         self._recvs: deque[Queued] = deque()
-        # Whether the socket's queue was full when something was to be sent.
+        # Whether the socket's queue was full at the last attempt to send.
         self._blocked = False
-        # Whether all messages that come are dropped, for the reason behind them.
+        # Whether messages that arrive are dropped, to get at the reason that follows them.
         self._dropping = False
         self._ending = False
 
@@ -88,7 +89,7 @@ class Connection(ABC):
         return self._socket.fileno()
 
     def send(self, data: Bytes) -> None:
-        """Post a message, which must not change while the connection is busy."""
+        """Post a message, whose data must not change while the connection is busy."""
         self._sends.append(Queued(data))
 
     def receive(self, target: Bytes) -> None:
@@ -97,20 +98,23 @@ class Connection(ABC):
 
     @property
     def busy(self) -> bool:
-        """Whether anything that was posted is still under way."""
+        """Whether anything that was posted has not ended."""
         return bool(self._sends or self._recvs)
 
     @property
     def events(self) -> int:
-        """Flags of select.poll: what the connection waits for on its socket."""
+        """The events, as flags of select.poll, for which the connection waits on its socket."""
         return (select.POLLIN if self._listens() else 0) | (select.POLLOUT if self._blocked else 0)
 
     def _listens(self) -> bool:
-        """Whether something that comes could help."""
+        """Whether the connection can go on when something arrives."""
         return bool(self._recvs) or self._dropping
 
     def gone(self) -> PeerGone:
-        """Return why the peer's end, which is closed, was: the reason it sent, if any."""
+        """Return the error for a peer that has closed its end, with the reason it sent, if any.
+
+        Reads what has arrived, and drops messages that come before the reason.
+        """
         self._drop()
         self._dropping = True
         try:
@@ -119,15 +123,16 @@ class Connection(ABC):
         except PeerGone as gone:
             return gone
         except (OSError, TransportError):
-            # Nothing is left that can be read: it ended without a reason.
+            # Nothing more can be read: the peer ended without a reason.
             pass
         return PeerGone(self.peer, self.name)
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; return whether anything was.
+        """Do what can be done without waiting; return whether anything was done.
 
-        Raises PeerGone where the peer's end is closed and something is still under way,
-        TransportError where a message has another length than its receive.
+        Raises:
+            PeerGone: The peer has closed its end, and something is still under way.
+            TransportError: A message has another length than its receive.
         """
         if self._socket is None:
             return False
@@ -142,20 +147,22 @@ class Connection(ABC):
 
     @abstractmethod
     def _transmit(self) -> bool:
-        """Send what can be of what is posted; whether any was."""
+        """Send as much of the posted messages as goes without waiting; return whether any went."""
 
     @abstractmethod
     def _pull(self) -> bool:
-        """Receive what has come of what is expected; whether any had."""
+        """Receive as much of the expected messages as has arrived; return whether any had."""
 
     @abstractmethod
     def _drop(self) -> None:
-        """Forget what is posted, but for the rest of a message of which the peer has a part."""
+        """Forget what is posted, except for the rest of a message of which a part was sent."""
 
     def send_reason(self, text: str) -> bool:
-        """Send no more but `text`, which the peer's PeerGone gives, where it still listens.
+        """Send `text` as the reason, which the peer's PeerGone then has, and nothing after it.
 
-        True when that is done; else to be called again after a wait for `events`.
+        Returns:
+            Whether that is done, or the peer is gone; if not, call it again after a wait for
+            `events`.
         """
         if self._socket is None:
             return True
@@ -172,11 +179,11 @@ class Connection(ABC):
         return True
 
     def close(self) -> None:
-        """End the connection; what was sent before still arrives."""
+        """Close the connection; what was sent before still arrives."""
         self.detach()
 
     def detach(self) -> None:
-        """In a forked child: close this process's socket and leave the parent's alone."""
+        """In a forked child: close this process's copy of the socket; the parent's stays open."""
         if self._socket is not None:
             self._socket.close()
         self._sends.clear()

@@ -1,8 +1,8 @@
-"""How ranks connect: every rank listens, and says to all ranks where and by which secret.
+"""How ranks connect: every rank listens, and tells all ranks its address and a secret.
 
-What is the same for both kinds of connections; shm_listener.py and tcp_listener.py hold the rest.
-A rank that connects says hello: the secret and its number. So whoever else connects is turned away,
-and one that says nothing is not waited for longer than a rank.
+This file has what both kinds of connections share, shm_listener.py and tcp_listener.py the rest. A
+rank that connects sends a hello: the secret and its number. Without the right hello a connection is
+closed, so that no other program can take part; one without any hello delays nobody else.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from collectives.transport.connections.connection import Connection
 from collectives.transport.connections.tcp import LINE_BYTES
 
 _SECRET_BYTES = 16
-# As long as a line of TcpConnection's, which is behind it.
+# As long as a cache line, to which TcpConnection aligns the frames that follow it.
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI{LINE_BYTES - _SECRET_BYTES - 4}x")
-# A rank that is further away, or a network that swallows what it does not let through.
+# A rank on another host answers sooner; a firewall may drop packets, and then no answer comes.
 _CONNECT_SECONDS = 10.0
-# What accepting may take: all ranks wait for each other afterwards, and an error comes within 5 s
-# of the timeout.
+# The longest wait in `accept`. All ranks wait for each other afterwards, and errors are to come
+# within 5 s of the timeout.
 _ACCEPT_SECONDS = 4.0
-# Accepted sockets whose hello has not come, beside those that ranks may have; of more the oldest is
-# closed.
+# How many accepted sockets may be waiting for their hello, in addition to those of ranks. Of more,
+# as in a port scan, the oldest are closed, so that descriptors do not run out.
 _MAX_SILENT = 64
 
 
 class Listener(ABC):
-    """Where other ranks connect to this one, and from where it connects to them.
+    """Accepts the connections of other ranks, and connects to theirs.
 
     Args:
         rank: This rank.
         listening: The socket that others connect to.
-        address: Where they do so, for JSON.
-        stack: With it ends what is held beside the connections.
+        address: Its address, in a form for JSON.
+        stack: Closes the listener, and what else it holds except for connections.
 
     Attributes:
-        FORMAT: Ranks of another one would not understand this one, and open no connection.
-        offer: What other ranks need to connect, for JSON.
-        most_silent: How many sockets are held that have said nothing.
-        symmetric_memory: What the ranks connected by this kind share, once all have accepted; None
-            where they share none, or the system refused it.
+        FORMAT: The version of what is sent: ranks with different ones do not connect.
+        offer: What other ranks need in order to connect, in a form for JSON.
+        most_silent: How many sockets may be waiting for their hello.
+        symmetric_memory: The memory that the ranks share, once all have accepted; None if they
+            share none or the system refused it.
     """
 
     FORMAT: ClassVar[Any]
@@ -70,10 +70,10 @@ class Listener(ABC):
         self.offer = [self.FORMAT, address, self._secret.hex()]
 
     def connect(self, peer: int, offer: Sequence[Any], timeout: float) -> Connection:
-        """Connect to a rank by what it offers; OSError where that cannot be."""
+        """Connect to a rank by its offer; OSError if that fails."""
         if offer[0] != self.FORMAT:
             raise OSError(f"rank {peer} speaks {offer[0]}, this one {self.FORMAT}")
-        # The others, who wait for this rank, wait longer than it does.
+        # For all ranks together less than the timeout, for which the others wait for this rank.
         left = min(_CONNECT_SECONDS, timeout / 2) - self._spent
         if left <= 0:
             raise TimeoutError("too many ranks did not answer")
@@ -91,9 +91,9 @@ class Listener(ABC):
         return _HELLO.pack(bytes.fromhex(offer[2]), self._rank)
 
     def accept(self, expected: Collection[int], timeout: float) -> dict[int, Connection]:
-        """Return connections to those of `expected` that come in time.
+        """Return connections to those ranks of `expected` that come in time.
 
-        All of them have connected by now; others may have, too.
+        All of them have connected by now, and maybe others, too.
         """
         connections: dict[int, Connection] = {}
         missing = set(expected)
@@ -103,7 +103,7 @@ class Listener(ABC):
             for sock in self.sockets():
                 poller.register(sock, select.POLLIN)
             poller.poll(left * 1e3)
-            # Who finds no descriptor here has no connection.
+            # A rank for which there is no descriptor left gets no connection.
             with contextlib.suppress(OSError):
                 for connection in self.come(missing):
                     connections[connection.peer] = connection
@@ -111,20 +111,21 @@ class Listener(ABC):
         return connections
 
     def sockets(self) -> list[socket.socket]:
-        """Return what is to be polled for a rank that connects."""
+        """Return the sockets to poll for a rank that connects."""
         return [self._listening, *self._silent]
 
     def come(self, expected: Collection[int]) -> Iterator[Connection]:
-        """Return connections to those of `expected` that have connected by now, without a wait.
+        """Yield connections to those ranks of `expected` that have connected, without waiting.
 
-        OSError where the system gives no more descriptors.
+        Raises:
+            OSError: The system has no descriptors left.
         """
         drained = refused = False
         while not drained:
             try:
                 drained = self._accept_some()
             except OSError:
-                # Those that were accepted before have their connections all the same.
+                # Raised at the end: those that were accepted before still get their connections.
                 drained = refused = True
             for sock in list(self._silent):
                 connection = None
@@ -137,16 +138,16 @@ class Listener(ABC):
                 self._silent.remove(sock)
                 if connection is not None:
                     yield connection
-            # Only now: ranks that connected at once have been heard.
+            # Only now, when all hellos that have arrived are read: ranks send theirs at once.
             most = _MAX_SILENT if refused else self.most_silent
             while len(self._silent) > most:
                 self._silent.pop(0).close()
         if refused:
-            # Raises again, unless what was closed here has made room.
+            # Raises again, unless the sockets closed above have made room.
             self._accept_some()
 
     def _accept_some(self) -> bool:
-        """Accept who has connected, a bounded number; return whether that is all."""
+        """Accept a bounded number of connections; return whether there are no more."""
         while len(self._silent) <= self.most_silent:
             try:
                 sock, _ = self._listening.accept()
@@ -159,9 +160,11 @@ class Listener(ABC):
         return False
 
     def _welcome(self, sock: socket.socket, expected: Collection[int]) -> Connection:
-        """Return a connection to the rank of `expected` that the other end says and proves to be.
+        """Read the hello; return a connection to the rank of `expected` that sent it.
 
-        BlockingIOError where it has said nothing yet, OSError for anyone else.
+        Raises:
+            BlockingIOError: No hello has arrived yet.
+            OSError: The hello is wrong, or from a rank that is not expected.
         """
         hello, descriptors, _, _ = socket.recv_fds(sock, _HELLO.size, 2)
         try:
@@ -170,23 +173,24 @@ class Listener(ABC):
                 raise OSError("no rank that is expected")
             return self._connection(peer, sock, descriptors)
         finally:
+            # A connection maps the memory, which then has a descriptor of its own.
             for descriptor in descriptors:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Listen no longer; also in a forked child."""
+        """Stop listening; also called in a forked child."""
         for sock in self.sockets():
             sock.close()
         self._silent.clear()
 
     @abstractmethod
     def _reach(self, address: Any, timeout: float) -> socket.socket:
-        """Return a socket that is connected to another rank's."""
+        """Return a socket that is connected to another rank's address."""
 
     @abstractmethod
     def _introduce(self, peer: int, sock: socket.socket, hello: bytes) -> Connection:
-        """Say hello, with what belongs to the connection, and return this rank's end of it."""
+        """Send the hello, with any memory of the connection, and return this rank's end of it."""
 
     @abstractmethod
     def _connection(self, peer: int, sock: socket.socket, descriptors: Sequence[int]) -> Connection:
-        """Return this rank's end for a peer that said hello; close none of its descriptors."""
+        """Return this rank's end for a peer that sent a hello; leave its descriptors open."""

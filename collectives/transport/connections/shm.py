@@ -1,17 +1,18 @@
-"""One peer on the same host: a ring of slots in shared memory each way, and a socket beside it.
+"""A connection to a peer on the same host: a ring of slots in shared memory each way, and a socket.
 
-The sender copies a piece of a message into a slot of its ring and sends a record through the
-socket; the receiver reads the record, copies the piece out, and hands slots back with the next
-record that it sends, or with one of their own. Small messages travel inside the record. A rank that
-waits sleeps on the socket, which ends with the peer's process: nothing spins where there are more
-ranks than cores, and a death is seen at once.
+Messages are sent in pieces of at most a slot. The sender copies a piece to a slot of its ring and
+sends a record through the socket. The receiver reads the record and copies the piece out. It
+returns slots to the sender with the next record that it sends, or with a record of their own. Small
+messages travel inside the record. A rank that waits sleeps on the socket, which is closed when the
+peer's process ends. So no rank spins, even with more ranks than cores, and the end of a peer is
+noticed at once.
 
-Order of memory accesses: a slot is written before send(2) and read after recv(2), and handed back
-the same way. Both calls take the lock of the socket's queue in the kernel, which orders what either
-side did before and after on every processor; nothing relies on the store order of x86.
+Order of memory accesses: a slot is written before send(2) and read after recv(2), and likewise when
+it is returned. In the kernel both calls take the lock of the socket's queue: what one side did
+before, the other side sees afterwards, on every processor; x86's order of stores is not needed.
 
-Memory: RING_BYTES for each ordered pair of ranks, which the system provides when the first message
-larger than INLINE_BYTES passes.
+Memory: RING_BYTES for each ordered pair of ranks, which the system provides at the first message
+larger than INLINE_BYTES.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from collectives.transport.connections.connection import (
     Queued,
 )
 
-# Small enough to stay in the shared cache between the two copies, large enough that a record a slot
-# costs a few hundredths of its copies.
+# Small enough for a piece to stay in the shared cache between its two copies, large enough for a
+# record to cost only a few hundredths of them.
 SLOT_BYTES = 512 * 1024
 SLOTS = 4
 RING_BYTES = SLOTS * SLOT_BYTES
-# Up to here the kernel's two copies are as cheap as ours.
+# Up to this size the kernel's two copies, into the socket and out, are as cheap as ours.
 INLINE_BYTES = 16 * 1024
-# Room for a largest record in every slot, and the kernel's own bytes beside them.
+# Room for a largest record for each slot, doubled because the kernel counts bytes of its own, too.
 SOCKET_BYTES = 2 * SLOTS * INLINE_BYTES
-# Pieces taken from the peer so far; bytes of the piece sent, 0 where there is none, with the kind
-# above them.
+# A record begins with the number of the peer's pieces that this rank has taken so far, and with the
+# bytes of the piece sent and its kind in the highest bits; 0 if the record only returns slots.
 _HEADER = struct.Struct("<QQ")
 _CACHE_LINE = 64
 
@@ -59,9 +60,9 @@ class ShmConnection(Connection):
 
     Args:
         peer: The other rank.
-        sock: SOCK_SEQPACKET, connected to it.
-        rings: Memory that both share, of 2 * RING_BYTES.
-        outgoing: Which half of it this rank writes; 1 on the one rank, 0 on the other.
+        sock: A SOCK_SEQPACKET socket, connected to it.
+        rings: Memory of 2 * RING_BYTES that both ranks share.
+        outgoing: Which half of it this rank writes: 0 on one rank and 1 on the other.
 
     Raises:
         OSError: The system's sockets are too small.
@@ -78,14 +79,15 @@ class ShmConnection(Connection):
         self._outgoing, self._incoming = halves[outgoing], halves[1 - outgoing]
         self._record = bytearray(_HEADER.size + INLINE_BYTES)
         self._inline = np.frombuffer(self._record, np.uint8)[_HEADER.size :]
-        # Pieces that came before a receive was posted: length, inline data if any.
+        # Pieces that came before a receive was posted: the length, and the data if it was inline.
         self._early: deque[tuple[int, Bytes]] = deque()
+        # How many pieces were sent, and for how many of them the peer has returned the slot.
         self._sent = self._returned = 0
-        # Pieces taken, and how many of them the peer knows of.
+        # How many pieces were taken, and how many of these the peer knows of.
         self._taken = self._reported = 0
 
     def send(self, data: Bytes) -> None:
-        """Post a message, which must not change while the connection is busy."""
+        """Post a message, whose data must not change while the connection is busy."""
         self._sends.extend(Queued(piece) for piece in _pieces(data))
 
     def receive(self, target: Bytes) -> None:
@@ -94,7 +96,7 @@ class ShmConnection(Connection):
 
     @property
     def busy(self) -> bool:
-        """Whether a posted message, or a slot to hand back, is still under way."""
+        """Whether a posted message has not ended, or slots have to be returned."""
         return super().busy or self._owing()
 
     def advance(self) -> bool:
@@ -105,17 +107,18 @@ class ShmConnection(Connection):
     def _drop(self) -> None:
         self._sends.clear()
         self._recvs.clear()
+        # What is dropped counts as taken, so that the numbers of later pieces stay right.
         self._taken += len(self._early)
         self._early.clear()
 
     def detach(self) -> None:
         """Close this process's socket and leave the parent's alone."""
         super().detach()
-        # Nothing is left that keeps the rings mapped.
+        # The last references to the rings, which are then unmapped.
         self._outgoing = self._incoming = EMPTY
 
     def _transmit(self) -> bool:
-        """Send the next piece if there is a slot for it."""
+        """Send the next piece if a slot is free, and the socket's queue has room."""
         if self._no_slot():
             return False
         data, kind = self._sends[0]
@@ -146,23 +149,24 @@ class ShmConnection(Connection):
         return self._sends[0].kind == DATA and self._sent - self._returned == SLOTS
 
     def _listens(self) -> bool:
-        """Whether a record could help: one with data, or with slots handed back."""
+        """Whether the connection can go on when a record arrives: with data, or returned slots."""
         return super()._listens() or (bool(self._sends) and self._no_slot())
 
     def _owing(self) -> bool:
-        """Whether the peer may be waiting for slots that this rank has emptied."""
+        """Whether slots have to be returned: half of them are free, and the peer may need one."""
         return self._taken - self._reported >= SLOTS // 2
 
     def _hand_back(self) -> bool:
         try:
             return self._post(0, EMPTY)
         except CLOSED:
-            # The peer has ended after its last message, which may still be read: no error here.
+            # The peer has ended and needs no slots. That is no error: its last messages can still
+            # be read.
             self._reported = self._taken
             return True
 
     def _pull(self) -> bool:
-        """Take a piece that has arrived for a posted receive, else read one record."""
+        """Take a piece that arrived before its receive was posted, or else read one record."""
         if self._early and self._recvs:
             self._take(*self._early.popleft())
             return True
@@ -172,7 +176,8 @@ class ShmConnection(Connection):
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            # The peer ended and left records unread. What it sent before can still be read.
+            # The peer ended without reading all records, which this call reports once. What the
+            # peer sent before can still be read.
             return True
         if not count:
             raise PeerGone(self.peer, self.name)
@@ -190,14 +195,14 @@ class ShmConnection(Connection):
         return True
 
     def _header(self, count: int) -> tuple[int, int]:
-        """Return what a record of `count` bytes begins with; TransportError for what is none."""
+        """Return the header of a record of `count` bytes; TransportError if it is not a record."""
         if count >= _HEADER.size:
             returned, field = _HEADER.unpack_from(self._record)
             kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
-            # Inline is what is small, and nothing else.
+            # Exactly the small pieces are inline.
             expected = length if kind == DATA and length <= INLINE_BYTES else 0
             inside = count - _HEADER.size
-            # One that was sent may not be counted yet, after an interrupt.
+            # `_sent + 1`: after an interrupt a piece that was sent may not have been counted.
             fits = kind == REASON or (inside == expected and length <= SLOT_BYTES)
             if fits and self._returned <= returned <= self._sent + 1:
                 return returned, field
@@ -208,6 +213,7 @@ class ShmConnection(Connection):
 
     def _take(self, length: int, inline: Bytes) -> None:
         """Copy one piece to the first posted receive."""
+        # Counted first: an error below must not change the numbers of later pieces.
         number = self._taken
         self._taken += 1
         target, _ = self._recvs[0]
@@ -223,21 +229,22 @@ class ShmConnection(Connection):
 
 
 def _pieces(data: Bytes) -> Iterator[Bytes]:
-    """Return the pieces of a message, of which each passes in a record."""
+    """Return the pieces of a message, each of which takes one record."""
     return (data[start : start + SLOT_BYTES] for start in range(0, data.size, SLOT_BYTES))
 
 
 def _slot(ring: Bytes, number: int, length: int) -> Bytes:
-    """The first `length` bytes of the slot of piece `number`."""
+    """Return the first `length` bytes of the slot of piece `number`."""
     start = number % SLOTS * SLOT_BYTES
     return ring[start : start + length]
 
 
 def _copy(target: Bytes, source: Bytes) -> None:
-    """Copy bytes by memmove, except where the processor would take ten times as long for it.
+    """Copy bytes by memmove, except in the case in which that is ten times slower on Zen 4.
 
-    Zen 4's string instruction does where the target's offset in its page is a few bytes behind the
-    source's, as it can be with pieces of odd lengths (glibc bug 30994); torch's loop does not.
+    That is so if the target's offset in its page is a few bytes higher than the source's, which
+    happens with pieces of odd lengths: memmove uses a string instruction (glibc bug 30994). torch
+    copies in a loop, which is not slower then.
     """
     behind = (target.ctypes.data - source.ctypes.data) % mmap.PAGESIZE
     if 0 < behind < _CACHE_LINE:

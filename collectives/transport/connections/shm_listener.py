@@ -1,13 +1,13 @@
-"""How ranks find out that they share a host, and open connections through its memory.
+"""Find out which ranks share a host, and open connections through its memory.
 
-Every rank listens on a Unix socket in Linux's abstract namespace. Who can connect to it and knows
-the secret is in the same network namespace, so under the same kernel; host names, which containers
-invent, play no part. The rings are memfds that travel through the sockets: they have no name that
-could be guessed or left behind, they vanish with the last process that maps them however it ends,
-and the size of /dev/shm, 64 MiB in many containers, does not limit them.
+Every rank listens on a Unix socket in Linux's abstract namespace. A rank that can connect to it and
+knows the secret is in the same network namespace, and so on the same kernel. Host names are not
+used, because containers make them up. The rings are memfds that are sent through the sockets. They
+have no name that could be guessed or left behind, they vanish with the last process that maps them,
+however it ends, and the size of /dev/shm, 64 MiB in many containers, does not limit them.
 
-The last rank, which connects to all others, sends them one more memfd, the same to all: where all
-ranks have such connections to all, it is their symmetric memory.
+The last rank connects to all others, and sends all of them the same additional memfd. If all ranks
+have connections through memory to all others, it is their symmetric memory.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from collectives.transport.shared_memory.symmetric_memory import (
 
 
 class ShmListener(Listener):
-    """Where the ranks of this rank's host connect to it, and from where it connects to them.
+    """Accepts the connections of ranks on this rank's host, and connects to theirs.
 
     Args:
         rank: This rank.
         size: How many ranks there are.
-        stack: With it ends what is held beside the connections.
+        stack: Closes the listener, and what else it holds except for connections.
 
     Raises:
-        OSError: The system refuses it.
+        OSError: The system refuses the socket, or has no memfds.
     """
 
+    # The number changes with the protocol. The rest has to be the same on both ends, too.
     FORMAT: ClassVar[Any] = [7, SLOT_BYTES, RING_BYTES, INLINE_BYTES, BUFFER_BYTES, futex.available]
 
     def __init__(self, rank: int, size: int, stack: contextlib.ExitStack) -> None:
@@ -57,10 +58,10 @@ class ShmListener(Listener):
         listening.listen(socket.SOMAXCONN)
         super().__init__(rank, listening, name, stack)
         self._memory_bytes = symmetric_memory_bytes(size)
-        # Of the memory, on the rank that sends it to all.
+        # The symmetric memory's descriptor, on the rank that sends it to all others.
         self._descriptors: list[int] = []
         if rank == size - 1:
-            # Without the room for it there are still messages.
+            # If there is no memory for it, ranks still exchange messages.
             with contextlib.suppress(OSError):
                 descriptor, memory = _new_memory("adasum-symmetric", self._memory_bytes, stack)
                 self._descriptors, self.symmetric_memory = [descriptor], memory
@@ -94,7 +95,7 @@ class ShmListener(Listener):
 
 
 def _new_memory(name: str, nbytes: int, stack: contextlib.ExitStack) -> tuple[int, mmap.mmap]:
-    """Return a descriptor of new memory, open as long as the stack, and the memory."""
+    """Return the descriptor of new shared memory, which the stack closes, and the memory."""
     descriptor = os.memfd_create(name)
     stack.callback(os.close, descriptor)
     os.ftruncate(descriptor, nbytes)
@@ -102,7 +103,8 @@ def _new_memory(name: str, nbytes: int, stack: contextlib.ExitStack) -> tuple[in
 
 
 def _map(descriptor: int, nbytes: int) -> mmap.mmap:
-    """Return another rank's memory; OSError where it has not this size."""
+    """Map another rank's memory; OSError if it does not have this size."""
+    # To touch pages beyond the end of a smaller one would end the process (SIGBUS).
     if os.fstat(descriptor).st_size != nbytes:
         raise OSError("the peer sent other memory")
     return mmap.mmap(descriptor, nbytes)

@@ -1,14 +1,15 @@
-"""One peer that is reached over TCP: most often a rank on another host.
+"""A connection to a peer over TCP: usually a rank on another host.
 
-A message is a frame: a header, the bytes, and padding. All of it goes out with one system call, and
-comes in with two, the bytes straight to where they are wanted, as far as the kernel has room or has
-them: nothing is staged, and no thread stands between the rank and the kernel. A rank that waits
-sleeps on the socket. The end of the peer's process is seen at once; that of its host, or of the
-network to it, by the time limit alone.
+A message is sent as a frame: a header, the bytes, and padding. If the kernel's queues have room, a
+frame is sent by one system call and received by two. The bytes are received straight into their
+tensor: they are not staged, and no further thread is involved. A rank that waits sleeps on the
+socket. The end of the peer's process is noticed at once; that of its host, or of the network to it,
+only by the timeout.
 
-The kernel lays what is sent in its pages one behind the other. Header and padding keep every frame
-a multiple of a cache line long, so that data lie as far into a line there as in the tensor: on Zen
-4 the kernel's copy takes three times as long where they lie a few bytes further (glibc bug 30994).
+The kernel writes what is sent to its pages without gaps. Header and padding make each frame a
+multiple of a cache line long, so that data have the same offset in a cache line there as in the
+tensor: on Zen 4 the kernel's copy takes three times as long if the offset is a few bytes higher
+(glibc bug 30994).
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from collectives.transport.connections.connection import (
 )
 
 LINE_BYTES = 64
-# What every frame begins with, so that bytes of anything else are not taken for one; then how many
-# bytes follow, less the padding, with the kind above them.
+# A frame begins with this number, so that other bytes are not taken for a frame, and with the
+# number of bytes without the padding, with the kind in its highest bits.
 _FRAME = 0x6D61_7573_6164_AD04
 _HEADER = struct.Struct(f"<QQ{LINE_BYTES - 16}x")
 _PADDING = memoryview(bytes(LINE_BYTES))
-# Where padding is written, and what is dropped; never read.
+# Memory into which padding, and what is dropped, is received; it is never read.
 SCRATCH = memoryview(bytearray(1 << 16))
-# Of what is sent: bytes as they are, before the first frame.
+# The kind of a hello in the queue: its bytes are sent as they are, before the first frame.
 _HELLO = -1
 
 
@@ -48,21 +49,21 @@ class TcpConnection(Connection):
 
     Args:
         peer: The other rank.
-        sock: To the peer, connected or on the way to it; None where the peer has yet to connect.
-        hello: What is sent before anything else.
+        sock: A socket that is connected to the peer, or connecting; None if the peer is to connect.
+        hello: Bytes to send before anything else.
     """
 
     def __init__(self, peer: int, sock: socket.socket | None = None, hello: bytes = b"") -> None:
         super().__init__(peer, None)
-        # What is left of what has begun to go out, and of a header or a message that has begun to
-        # come in; where it is no header, to whom it belongs.
+        # What is left of a frame that was sent in part; what is left to receive of a header or a
+        # message; and the receive of that message, None for a header.
         self._outgoing: list[memoryview] = []
         self._header = memoryview(bytearray(LINE_BYTES))
         self._incoming: list[memoryview] = [self._header]
         self._arriving: Queued | None = None
-        # Bytes that come next and are dropped.
+        # How many of the next bytes to arrive are dropped.
         self._unwanted = 0
-        # Whether an interrupt came before it was noted how much the kernel took.
+        # Whether an interrupt came between sending and recording how much the kernel has taken.
         self._unsure = False
         if hello:
             self._sends.append(Queued(np.frombuffer(hello, np.uint8), _HELLO))
@@ -70,13 +71,14 @@ class TcpConnection(Connection):
             self.attach(sock)
 
     def attach(self, sock: socket.socket) -> None:
-        """Go on with the socket by which the peer has connected."""
+        """Use the socket by which the peer has connected."""
         sock.setblocking(False)
+        # A message must not wait until those before it are acknowledged.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
 
     def detached(self) -> socket.socket:
-        """Return the socket, of which this end has read nothing; it cannot be used any more."""
+        """Take out the socket, from which nothing was read; this object cannot be used any more."""
         assert self._socket is not None
         sock, self._socket = self._socket, None
         return sock
@@ -86,6 +88,7 @@ class TcpConnection(Connection):
         self._blocked, moved = False, False
         while self._sends:
             outgoing = self._outgoing or _frame(self._sends[0])
+            # Cleared on every way out of the loop but an interrupt.
             self._unsure = True
             try:
                 count = self._socket.sendmsg(outgoing)
@@ -123,7 +126,7 @@ class TcpConnection(Connection):
         return moved
 
     def _arrived(self) -> None:
-        """Take note of a header, or of a message, that has come whole."""
+        """Handle a header, or a message, that has arrived completely."""
         arriving, self._arriving = self._arriving, None
         self._incoming = [self._header]
         if arriving is None:
@@ -140,9 +143,10 @@ class TcpConnection(Connection):
         self._recvs.popleft()
 
     def _expected(self) -> Queued | None:
-        """Return where that goes which the header announces; None where it is dropped.
+        """Return the receive for the message that the header announces; None if it is dropped.
 
-        TransportError for what is no message, or not the one expected.
+        Raises:
+            TransportError: It is not a header, or the message is not as long as expected.
         """
         begins, field = _HEADER.unpack(self._header)
         kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
@@ -165,27 +169,29 @@ class TcpConnection(Connection):
         return target
 
     def _drop(self) -> None:
+        # The peer needs the rest of a frame, and the hello, to make sense of what follows.
         kept = bool(self._outgoing) or (bool(self._sends) and self._sends[0].kind == _HELLO)
         while len(self._sends) > kept:
             self._sends.pop()
         self._recvs.clear()
         if self._arriving is not None and self._arriving.kind == DATA:
-            # Its target may be gone.
+            # The rest of this message is dropped, too: its tensor may not exist any more.
             self._unwanted = sum(part.nbytes for part in self._incoming)
             self._arriving, self._incoming = None, [self._header]
 
     def send_reason(self, text: str) -> bool:
-        """Send no more but `text`: `Connection.send_reason`."""
-        # A message that is half sent is sent whole before it. Where it is not known how much has
-        # gone there is no reason either: the peer would take it for data.
+        """Send `text` and nothing after it: `Connection.send_reason`."""
+        # The rest of a message that is sent in part goes before it. If it is not known how much was
+        # sent, no reason is sent: the peer would take it for the message's data.
         return self._unsure or super().send_reason(text)
 
     def close(self) -> None:
-        """End the connection; what was sent before still arrives."""
+        """Close the connection; what was sent before still arrives."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                # To close with something unread would take back what is not yet delivered. No more
-                # than what can be there now: a peer may be sending still.
+                # Read what has arrived: TCP resets a connection that is closed with unread data,
+                # and the reset discards what was sent and not yet delivered. Read no more than the
+                # receive buffer holds, since the peer may still be sending.
                 self._socket.shutdown(socket.SHUT_WR)
                 left = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
                 while left > 0 and (count := len(self._socket.recv(SCRATCH.nbytes))):
@@ -194,7 +200,7 @@ class TcpConnection(Connection):
 
 
 def _frame(item: Queued) -> list[memoryview]:
-    """Return what goes out for what was posted."""
+    """Return the buffers to send for what was posted."""
     size = item.data.size
     if item.kind == _HELLO:
         return [item.data.data]

@@ -1,4 +1,4 @@
-"""How ranks open connections over TCP: each listens at one address and tells all ranks where."""
+"""Open connections over TCP: each rank listens at one address, which it tells all ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from collectives.transport.connections.tcp import TcpConnection
 
 
 class TcpListener(Listener):
-    """Where other ranks connect to this one, and from where it connects to them.
+    """Accepts the connections of other ranks, and connects to theirs.
 
     Args:
         rank: This rank.
         host: The address to listen at.
-        stack: With it ends what is held beside the connections.
+        stack: Closes the listener.
 
     Raises:
-        OSError: The system refuses it.
+        OSError: The system refuses the socket.
     """
 
+    # Changes with the protocol.
     FORMAT: ClassVar[Any] = 5
 
     def __init__(self, rank: int, host: str, stack: contextlib.ExitStack) -> None:
@@ -46,7 +47,7 @@ class TcpListener(Listener):
         return TcpConnection(peer, sock)
 
     def begin(self, peer: int, offer: Sequence[Any]) -> TcpConnection:
-        """Begin to connect to a rank, whose answer is not waited for."""
+        """Start to connect to a rank, without waiting for its answer."""
         return TcpConnection(peer, reach(offer), self._hello(offer))
 
     def _connection(
@@ -56,12 +57,12 @@ class TcpListener(Listener):
 
 
 def reach(offer: Sequence[Any]) -> socket.socket:
-    """Return a socket on its way to where a rank listens."""
+    """Return a non-blocking socket that is connecting to a rank's listener."""
     host, port = offer[1]
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setblocking(False)
     error = sock.connect_ex((host, port))
-    # Any other answer of the network comes by the first use.
+    # It goes on in the background: its outcome is an error of the socket's first use.
     if error and error not in (errno.EINPROGRESS, errno.ECONNREFUSED):
         sock.close()
         raise OSError(error, os.strerror(error))
@@ -69,15 +70,15 @@ def reach(offer: Sequence[Any]) -> socket.socket:
 
 
 def find_address(store_host: str | None, gather: Callable[[Any], list[Any]]) -> str | None:
-    """Return the address at which the other ranks reach this one; None where there is none.
+    """Return the address at which other ranks reach this one; None if there is none. A collective.
 
-    A collective.
+    It is the address from which this host sends to `store_host`. If that is loopback, because the
+    store is on this host, it is the address from which this host sends to another rank.
 
     Args:
-        store_host: A host that all ranks know, such as the one of the store through which they
-            found each other; None for a rank that is not to be reached. Where this host takes the
-            name for its own, the route to another rank gives the address.
-        gather: Returns what every rank gives, by rank.
+        store_host: A host that all ranks know, such as that of the store through which they found
+            each other; None for a rank that is not to be reached.
+        gather: Gathers a value of each rank; returns them by rank.
     """
     mine: str | None = None
     chosen = address.interface()
@@ -85,6 +86,7 @@ def find_address(store_host: str | None, gather: Callable[[Any], list[Any]]) -> 
         with contextlib.suppress(OSError, UnicodeError):
             mine = address.of_interface(chosen) if chosen else address.source_of(store_host)
     theirs: list[str | None] = gather(mine)
+    # The interface that the user has chosen counts, even if it is loopback.
     if mine is None or chosen or address.reaches_others(mine):
         return mine
     for other in theirs:

@@ -1,8 +1,8 @@
-"""Messages between CPU tensors over connections: through memory to ranks of this host, else TCP.
+"""Messages of CPU tensors over connections: through memory to ranks of this host, otherwise TCP.
 
-connect.py opens the connections that there are from the start, unopened.py those that are opened
-when they are first used; shm.py and tcp.py are one kind each. Messages to ranks to which there is
-no connection, and those of other devices, go through another transport.
+connect.py opens connections at start, unopened.py when they are first used; shm.py and tcp.py are
+the two kinds. Messages to ranks without a connection, and those of other devices' tensors, go
+through another transport.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from collectives.transport.descriptors import shortage
 from collectives.transport.members import Members
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
-# How often a wait looks whether it was interrupted.
+# How often a wait checks for interrupts, and for ranks that have ended before they connected.
 _INTERRUPT_SECONDS = 0.1
-# After such a wait it may be a stall.
+# A Stall is made only after a wait of this length: a short one needs none.
 _FIRST_SECONDS = 0.5
-# What giving all peers the reason may take.
+# The longest time for sending the reason to all peers, some of which may not be reading.
 _REASON_SECONDS = 0.5
-# How long the ranks in between may take to pass on why a rank has ended that one was not connected
-# to. Short of the 5 s beyond the timeout in which every rank is to have its error.
+# How long to wait until the ranks in between pass on the reason of a rank that this one was not
+# connected to. Short of the 5 s after the timeout within which every rank is to raise its error.
 _PASS_ON_SECONDS = 1.0
 
 
 class ConnectionTransport(Transport):
-    """Point-to-point messages over connections, where there are any; all others through `other`.
+    """Point-to-point messages over connections if there are any, and all others through `other`.
 
     Making one is a collective of all ranks of `other`.
 
-    One exchange may use both: first `other`, then connections. That cannot deadlock, because every
-    rank does it in this order and neither waits for the other.
+    One exchange may use both, first `other` and then connections. That cannot deadlock: every rank
+    uses them in this order, and `other` waits for no message of a connection.
 
     After a failed exchange it is unusable, and the peers get the reason, so that they fail with it
-    at once instead of waiting. In a forked child it is unusable; the parent's is not touched.
+    at once instead of waiting. In a forked child it is unusable; the parent's is not affected.
 
     Args:
         other: A transport between all ranks.
@@ -63,11 +63,12 @@ class ConnectionTransport(Transport):
         kinds: As `open_connections` takes them.
         store_host: Likewise.
         near: Likewise.
-        through: By what the ranks say how to connect; `other` unless given.
+        through: The transport over which ranks tell each other how to connect; `other` unless
+            given.
 
     Attributes:
         connected_peers: The ranks to which there is a connection, open already or not.
-        memory_peers: Those to which there is one through memory.
+        memory_peers: The ranks to which there is one through memory.
     """
 
     symmetric_memory: SymmetricMemory | None = None
@@ -121,7 +122,7 @@ class ConnectionTransport(Transport):
         return f"ConnectionTransport({', '.join(peers)})"
 
     def check_device(self, device: torch.device) -> None:
-        """Raise ValueError where `other` does not carry the device's tensors."""
+        """Raise ValueError if `other` does not carry the device's tensors."""
         self._other.check_device(device)
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
@@ -144,8 +145,8 @@ class ConnectionTransport(Transport):
                             assert self._unopened is not None
                             connection = self._unopened.open(peer, self._connections)
                         active[peer] = connection
-                        # Not by Tensor.numpy(), after which torch lets nobody resize the tensor's
-                        # storage any more; it lives as long as the array.
+                        # Not by Tensor.numpy(), after which torch refuses to resize the tensor's
+                        # storage. The array keeps the tensor alive.
                         memory: Any = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
                         memory.tensor = tensor
                         data = np.frombuffer(memory, np.uint8)
@@ -163,13 +164,13 @@ class ConnectionTransport(Transport):
             raise
 
     def _fail(self, error: BaseException, step: str) -> None:
-        """End everything for an error in a step; raise another one where a peer is gone."""
+        """Abort after an error in a step; if a peer is gone, raise a CollectiveTimeoutError."""
         if not isinstance(error, PeerGone):
             self.abort(describe(error))
             return
         reason = str(error)
         if not error.reason and error.peer not in neighbours(self.rank, self.size):
-            # It may have ended since it saw another one end, which the ranks in between pass on.
+            # It may have ended because of another rank, whose reason the ranks in between pass on.
             reason = first_reason([*self._connections.values()], _PASS_ON_SECONDS) or reason
         self.abort(reason)
         raise CollectiveTimeoutError(
@@ -219,12 +220,12 @@ class ConnectionTransport(Transport):
             nap, waited = stall.check(), 0.0
 
     def _has_not_come(self, connection: Connection) -> bool:
-        """Return whether a rank has ended that was to connect to this one and has not."""
-        # There is no socket yet by which this rank would see the other one's end.
+        """Return whether the peer has ended before it connected to this rank."""
+        # Without a socket its end can only be noticed because its listener refuses connections.
         if connection.is_open or not self._refuses(connection.peer):
             return False
         assert self._unopened is not None
-        # It may have connected, sent and ended since the wait.
+        # It may have connected, sent its messages and ended since the last look.
         self._unopened.accept(self._connections)
         return not connection.is_open
 
@@ -232,13 +233,14 @@ class ConnectionTransport(Transport):
         return self._unopened is not None and self._unopened.refuses(peer)
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
-        """Return a peer whose end is closed, if any: `Transport.gone`.
+        """Return a peer that has closed its end, if any: `Transport.gone`.
 
-        Of ranks to which no connection is open yet only those in `peers`.
+        Ranks to which no connection is open yet are checked only if they are in `peers`.
         """
         if self._unusable:
             raise TransportError(f"the connections cannot be used: {self._unusable}")
         self.check_interrupt("a wait for all ranks")
+        # A copy: the rank's own thread may add connections meanwhile.
         connections = dict(self._connections)
         asked = connections.keys() if peers is None else {*peers} & self.connected_peers
         hang_ups = select.poll()
@@ -254,16 +256,17 @@ class ConnectionTransport(Transport):
         return next((peer for fd, peer in found.items() if fd in closed), None)
 
     def why_gone(self, peer: int) -> str:
-        """Say why the end of a peer that is gone was closed."""
+        """Return the text for errors of why a peer that is gone has closed its end."""
         connection = self._connections.get(peer)
         if connection is None or not connection.is_open:
             return str(PeerGone(peer, self.name(peer)))
         return str(connection.gone())
 
     def split(self, ranks: Sequence[int], timeout: float) -> ConnectionTransport:
-        """Open connections of these ranks' own, and split `other`."""
+        """Split `other`, and open new connections between these ranks."""
         near = [new for new, old in enumerate(ranks) if old in self.memory_peers]
         with ExitStack() as failed:
+            # By our own connections if all ranks have them, so that gloo need not connect.
             members = Members(self, ranks) if self._complete else None
             if members is not None:
                 self._check_room(members, len(near), timeout)
@@ -281,9 +284,10 @@ class ConnectionTransport(Transport):
         return part
 
     def _check_room(self, members: Members, near: int, timeout: float) -> None:
-        """Raise TransportError where a rank cannot open the connections of a part's start."""
+        """Raise TransportError if a rank cannot open the connections that a part needs at start."""
         far = members.size - 1 - near
-        # As far as the system lets it: what only some algorithms need is opened when they run.
+        # Raise the limit for all connections, as far as the system allows. Only those at start are
+        # required: the others are opened by the algorithms that use them.
         shortage(descriptors_of(near, far))
         at_start = min(len(neighbours(members.rank, members.size)), far)
         short = shortage(descriptors_of(near, at_start))
@@ -292,7 +296,7 @@ class ConnectionTransport(Transport):
                 raise TransportError(f"rank {members.name(rank)} cannot split its group: {missing}")
 
     def interrupt(self, reason: str) -> None:
-        """Let this rank's waits raise: `Transport.interrupt`."""
+        """Make this rank's waits raise: `Transport.interrupt`."""
         super().interrupt(reason)
         memory = self.symmetric_memory
         if memory is not None:
@@ -300,12 +304,13 @@ class ConnectionTransport(Transport):
         self._other.interrupt(reason)
 
     def abort(self, reason: str) -> None:
-        """Close every connection and give the peers the reason."""
+        """Give the peers the reason and close every connection."""
         if self.symmetric_memory is not None:
             self.symmetric_memory.withdraw()
         with ExitStack() as stack:
             stack.callback(self._other.abort, reason)
             stack.callback(self._close_connections, reason)
+            # Ranks that have connected meanwhile are to get the reason, too.
             if self._unopened is not None and not self._unusable:
                 with suppress(TransportError):
                     self._unopened.accept(self._connections)
@@ -330,7 +335,7 @@ class ConnectionTransport(Transport):
             self._unopened.close()
 
     def detach(self) -> None:
-        """In a forked child: let go of the parent's sockets, which would outlive the parent."""
+        """In a forked child: close its copies of the sockets, which would outlive the parent."""
         self._unusable = "this process was forked from a rank; only the rank itself can use it"
         self.symmetric_memory = None
         for connection in self._connections.values():
@@ -340,12 +345,13 @@ class ConnectionTransport(Transport):
 
 
 def _cores() -> set[int]:
-    """Return the processors that this process may run on."""
+    """Return the numbers of the processors on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
+# All transports of this process, for the hook that runs after a fork.
 _transports: weakref.WeakSet[ConnectionTransport] = weakref.WeakSet()
 
 

@@ -1,11 +1,12 @@
 """The connections over TCP that are opened when two ranks first use them.
 
-Of two ranks the higher one connects, so that both doing so at once make one connection. The lower
-one accepts while it waits for the other; who computes meanwhile keeps nobody waiting, since the
-kernel accepts for it and takes what is sent.
+Of two ranks the higher one connects, so that there is one connection even if both start at once.
+The lower one accepts while it waits for the other. If it is computing instead, the other one need
+not wait: the kernel accepts the connection, and takes what is sent.
 
-A rank that waits to be connected to has no socket that ends with its peer's process. So it knocks:
-it connects to where the peer listens, which is refused once the peer has ended.
+While a rank waits for its peer to connect, it has no socket that would tell it that the peer's
+process has ended. So it knocks: it connects to the peer's listener, which is refused once the peer
+has ended.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from collectives.transport.descriptors import shortage
 
 
 class Unopened:
-    """What this rank needs to open them.
+    """Opens this rank's connections at their first use.
 
     Args:
         rank: This rank.
-        name: Returns what errors call a rank.
-        listener: Where others connect to it.
-        offers: What the ranks offer to which there is no connection yet.
+        name: Returns a rank's number in errors.
+        listener: This rank's listener.
+        offers: By rank, the offers of those to which there is no connection yet.
     """
 
     def __init__(
@@ -44,19 +45,21 @@ class Unopened:
         self._rank = rank
         self._name = name
         self._listener = listener
-        # Of each of these ranks a knock, or a connection whose hello is on its way.
+        # Each of these ranks may have one socket here: a knock, which sends no hello, or a
+        # connection whose hello has not arrived yet.
         listener.most_silent += len(offers)
         self._offers = dict(offers)
         self._knocks: dict[int, socket.socket] = {}
-        # Any thread may knock.
+        # For `_knocks`: any thread may knock.
         self._lock = threading.Lock()
-        # Those that are to connect to this rank and have not.
+        # The ranks that have yet to connect to this one.
         self._missing = {peer for peer in offers if peer > rank}
 
     def open(self, peer: int, connections: dict[int, Connection]) -> Connection:
-        """Add the connection to a rank, which is not open yet where that rank is to connect.
+        """Add the connection to a rank; if that rank is to connect, it has no socket yet.
 
-        TransportError where the system refuses it; so does `accept`.
+        Raises:
+            TransportError: The system refuses it.
         """
         self.accept(connections)
         if peer not in connections:
@@ -71,11 +74,15 @@ class Unopened:
         return connections[peer]
 
     def sockets(self) -> list[socket.socket]:
-        """Return what is to be polled for a rank that connects."""
+        """Return the sockets to poll for a rank that connects."""
         return self._listener.sockets()
 
     def accept(self, connections: dict[int, Connection]) -> None:
-        """Add, or open, the connections of ranks that have connected by now."""
+        """Add, or give their sockets to, the connections of ranks that have connected by now.
+
+        Raises:
+            TransportError: The system refuses it.
+        """
         try:
             come = list(self._listener.come(self._missing))
         except OSError as error:
@@ -85,7 +92,7 @@ class Unopened:
             known = connections.setdefault(new.peer, new)
             if known is not new:
                 assert isinstance(known, TcpConnection) and isinstance(new, TcpConnection)
-                # Messages wait there already.
+                # Keep the older object: messages are posted on it.
                 known.attach(new.detached())
             self._missing.discard(new.peer)
             with self._lock:
@@ -98,18 +105,18 @@ class Unopened:
         return TransportError(f"rank {self._name(self._rank)} cannot {what}: {why or error}")
 
     def refuses(self, peer: int) -> bool:
-        """Return whether a rank listens no longer; for any thread, again and again."""
+        """Return whether a rank has stopped listening; any thread may ask, repeatedly."""
         with self._lock:
             knock = self._knocks.get(peer)
             if knock is None:
-                # Knocks, of which there may be one for each rank, take none of the descriptors that
-                # are spared for the program.
+                # There may be as many knocks as ranks: they must not use the descriptors that are
+                # kept free for the program.
                 if shortage(1):
                     return False
                 try:
                     knock = self._knocks[peer] = reach(self._offers[peer])
                 except OSError:
-                    # No descriptor, or no way there now: that does not say that it has ended.
+                    # No descriptor, or no route at the moment: the rank may still be there.
                     return False
             poller = select.poll()
             poller.register(knock, select.POLLIN | select.POLLOUT)
@@ -117,14 +124,15 @@ class Unopened:
                 return False
             error = knock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error or found[0][1] & ~select.POLLOUT:
-                # Where it has ended, the next knock is refused.
+                # Closed by the peer, or failed: if the peer has ended, the next knock is refused.
                 knock.close()
-                # Another thread may close them all.
+                # With a default: `close` may have cleared them in another thread.
                 self._knocks.pop(peer, None)
             return error == errno.ECONNREFUSED
 
     def close(self) -> None:
-        """Listen no longer; also in a forked child, where another thread may have had the lock."""
+        """Stop listening; also called in a forked child."""
+        # Without the lock: in a forked child it may be held by a thread that does not exist there.
         self._listener.close()
         for knock in list(self._knocks.values()):
             knock.close()

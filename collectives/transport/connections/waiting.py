@@ -1,4 +1,4 @@
-"""How a thread sleeps on connections."""
+"""Sleep until one of several connections can go on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from collectives.transport.connections.connection import Connection
 from collectives.transport.connections.unopened import Unopened
 
-# What poll is asked for an end that is closed, over TCP too and behind data that has come before;
-# without it a system reports only connections that are closed both ways.
+# The event by which poll reports that the peer has closed its end, even if data before that has not
+# been read. Systems without it report only connections that are closed in both directions.
 ENDED = getattr(select, "POLLRDHUP", 0)
-# A day; poll counts milliseconds in 32 bits.
+# A day: poll takes milliseconds in 32 bits, which would overflow after 24 days.
 _LONGEST_SECONDS = 86400.0
 
 
@@ -23,9 +23,10 @@ def wait_for_any(
     nap: float = math.inf,
     unopened: Unopened | None = None,
 ) -> bool:
-    """Sleep to the deadline, or for `nap` seconds; True at once where a connection can go on.
+    """Sleep until a connection can go on (True), or the deadline or `nap` seconds are over (False).
 
-    unopened: Polled, too, where one of them has no socket yet: its peer is to connect.
+    unopened: Polled, too, if one of the connections has no socket yet because its peer is to
+        connect.
     """
     left = min(deadline - time.monotonic(), nap, _LONGEST_SECONDS)
     if left <= 0:
@@ -43,9 +44,9 @@ def wait_for_any(
 
 
 def first_reason(connections: Sequence[Connection], seconds: float) -> str:
-    """Return the first reason that a peer gives for its end in this time; "" where none does.
+    """Return the first reason that a peer gives for its end within `seconds`; "" if none does.
 
-    What else has come is lost.
+    Messages that arrive meanwhile on connections that have ended are lost.
     """
     deadline = time.monotonic() + seconds
     left = [connection for connection in connections if connection.is_open]

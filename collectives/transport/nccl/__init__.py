@@ -1,1 +1,1 @@
-"""NCCL, through cupy or through torch.distributed."""
+"""NCCL, called through cupy or through torch.distributed."""

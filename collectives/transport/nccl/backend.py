@@ -1,4 +1,4 @@
-"""What `NcclTransport` asks of a library that calls NCCL: cupy (cupy_backend.py) or torch's own."""
+"""The interface of back ends of `NcclTransport`, which call NCCL through cupy or through torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collectives.errors import CollectiveError, TransportError
 from collectives.transport.base import Messages, Transport
 from collectives.transport.process_groups import first_line
 
+# Status codes for which cupy has no text.
 _STATUS = {
     7: "ncclInProgress: communicators must block, unset NCCL_COMM_BLOCKING",
     8: "ncclTimeout",
@@ -20,16 +21,16 @@ _STATUS = {
 
 
 class Backend(Protocol):
-    """The communicators of one rank, on streams that the host does not wait for.
+    """The communicators of one rank. The host does not wait for their streams.
 
-    A call that does not return in time raises futures.TimeoutError, with the ranks that it waits
-    for where it knows them.
+    A call that does not return in time raises futures.TimeoutError, with the ranks for which it
+    waits as arguments, if they are known.
 
     Attributes:
-        device: The GPU that it is bound to; None where messages say it.
-        shared: Whether others use its communicators, too. Then an error ends only what is under
-            way on them.
-        sums: Whether `all_reduce` takes ranks; else it takes a process group.
+        device: The GPU to which it is bound; None if each message's own GPU is used.
+        shared: Whether other code uses its communicators, too. Then an error aborts them only if
+            something of ours is under way.
+        sums: Whether `all_reduce` takes ranks; if not, it takes a process group.
     """
 
     device: torch.device | None
@@ -37,37 +38,37 @@ class Backend(Protocol):
     sums: bool
 
     def open(self, host: Transport, device: torch.device, timeout: float) -> None:
-        """Make the communicator of all ranks of `host` on a GPU: once, outside of a capture."""
+        """Make the communicator of all ranks of `host` on a GPU, once, outside of a CUDA graph."""
 
     def stream(self, device: torch.device) -> cuda.Stream:
         """Return the communication stream of a GPU."""
 
     def exchange(self, sends: Messages, recvs: Messages, stream: Any, timeout: float) -> None:
-        """Put messages on the communication stream, as one group; none of them is empty."""
+        """Put non-empty messages on the communication stream, as one NCCL group."""
 
     def all_reduce(self, values: torch.Tensor, among: Any, stream: Any, timeout: float) -> None:
-        """Put a sum in place on the communication stream: `Transport.all_reduce`."""
+        """Put an in-place sum on the communication stream: `Transport.all_reduce`."""
 
     def check(self) -> None:
-        """Raise NCCL's asynchronous error, if any is known. Called beside the other calls."""
+        """Raise NCCL's asynchronous error, if any. May run at the same time as the other calls."""
         return
 
     def abort(self) -> str:
-        """End what is under way, in bounded time; return how that went, for an error's text."""
+        """Abort what is under way, in bounded time; return the outcome, for an error's text."""
 
     def close(self) -> None:
-        """Let go of the communicators, in bounded time; a second time, or after `abort`, nothing.
+        """Destroy the communicators, in bounded time. Does nothing after `abort` or `close`.
 
-        Runs at the latest when the interpreter exits.
+        Called at the latest when the interpreter exits.
         """
 
     def split(self, host: Transport, ranks: tuple[int, ...]) -> Backend:
-        """Return one for the transport `host` between some of the ranks."""
+        """Return a back end for the transport `host`, which is between some of the ranks."""
 
 
 @contextmanager
 def translate_errors(step: str) -> Iterator[None]:
-    """Raise NCCL's errors, as cupy and torch raise them, as TransportErrors with NCCL's text."""
+    """Return a context that turns cupy's and torch's errors of NCCL into TransportErrors."""
     try:
         yield
     except CollectiveError:
@@ -75,7 +76,7 @@ def translate_errors(step: str) -> Iterator[None]:
     except RuntimeError as error:
         raise TransportError(f"NCCL failed in {step}: {first_line(error)}") from error
     except KeyError as error:
-        # What cupy raises for codes that it has no text for.
+        # cupy raises this for a status code for which it has no text.
         if not error.args or not isinstance(error.args[0], int):
             raise
         text = _STATUS.get(error.args[0], "unknown to cupy")

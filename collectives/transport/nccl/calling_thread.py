@@ -1,8 +1,9 @@
 """The thread that calls NCCL for one device.
 
-A communicator, and all communicators of one device, must not be used from two threads at once, and
-a group is a thread's own (NCCL's user guide, "Thread Safety" and "Group Calls"). Calls of NCCL may
-also wait for other ranks without a limit: whoever waits for the thread does so for a time.
+NCCL forbids that two threads use a communicator, or several communicators of one device, at once,
+and its groups belong to a thread (user guide, "Thread Safety" and "Group Calls"). NCCL's calls may
+also wait for other ranks without a limit: made in a thread of their own, they can be waited for
+with a timeout.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _Jobs = queue.SimpleQueue[_Job | None]
 
 
 class CallingThread:
-    """Calls NCCL for one device; all its work goes to one stream.
+    """A thread that calls NCCL for one device, and puts all work on one stream.
 
-    All communicators that share it (`shared_thread`) are so used one after the other, on the host
-    and on the GPU, as NCCL demands of those of one device. It never keeps the process from ending,
-    and ends when it is collected. A call that does not return in time is left behind with its
-    thread, and another thread goes on.
+    Communicators that share it (`shared_thread`) are used one after the other, on the host and on
+    the GPU, as NCCL requires for one device. It does not keep the process from exiting, and ends
+    when this object is collected. If a call does not return in time, its thread is abandoned with
+    it and another thread takes over.
 
     Args:
         device: The GPU.
@@ -47,17 +48,19 @@ class CallingThread:
         weakref.finalize(self, self._jobs.put, None)
 
     def call(self, job: Callable[[], T], timeout: float) -> T:
-        """Return what `job` returns; futures.TimeoutError where it takes over `timeout` s."""
+        """Return what `job` returns; futures.TimeoutError if it takes longer than `timeout` s."""
         if threading.current_thread() is self._thread:
-            # What the job does has collected a transport, and that is closed.
+            # Python has collected a transport during a job, and its closing calls this.
             return job()
         future: futures.Future[T] = futures.Future()
+        # Whoever acquires it first decides which thread runs the next jobs: this one if the job
+        # ends first, or a new one if the caller times out first.
         goes_on = threading.Lock()
         self._jobs.put((future, job, goes_on))
         try:
             return future.result(timeout)
         except futures.TimeoutError:
-            # Not begun: it never will be. Else others must not wait behind it.
+            # A job that has not begun is cancelled. One that has must not hold up the next jobs.
             if not future.cancel() and goes_on.acquire(blocking=False):
                 self._start()
             raise
@@ -69,7 +72,7 @@ class CallingThread:
 
 
 def _serve(jobs: _Jobs, device: torch.device) -> None:
-    """Do the jobs, up to one that was left behind with this thread."""
+    """Run jobs, until one was abandoned together with this thread."""
     cuda.set_device(device)
     while (item := jobs.get()) is not None:
         future, job, goes_on = item
@@ -79,9 +82,9 @@ def _serve(jobs: _Jobs, device: torch.device) -> None:
             except BaseException as error:  # noqa: BLE001 - raised by whoever waits
                 future.set_exception(error)
             if not goes_on.acquire(blocking=False):
-                # Whoever waited no longer did, and has started another thread.
+                # The caller has given up and started another thread.
                 return
-        # Neither the job nor what it holds may live on while the next one is waited for.
+        # So that the job, and what it refers to, does not stay alive while waiting for the next.
         del item, future, job
 
 
@@ -90,9 +93,10 @@ _sharing = threading.Lock()
 
 
 def shared_thread(device: torch.device) -> CallingThread:
-    """Return what calls NCCL for all groups of this process that are on a device.
+    """Return the thread that calls NCCL for all groups of this process on a device.
 
-    Where one process is one rank: of two ranks in a process each waits for the other's calls.
+    Not for several ranks in one process: a call of one would block the thread while it waits for a
+    call of another.
     """
     with _sharing:
         thread = _shared.get(device)

@@ -2,11 +2,11 @@
 
 Facts about NCCL that shape this file (its user guide, "Thread Safety", "Group Calls" and "Fault
 Tolerance"; cupy 14.2): init, split, the first use of a connection, destroy and abort wait for other
-ranks without a limit; a group that fails still needs its end; a communicator that is collected is
-destroyed, which may wait for ever.
+ranks without a limit; a group that has failed must still be ended; and when a communicator object
+is collected cupy destroys the communicator, which may wait for ever.
 
-Not yet run on a GPU: shown over a strict stand-in for NCCL alone (tests/fakes/fake_nccl.py).
-tests/processes/test_nccl.py is for where there is one.
+Not yet run on a GPU: tested only with a strict stand-in for NCCL (tests/fakes/fake_nccl.py).
+tests/processes/test_nccl.py tests it where there is a GPU.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from collectives.transport.nccl.backend import Backend, translate_errors
 from collectives.transport.nccl.calling_thread import CallingThread
 from collectives.transport.process_groups import run_beside
 
-# What NCCL adds, and gloo: no other integers, no bools, no 8-bit floats.
+# The dtypes that NCCL can sum, and gloo too: no other integers, no bools, no 8-bit floats.
 DTYPES = {
     getattr(torch, name): f"NCCL_{name.upper()}"
     for name in ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"]
 }
-# The first whose unique ids are bytes.
+# The first version whose unique ids are bytes.
 _CUPY_VERSION = [14, 2]
+# Both are short, since they may be waited for in vain when ranks are gone. An abort is to end
+# within the 5 s after the timeout in which every rank is to raise its error.
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 3.0
 _ABORTED = "its NCCL communicator was aborted"
@@ -49,8 +51,8 @@ def load_nccl() -> Any:
 
     Raises:
         RuntimeError: torch sees no GPU.
-        ImportError: cupy or NCCL's library is missing, too old or of another CUDA than torch; says
-            what to install.
+        ImportError: cupy or NCCL's library is missing, too old or for another CUDA than torch's;
+            the text says what to install.
     """
     major = 12 if (torch.version.cuda or "").startswith("12.") else 13
     if not cuda.is_available():
@@ -83,15 +85,16 @@ def load_nccl() -> Any:
 
 
 class CupyBackend(Backend):
-    """A rank's communicator on one device, and those of parts of the ranks that are split from it.
+    """A rank's communicator on one device, and those split from it for parts of the ranks.
 
     Args:
-        store: Through which rank 0's NCCL id reaches the others.
+        store: The store through which the other ranks get rank 0's NCCL id.
         device: This rank's GPU, the current one unless given.
-        thread: What calls NCCL, with others of the same device; one of its own unless given.
+        thread: The thread that calls NCCL, shared with others on this device; a new one unless
+            given.
 
     Raises:
-        ImportError: Something has to be installed; says what.
+        ImportError: Something has to be installed; the text says what.
         RuntimeError: torch sees no GPU.
         ValueError: The device is not CUDA's.
     """
@@ -116,8 +119,8 @@ class CupyBackend(Backend):
         self._process = os.getpid()
         self._made: list[Any] = []
         self._parts: dict[tuple[int, ...], Any] = {}
-        # Held to add, to ask or to begin to end the communicators; by one thread twice where what
-        # it does meanwhile collects the transport, which closes this.
+        # Held while communicators are added, checked, or taken to be destroyed. Reentrant, because
+        # Python may collect the transport at any allocation, and its closing takes the lock, too.
         self._lock = threading.RLock()
         self._ended = False
 
@@ -125,7 +128,8 @@ class CupyBackend(Backend):
         deadline = time.monotonic() + timeout
         self._rank = host.rank
         self._others = [rank for rank in range(host.size) if rank != host.rank]
-        # Each rank counts for itself, and all make their communicators in one order.
+        # The count tells apart communicators of one store. Each rank has its own counter: all make
+        # their communicators in one order, so the counters agree.
         count = self._store.add(f"adasum/nccl/made-by-{host.rank}", 1)
         self._store = dist.PrefixStore(f"adasum/nccl/{count}", self._store)
         if host.rank == 0:
@@ -156,10 +160,10 @@ class CupyBackend(Backend):
         self._group(post, timeout)
 
     def all_reduce(self, values: torch.Tensor, among: Any, stream: Any, timeout: float) -> None:
-        """Sum over all ranks, or over one of the parts that the whole is split into.
+        """Sum over all ranks, or over one of the parts into which they are split.
 
-        Every rank calls it with the part it belongs to, and a part is new on all of them or on
-        none: the first call splits the communicator, whatever there is to sum.
+        Every rank calls it with the part to which it belongs. The first call with these parts
+        splits the communicator, on all ranks together, even if there is nothing to sum.
         """
         if among is None or len(among) == len(self._others) + 1:
             part = self._whole
@@ -175,17 +179,18 @@ class CupyBackend(Backend):
             self._group(post, timeout)
 
     def check(self) -> None:
-        # NCCL answers at once, from what it keeps for whoever asks beside the calls. The lock keeps
-        # others from beginning to free a communicator meanwhile.
+        # NCCL allows this during other calls, and answers at once. The lock keeps other threads
+        # from freeing a communicator meanwhile.
         with self._lock:
             for communicator in () if self._ended else self._made:
                 communicator.check_async_error()
 
     def abort(self) -> str:
-        """End all communicators and what they have under way; returns within 3 s how that went.
+        """Abort all communicators and what they have under way; return the outcome within 3 s.
 
-        An abort waits for other ranks of the host to abort too, and some never will; it may also
-        find the thread inside a call that the abort is to end. So it runs beside both.
+        An abort may wait for other ranks of the host, of which some will never abort. And the
+        calling thread may be inside the very call that is to be aborted. So each abort runs in a
+        thread of its own.
         """
         deadline = time.monotonic() + _ABORT_SECONDS
         made = self._begin_end()
@@ -195,16 +200,16 @@ class CupyBackend(Backend):
         return _ABORTED
 
     def close(self) -> None:
-        """Destroy all communicators, which waits for the host's other ranks, 5 s at the longest.
+        """Destroy all communicators, which waits for the host's other ranks, but at most 5 s.
 
-        Calls nothing in a forked child: CUDA does not survive the fork, and the thread that held
-        the lock may not be here.
+        Does nothing in a forked child: CUDA cannot be used there, and the thread that held the lock
+        may not exist there.
         """
         if os.getpid() != self._process or (made := self._begin_end()) is None:
             return
 
         def destroy() -> None:
-            # The newest first; each is destroyed also where another one fails.
+            # The newest first, each of them even if another one fails.
             with ExitStack() as stack:
                 for communicator in made:
                     stack.callback(communicator.destroy)
@@ -213,10 +218,10 @@ class CupyBackend(Backend):
             self._thread.call(destroy, _CLOSE_SECONDS)
 
     def split(self, host: Transport, ranks: tuple[int, ...]) -> CupyBackend:
-        """Return one of the same device.
+        """Return a back end on the same device.
 
-        Both call NCCL from one thread, for one stream, so that their work is under way one after
-        the other. So all ranks have to start it in one order.
+        Both call NCCL from one thread and use one stream, so that their work runs one after the
+        other. So all ranks have to start work of both in the same order.
         """
         store = dist.PrefixStore(f"ranks {ranks}", self._store)
         return CupyBackend(store, self.device, thread=self._thread)
@@ -230,17 +235,17 @@ class CupyBackend(Backend):
         return part
 
     def _make(self, job: Callable[[], Any], timeout: float) -> Any:
-        """Call a job that makes a communicator, which is ended with the others."""
+        """Call a job that makes a communicator; it is then ended together with the others."""
 
         def run() -> Any:
             made = job()
-            # Never collected, since cupy would destroy it, and wait for ranks that are gone.
+            # Never collected: cupy would destroy it, and wait for ranks that are gone.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
             with self._lock:
                 self._made.append(made)
                 late = self._ended
             if late:
-                # It came too late: whoever wanted it waits no more.
+                # Made too late: the caller has timed out, and all has been ended meanwhile.
                 made.abort()
             return made
 
@@ -254,13 +259,13 @@ class CupyBackend(Backend):
 
         def run() -> None:
             if self._ended:
-                # While this waited for its turn behind what has ended all.
+                # Ended while this job was queued.
                 raise TransportError("the NCCL communicators were ended")
             self._nccl.groupStart()
             try:
                 job()
             except BaseException:
-                # NCCL answers the end of a failed group with the failure: the first one counts.
+                # groupEnd of a failed group reports the failure again: the first error is raised.
                 with suppress(self._nccl.NcclError, KeyError):
                     self._nccl.groupEnd()
                 raise
@@ -269,7 +274,7 @@ class CupyBackend(Backend):
         self._thread.call(run, timeout)
 
     def _begin_end(self) -> list[Any] | None:
-        """Return all communicators once, None afterwards; what comes later aborts itself."""
+        """Return all communicators the first time, then None; `_make` aborts any made later."""
         with self._lock:
             every = None if self._ended else [*self._made]
             self._ended = True

@@ -1,7 +1,7 @@
 """NCCL through torch.distributed, whose communicators belong to a process group.
 
-Not yet run on a GPU: shown over a stand-in for torch's calls alone (tests/fakes/fake_torch.py).
-tests/processes/test_torch_nccl.py is for where there is one.
+Not yet run on a GPU: tested only with a stand-in for torch's calls (tests/fakes/fake_torch.py).
+tests/processes/test_torch_nccl.py tests it where there is a GPU.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collectives.transport.process_groups import abort_nccl
 
 
 class TorchBackend(Backend):
-    """A process group's NCCL, on whatever GPU a message is.
+    """The NCCL of a process group, on the GPU of each message.
 
-    torch would end the process long after a rank was gone. Here a step's own timeout, and a peer's
-    end, abort what is under way before. The first exchange of a GPU connects all ranks of the group
-    and is not to be in the capture of a CUDA graph; every rank has to make it, if with empty
-    messages, and torch sets it no limit where a rank is gone by then.
+    When a rank is gone, torch's watchdog ends the process, long afterwards. Here a step's timeout,
+    or the end of a peer, aborts what is under way before that. The first exchange on a GPU connects
+    all ranks of the group: every rank has to make it, if only with empty messages, and it must not
+    be captured in a CUDA graph. If a rank is gone by then, torch waits without a limit.
 
     Args:
-        process_group: What the messages travel on.
+        process_group: The process group.
     """
 
     device = None
@@ -37,15 +37,15 @@ class TorchBackend(Backend):
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
         self._streams: dict[torch.device, cuda.Stream] = {}
-        # Of what is under way, in the order in which it was first used.
+        # The process groups to abort, in the order of their first use: those of `all_reduce`, too.
         self._groups = [process_group]
 
     def open(self, host: Transport, device: torch.device, timeout: float) -> None:
-        """Let torch make its communicator: one of all ranks, whoever has messages."""
+        """Make torch create its communicator of all ranks, by a sum in which all take part."""
         self._process_group.allreduce([torch.zeros(1, device=device)]).wait()
 
     def stream(self, device: torch.device) -> cuda.Stream:
-        """Return a stream of our own, behind which torch's works are put: an event is on one."""
+        """Return our own stream, which waits for torch's works: an event there comes after them."""
         if device not in self._streams:
             self._streams[device] = cuda.Stream(device)
         return self._streams[device]
@@ -62,7 +62,7 @@ class TorchBackend(Backend):
                 work.wait()
 
     def all_reduce(self, values: torch.Tensor, among: Any, stream: Any, timeout: float) -> None:
-        """Sum over the ranks of a process group, which `abort` ends, too, from now on."""
+        """Sum over the ranks of a process group, which `abort` then aborts, too."""
         if among not in self._groups:
             self._groups.append(among)
         with cuda.stream(stream):

@@ -1,7 +1,8 @@
 """Messages of CUDA tensors over NCCL, through cupy or through torch.distributed.
 
-All of a step's messages are one NCCL group of sends and receives of bytes, so every dtype travels,
-on a communication stream that is ordered by events behind and before the caller's stream.
+A step's messages are one NCCL group of sends and receives. They are bytes, so tensors of every
+dtype can be sent. They are put on a communication stream, which events order after the caller's
+earlier work and before its later work.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
 
 class NcclTransport(Transport):
-    """Point-to-point messages of CUDA tensors; CPU tensors go to `host`.
+    """Point-to-point messages of CUDA tensors; those of CPU tensors go through `host`.
 
-    Making one is a collective of all ranks of `host` where the back end is bound to a GPU.
+    If the back end is bound to a GPU, making one is a collective of all ranks of `host`.
 
-    `exchange` puts messages on the communication stream, the caller's stream behind them, and
-    returns. A step that is late, a peer that is gone and what NCCL reports are noticed beside the
-    host's thread (watcher.py), and raised by `check_streams` and by the next exchange. What is
-    captured in a CUDA graph is not watched: capture on all ranks alike, after a first run outside
-    (NCCL connects ranks at their first message). Of torch's communicators beside ours on the device
-    see docs/groups.md.
+    `exchange` puts messages on the communication stream, makes the caller's stream wait for them,
+    and returns. A thread of its own (watcher.py) notices when a step is late, a peer is gone or
+    NCCL reports an error, which `check_streams` and the next exchange then raise. Work captured in
+    a CUDA graph is not watched: capture it on all ranks alike, after a first run outside of a graph
+    (NCCL connects ranks at their first message). docs/groups.md says what holds if torch has
+    communicators of its own on the device.
 
     Args:
-        host: Carries CPU tensors between the same ranks.
-        backend: What calls NCCL.
+        host: The transport of CPU tensors between the same ranks.
+        backend: The back end that calls NCCL.
         timeout: Seconds that making it may take.
 
     Raises:
@@ -66,14 +67,14 @@ class NcclTransport(Transport):
 
     @property
     def symmetric_memory(self) -> SymmetricMemory | None:
-        """The host's."""
+        """The host transport's."""
         return self._host.symmetric_memory
 
     def __repr__(self) -> str:
         return f"NcclTransport(CPU tensors: {self._host!r})"
 
     def check_device(self, device: torch.device) -> None:
-        """Raise ValueError for a GPU other than this rank's, where the back end is bound to one."""
+        """Raise ValueError for a GPU other than the one to which the back end is bound, if any."""
         if device.type == "cpu":
             self._host.check_device(device)
         elif device.type != "cuda":
@@ -92,17 +93,18 @@ class NcclTransport(Transport):
         self.post(sends, recvs, step, timeout)()
 
     def posts_ahead(self, device: torch.device) -> bool:
-        """Only messages between GPUs: those of the host are not under way by themselves."""
+        """Whether the device is a GPU: the host's messages advance only while it waits for them."""
         return device.type == "cuda"
 
     def post(
         self, sends: Messages, recvs: Messages, step: str, timeout: float
     ) -> Callable[[], None]:
-        """Put the messages on the communication stream, in order with those posted before.
+        """Put the messages on the communication stream, after those posted before.
 
         Returns:
-            What has to be called before the messages are used: what the caller's stream is given
-            in the meantime runs beside them. CPU tensors have arrived already.
+            A function to call before the messages are used: it makes the caller's stream wait for
+            them. Work that the stream gets before that runs at the same time as the messages. CPU
+            tensors have arrived already.
         """
         device = _device_of(sends, recvs)
         if device is None:
@@ -149,44 +151,44 @@ class NcclTransport(Transport):
         )()
 
     def check_streams(self) -> None:
-        """Raise what ended messages and sums under way, over NCCL or torch's."""
+        """Raise the error of messages or sums that failed on the streams, ours or the host's."""
         self._watcher.raise_error()
         self._host.check_streams()
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
-        """Return a rank whose end is closed, as the host's transport knows it."""
+        """Return a rank that has closed its end, as far as the host's transport knows."""
         return self._host.gone(peers)
 
     def why_gone(self, peer: int) -> str:
-        """Say why the end of a rank that is gone was closed."""
+        """Return the text for errors of why a rank that is gone has closed its end."""
         return self._host.why_gone(peer)
 
     def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
         """Return a transport with communicators of its own: `Backend.split`."""
         host = self._host.split(ranks, timeout)
         with ExitStack() as failed:
-            # What it has opened, a listener among it, would else live as long as the error.
+            # Otherwise what it has opened, such as a listener, would live as long as the error.
             failed.callback(host.close)
             part = NcclTransport(host, self._backend.split(host, tuple(ranks)), timeout=timeout)
             failed.pop_all()
         return part
 
     def interrupt(self, reason: str) -> None:
-        """End what is under way on the GPU, and let the host's waits raise."""
+        """Abort what is under way on the GPU, and make the host's waits raise."""
         self._host.interrupt(reason)
         self._abort(reason)
 
     def abort(self, reason: str) -> None:
-        """End what is under way, and the communicators; tell the peers why over `host`."""
+        """Abort what is under way and the communicators; give the peers the reason over `host`."""
         with ExitStack() as stack:
             stack.callback(self._abort, reason)
             self._host.abort(reason)
 
     def close(self) -> None:
-        """Wait for what is under way, let go of the communicators and close `host`.
+        """Wait for what is under way, destroy the communicators and close `host`.
 
-        In bounded time also when ranks are gone. Raises what ended messages under way unless that
-        was raised before; all is closed by then.
+        It takes bounded time even if ranks are gone. If messages under way fail it raises their
+        error, unless that was raised before; everything is closed by then.
         """
         if self._closed:
             return
@@ -197,7 +199,7 @@ class NcclTransport(Transport):
             self._watcher.finish()
 
     def _abort(self, reason: str) -> None:
-        # CUDA itself may have failed: the error that brought this about is the one to raise.
+        # CUDA itself may have failed, too: the error that led to the abort is the one to raise.
         with suppress(RuntimeError):
             if not (self._backend.shared and self._watcher.is_idle()):
                 self._watcher.abort(reason)
@@ -211,9 +213,9 @@ class NcclTransport(Transport):
         step: str,
         timeout: float,
     ) -> Callable[[], None]:
-        """Put one group on the communication stream, behind the caller's work so far.
+        """Put one group on the communication stream, after the caller's work so far.
 
-        Returns what puts the caller's later work behind it.
+        Returns a function that makes the caller's stream wait for it.
         """
         start = time.monotonic()
         stream = self._backend.stream(device)
@@ -222,7 +224,8 @@ class NcclTransport(Transport):
             capturing = cuda.is_current_stream_capturing()
             stream.wait_event(caller.record_event())
             if not capturing:
-                # In a graph the order of the streams alone keeps memory from being used again.
+                # So that the allocator does not use their memory again too early. In a graph the
+                # order of the streams alone ensures that.
                 for tensor in tensors:
                     tensor.record_stream(stream)
             self._bounded(lambda: call(stream), peers, step, timeout)
@@ -237,21 +240,21 @@ class NcclTransport(Transport):
         return wait
 
     def _open(self, device: torch.device, step: str, timeout: float) -> None:
-        """Let all ranks make their communicators at the first use of a GPU."""
+        """Make the communicators, on all ranks together, at the first use of a GPU."""
         if device in self._opened or cuda.is_current_stream_capturing():
             return
         self._with_all(lambda: self._backend.open(self._host, device, timeout), step, timeout)
         self._opened.add(device)
 
     def _with_all(self, job: Callable[[], Any], step: str, timeout: float) -> Any:
-        """Return what a job returns in which all ranks take part, on the host alone."""
+        """Return what a job returns in which all ranks take part; errors then name them all."""
         others = tuple(rank for rank in range(self.size) if rank != self.rank)
         return self._bounded(job, others, step, timeout)
 
     def _bounded(
         self, job: Callable[[], Any], peers: tuple[int, ...], step: str, timeout: float
     ) -> Any:
-        """Return what `job` returns; a failure ends the communicators, unless others use them."""
+        """Return what `job` returns; a failure aborts the communicators unless they are shared."""
         if self._closed:
             raise TransportError(f"{step}: this NCCL transport was closed")
         self._watcher.check_usable(step)
@@ -265,16 +268,17 @@ class NcclTransport(Transport):
                 raise
             failure = error
             self._watcher.fail(lambda how: failure)
-        # What was found first: this may have failed because that has ended all.
+        # The first error that was found: the one caught here may be a consequence of its abort.
         raise self._watcher.failure()
 
 
 def _device_of(sends: Messages, recvs: Messages) -> torch.device | None:
-    """Return the GPU of messages between GPUs; None for those of CPU tensors."""
+    """Return the GPU of messages of CUDA tensors; None for those of CPU tensors."""
     devices = (message.tensor.device for message in (*sends, *recvs))
     return next((device for device in devices if device.type != "cpu"), None)
 
 
 def _end(watcher: Watcher, backend: Backend) -> None:
+    # Not a method: a finalizer that refers to its object would keep it alive.
     watcher.stop()
     backend.close()

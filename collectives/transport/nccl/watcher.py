@@ -1,10 +1,10 @@
-"""Steps that are on the streams while the host goes on, and what ends those that cannot end.
+"""Watch the steps that are on streams, and abort those that cannot end.
 
-The host puts a step on a stream and returns. Nobody but a `Watcher` then knows that it is under
-way: it is asked by the host's thread, and looks by itself now and then in a thread of its own,
-which goes on while CUDA blocks the host's. A step that waits for a rank that is gone ends with its
-communicator alone, so the watcher aborts that, and keeps why for whoever asks: the next call, and a
-Work's wait().
+The host puts a step on a stream and returns. From then on only a `Watcher` knows that the step is
+under way. The host's thread asks it, and it also checks regularly in a thread of its own, which
+runs even while CUDA blocks the host's thread. A step that waits for a rank that is gone ends only
+if its communicator is aborted. The watcher does that, and keeps the error, which the next call and
+a Work's wait() raise.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from collectives.stall import Stall
 from collectives.transport.base import Transport
 from collectives.transport.nccl.backend import Backend, translate_errors
 
-# Beyond these the host waits for the first: CUDA lets whoever launches more than about a thousand
-# things wait, without a limit, for a stream that waits for a rank.
+# With more steps under way the host waits for the first. Otherwise CUDA would block it after about
+# a thousand launches, without a limit, if the stream waits for a rank that never comes.
 MAX_PENDING = 64
-# How often steps under way are looked at beside the host.
+# How often the watcher's thread checks the steps.
 CHECK_SECONDS = 0.25
-# What a rank has sent before it ended may still be arriving for so long.
+# For this long messages that a rank sent before it ended may still be arriving.
 GRACE_SECONDS = 1.0
+# A waiting host sleeps so long between two checks, which is short compared with a step.
 _PAUSE_SECONDS = 2e-4
 
 
 class Posted(NamedTuple):
-    """A step under way: the event behind it, and what an error says where it never comes."""
+    """A step under way: the event after it, and what an error needs if it never ends."""
 
     event: cuda.Event
     peers: tuple[int, ...]
@@ -45,22 +46,24 @@ class Posted(NamedTuple):
 
 
 class Watcher:
-    """The steps that a transport has put on streams and that have not ended as far as is known.
+    """The steps that a transport has put on streams and that are not known to have ended.
 
-    The time of a step begins when it is put on a stream, and not before those ahead of it are known
-    to have come. No event is asked but by the host's thread while it posts or waits outside of a
-    capture, or where a step is late or a peer is gone: that would end the capture of a CUDA graph
-    in any thread. So a step behind one that nobody has asked for may take up to twice its timeout.
+    A step's timeout starts when the step is put on a stream, or when all steps before it are known
+    to have ended, whichever is later. To query an event would end the capture of a CUDA graph in
+    any thread. So events are queried only by the host's thread, while it posts or waits outside of
+    a capture, or if a step is late or a peer is gone. Therefore a step that follows one whose event
+    was not queried may take up to twice its timeout.
 
-    Its thread begins with the first step, never keeps the process from ending, and ends by `stop`.
+    The watcher's thread starts with the first step, does not keep the process from exiting, and
+    ends by `stop`.
 
     Args:
-        host: Names the ranks, and knows which are gone.
-        backend: Tells of asynchronous errors, and aborts all that is under way.
+        host: The host's transport, which knows the ranks' names and which of them are gone.
+        backend: The back end, which reports asynchronous errors and aborts what is under way.
 
     Attributes:
         items: The steps, in their order.
-        error: What ended them. Nothing can be put on the streams afterwards.
+        error: The error that ended them. Nothing can be put on the streams afterwards.
     """
 
     def __init__(self, host: Transport, backend: Backend) -> None:
@@ -69,19 +72,19 @@ class Watcher:
         self._host = host
         self._backend = backend
         self._raised = False
-        # When the last step that was the first under way was known to have come.
+        # When a step was last found to have ended.
         self._passed = 0.0
-        # A peer that is gone, and since when it is known.
+        # A peer that is gone, and when that was first noticed.
         self._suspect: tuple[int, float] | None = None
-        # The wait for the first step, where that has been looked at.
+        # The first step under way and its Stall, once it was checked.
         self._stall: tuple[Posted, Stall] | None = None
-        # Held while all is ended: until then an event that comes may be of an aborted step.
+        # Held while everything is aborted: an event that completes then may be an aborted step's.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
     def add(self, posted: Posted) -> None:
-        """Watch a step; wait for the first ones where there are too many."""
+        """Watch a step; if there are too many, wait for the first ones."""
         with self._lock:
             self.items.append(posted)
             if self._thread is None:
@@ -91,7 +94,7 @@ class Watcher:
         self.settle(MAX_PENDING)
 
     def settle(self, most: int = 0) -> None:
-        """Wait on the host until at most `most` steps are under way; raise what ended them."""
+        """Wait on the host until at most `most` steps are under way; raise their error, if any."""
         while True:
             with self._lock:
                 self._drop_done()
@@ -104,28 +107,25 @@ class Watcher:
             time.sleep(_PAUSE_SECONDS)
 
     def is_idle(self) -> bool:
-        """Whether all has come; asks CUDA."""
+        """Whether all steps have ended; queries their events."""
         with self._lock:
             self._drop_done()
             return not self.items
 
     def finish(self) -> None:
-        """Wait for all steps before what carries them is closed.
-
-        Raises what ended them, unless it was raised before.
-        """
+        """Wait for all steps before the transport is closed; raise their error unless raised."""
         if not self._raised:
             self.settle()
 
     def raise_error(self) -> None:
-        """Raise what ended the steps, if anything did."""
-        # Where all is being ended now, not before that is done.
+        """Raise the error that ended the steps, if any."""
+        # With the lock: if they are being aborted, wait until that is done.
         with self._lock:
             if self.error is not None:
                 raise self.failure()
 
     def failure(self) -> CollectiveError:
-        """Return what ended the steps, to be raised: a new error, for several threads may."""
+        """Return the error that ended the steps, to be raised: a copy, as several threads may."""
         assert self.error is not None
         self._raised = True
         made = type(self.error)(str(self.error))
@@ -133,7 +133,7 @@ class Watcher:
         return made
 
     def check_usable(self, step: str) -> None:
-        """Raise what ended the steps if it was not yet, else that no others can be posted."""
+        """Raise the error that ended the steps, if any; if raised before, a TransportError."""
         if self._raised:
             raise TransportError(
                 f"{step}: this NCCL transport is unusable since {self.error}"
@@ -141,27 +141,26 @@ class Watcher:
         self.raise_error()
 
     def fail(self, say: Callable[[str], CollectiveError]) -> None:
-        """End all steps and keep the error, which may say how that went. The first one counts."""
+        """Abort all steps and keep the first error. say: makes it from the abort's outcome."""
         with self._lock:
             if self.error is None:
                 self.error = say(self._backend.abort())
                 self.items.clear()
 
     def abort(self, reason: str) -> None:
-        """End all steps for whoever knows why, and raises that: `finish` need not."""
+        """Abort all steps for a caller that raises the reason itself, so that `finish` does not."""
         self.fail(lambda how: TransportError(f"{reason} ({how})"))
         self._raised = True
 
     def late(self, peers: tuple[int, ...], step: str, timeout: float) -> None:
-        """End all steps: one took over its timeout."""
+        """Abort all steps because one took longer than its timeout."""
         said = f"{self._no_answer(peers, step)} (stopped after {timeout:g} s)"
         self.fail(lambda how: CollectiveTimeoutError(f"{said}: {how}"))
 
     def watch(self) -> None:
-        """End all where the first step is late, a peer of its is gone, or NCCL has failed.
+        """Abort all if the first step is late, one of its peers is gone, or NCCL has failed.
 
-        Long before it is late there is a WARNING.
-        Called now and then beside the host's thread.
+        Long before it is late, warn. The watcher's thread calls this regularly.
         """
         with self._lock:
             first = self.items[0] if self.items else None
@@ -179,7 +178,7 @@ class Watcher:
             self._warn(first)
             return
         with self._lock:
-            # Where the first has come the next one's time begins.
+            # If the first step has ended after all, the next one's time starts now.
             if self._drop_done() or self.error is not None:
                 return
             if peer is None:
@@ -190,18 +189,18 @@ class Watcher:
 
     def stop(self) -> None:
         """End the thread."""
-        # No Event, whose lock another thread may hold where a process is forked.
+        # Not an Event: another thread may hold its lock when the process is forked.
         self._stopped = True
 
     def _run(self) -> None:
         while not self._stopped:
             time.sleep(CHECK_SECONDS)
-            # CUDA's errors reach the host's thread, too.
+            # CUDA's errors are not lost: the host's thread gets them, too.
             with suppress(RuntimeError):
                 self.watch()
 
     def _warn(self, first: Posted) -> None:
-        """Warn of a step that has not come for long; only then ask CUDA whether it has."""
+        """Warn if the first step takes long; its event is not queried before that is due."""
         if self._stall is None or self._stall[0] is not first:
             since, rank = max(first.since, self._passed), self._host.name(self._host.rank)
             late = functools.partial(self._named, first.peers)
@@ -213,9 +212,9 @@ class Watcher:
                     stall.check()
 
     def _gone_peer(self, first: Posted) -> int | None:
-        """Return a peer of this step that has been gone for longer than its messages take."""
+        """Return a peer of this step that has been gone for longer than GRACE_SECONDS."""
         peer = None
-        # The host's thread may close its connections now; that ends this, too.
+        # The host's thread may be closing its connections: then this ends, too.
         with suppress(CollectiveError, ValueError, OSError):
             peer = self._host.gone(first.peers or None)
         if peer is None:
@@ -239,7 +238,7 @@ class Watcher:
         return time.monotonic() - max(first.since, self._passed) > first.timeout
 
     def _drop_done(self) -> bool:
-        """Forget the first steps that have come; return whether there were any."""
+        """Forget the steps that have ended, in order; return whether there were any."""
         any_done = False
         while self.items and self.items[0].event.query():
             self.items.popleft()

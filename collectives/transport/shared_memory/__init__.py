@@ -1,1 +1,1 @@
-"""Symmetric memory: the signal pads and buffers that a host's ranks share."""
+"""Symmetric memory: the signal pads and buffers that the ranks of a host share."""

@@ -1,7 +1,7 @@
 """Sleep until another rank changes a word of shared memory: Linux's futex(2), by the C library.
 
-A rank that looked at the word from time to time instead would take a core from the rank that it
-waits for each time, and come late by half a nap.
+Without it a rank would look at the word from time to time. Each look may take a core from the rank
+that it waits for, and it would notice the change late, by half an interval on average.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import os
 import platform
 import sys
 
+# futex's number among the system calls of each processor, for which the C library has no function;
+# and its operations, without FUTEX_PRIVATE_FLAG, since the word is shared between processes.
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
 _WAIT, _WAKE = 0, 1
 _ALL = 2**31 - 1
+# Errors where futexes are forbidden, and those after which a wait has merely ended.
 _REFUSED = (errno.ENOSYS, errno.EPERM)
 _WOKEN = (0, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
 
@@ -25,14 +28,14 @@ class _Timespec(ctypes.Structure):
 
 
 def wait(address: int, value: int, seconds: float) -> None:
-    """Sleep until woken, or for so many seconds; not at all where the word is not `value`.
+    """Sleep until woken, for at most `seconds`; return at once if the word does not hold `value`.
 
-    It may return early.
+    It may also return early without a reason.
 
     Args:
-        address: Of the 32-bit word.
-        value: What it holds while there is something to wait for.
-        seconds: At most.
+        address: The address of the 32-bit word.
+        value: What the word holds as long as there is something to wait for.
+        seconds: The longest sleep.
 
     Raises:
         OSError: The address is bad.
@@ -43,7 +46,7 @@ def wait(address: int, value: int, seconds: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all that wait for the word at `address`, which has changed."""
+    """Wake all threads that wait for the word at `address`, after it was changed."""
     if (answer := _holding(_number, address, _WAKE, _ALL, None)) < 0:
         _failed(answer)
 
@@ -52,7 +55,7 @@ def _failed(answer: int) -> None:
     global available
     code = 0 if answer >= 0 else ctypes.get_errno()
     if code in _REFUSED:
-        # A sandbox: those that wait look from time to time.
+        # In a sandbox. From now on whoever waits looks from time to time.
         available = False
     elif code not in _WOKEN:
         raise OSError(code, f"futex: {os.strerror(code)}")
@@ -66,13 +69,15 @@ def _syscall(library: type[ctypes.CDLL]) -> ctypes._NamedFuncPointer:
 
 
 _number = _NUMBERS.get(platform.machine(), 0)
-# Whether there are futexes: not on other systems, in a 32-bit process, or where they are forbidden.
+# Whether there are futexes: not on other systems, in a 32-bit process, or if they are forbidden.
 available = False
 if sys.platform == "linux" and sys.maxsize > 2**32 and _number:
     with contextlib.suppress(OSError, AttributeError):
         _sleeping = _syscall(ctypes.CDLL)
-        # Keeps the interpreter's lock, which would else go to another thread for milliseconds.
+        # Waking is quick, and keeps the interpreter's lock (PyDLL): once released, it could be with
+        # another thread for milliseconds.
         _holding = _syscall(ctypes.PyDLL)
         available = True
+        # A call that returns at once, to find out whether futexes are forbidden.
         _word = ctypes.c_uint32(0)
         wait(ctypes.addressof(_word), 1, 0.0)

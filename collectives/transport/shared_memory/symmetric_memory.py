@@ -1,25 +1,26 @@
 """Memory that all ranks of a host share: signal pads, buffers and tables of every rank.
 
-Every rank has a signal pad, which it alone writes. Signalling a call a rank posts one word there:
-the call's number and a code of its description. The calls are the same where all pads hold the same
-word, and no rank leaves a call before it has seen that. So none is ever more than one call ahead,
-and two words a pad, used in turn, are enough. Where the words differ every rank sees it, for no
-word is lost.
+Each rank has a signal pad, to which only it writes. To signal a call, it writes one word there: the
+call's number and a code of its description. All ranks make the same call if all pads hold the same
+word, and no rank leaves a call before it has seen that. So no rank is ever more than one call
+ahead, and two words in each pad, used alternately, are enough: a word is not overwritten before
+every rank has read it, so that all ranks see a mismatch.
 
-Every rank has two buffers, too, used in turn by calls: what it writes there before it signals a
-call the others may use once all have signalled it, until it signals the next but one. Data thus
-travel with the negotiation. Within a call ranks can give each other rows of small tables
-(`gather_rows`) and wait for each other (`barrier`), as long as all do it alike.
+Each rank also has two buffers, which calls use alternately. What a rank writes to its buffer before
+it signals a call, the other ranks may use once all have signalled that call, and until that rank
+signals the next call but one. So data travel with the negotiation. Within a call, ranks can
+exchange rows of small tables (`gather_rows`) and wait for each other (`barrier`), if all do so.
 
-A rank that waits sleeps at a gate, a futex which whoever posts last changes: so none is woken
-before it can go on. Where there are no futexes it naps.
+A rank that waits sleeps on a gate: a futex that is changed by the last rank to write its word, so
+that no rank is woken before it can go on. Without futexes it sleeps for short intervals.
 
 Order of memory accesses: a word is one aligned store, so nothing has to be ordered within a pad. A
-rank signals before it sends a message of the call: send(2) and recv(2) take the lock of the
-socket's queue, and a thread's mailbox has one, which orders what precedes the one before what
-follows the other on every processor. `_fence`s stand between a buffer and its word, between a word
-and the look whether it was the last (of the ranks that post at once, one sees all), and between a
-gate's number and the last look before sleeping.
+rank signals a call before it sends a message of it. send(2) and recv(2) take the lock of the
+socket's queue, and the mailbox of a thread has a lock, too: what the sender did before, the
+receiver sees afterwards, on every processor. `_fence`s are needed in three places. Between filling
+a buffer and writing its word, so that whoever sees the word sees the data. Between writing a word
+and checking whether it was the last one: of ranks that write at once, one sees all words. And
+between reading a gate's number and the last check before sleeping, so that no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from collectives.stall import Stall
 from collectives.transport.shared_memory import futex
 
 Table = npt.NDArray[np.float64]
-# A cache line: a rank that posts does not take the line that others write.
+# A cache line for each rank, so that ranks which write at once do not contend for one line.
 _PAD_BYTES = 64
 _PAD = _PAD_BYTES // 8
 # What a rank can put into a buffer, such as a bucket of 25 MiB with its padding, and the largest
@@ -51,19 +52,20 @@ BUFFER_BYTES = 32 * 1024 * 1024
 TABLE_BYTES = 64 * 1024
 # Sizes and dtypes of buffers whose tensors are kept; making one costs some microseconds.
 _MAX_ENTRIES = 256
-# Words of a pad. The first two are those of calls, in turn; then how many barriers the rank has
-# come to, and its processors: a hash of which ones, and how many. Each word has a gate.
+# The words of a pad. The first two are for calls, alternately; then the number of barriers that the
+# rank has reached, and its processors: a hash of their numbers, and how many. Each word has a gate.
 _BARRIERS, _CORES, _WORDS = 2, 3, 4
-# Above the code, which is never 0 in what was signalled: the call's number, from 1 to _NUMBERS.
+# A call's word: the code in the low bits, and above it the call's number from 1 to _NUMBERS. So a
+# word is never 0, which stands for no call.
 CODE_BITS = 56
 _NUMBERS = 255
-# What a rank that has joined signals: no code of a description, so that it agrees with nobody.
+# The code of a rank that has joined. No description has it, so it never equals another rank's.
 JOINED = 0
-# Checks before sleeping, after each of which another rank may have the processor: some 20 us.
+# How often a rank checks before it sleeps, some 20 us in all; after each it yields the processor.
 _SPINS = 30
-# Asleep no longer than this without a check whether a rank is gone.
+# The longest sleep: then it checks whether a rank is gone, for which no one wakes it.
 _CHECK_SECONDS = 20e-3
-# Seconds between two checks where there are no futexes.
+# The shortest and the longest sleep without futexes, in seconds.
 _MIN_NAP, _MAX_NAP = 20e-6, 1e-3
 
 
@@ -73,48 +75,48 @@ def symmetric_memory_bytes(size: int) -> int:
 
 
 def _buffers_at(size: int) -> int:
-    # Below the ranks' pads, the words that they sleep on.
+    # Page-aligned, after the pads and one more line with the gates.
     return -(-(size + 1) * _PAD_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class RanksDiffer(Exception):
-    """Another rank is in another call."""
+    """Another rank has signalled another call."""
 
 
 class Peers(Protocol):
-    """What symmetric memory needs of the transport whose ranks share it."""
+    """The part of the transport that symmetric memory uses."""
 
     def gone(self) -> int | None:
-        """Return a rank whose end is closed, if any."""
+        """Return a rank that has closed its end, if any."""
         ...
 
     def why_gone(self, peer: int) -> str:
-        """Say why the end of a rank that is gone was closed."""
+        """Return the text for errors of why a rank that is gone has closed its end."""
         ...
 
     def name(self, rank: int) -> int:
-        """Return what errors call a rank."""
+        """Return a rank's number in errors."""
         ...
 
     def named(self, ranks: Iterable[int]) -> str:
-        """Return what errors call ranks."""
+        """Return the names of ranks in errors."""
         ...
 
     def abort(self, reason: str) -> None:
-        """Withdraw, become unusable, and tell the other ranks why where that can be."""
+        """Withdraw, become unusable, and give the other ranks the reason, if possible."""
         ...
 
 
 class SymmetricMemory:
-    """One rank's end. Every call of the group goes through `signal`, on all ranks.
+    """One rank's view of the memory. All ranks signal every call of the group by `signal`.
 
     Args:
-        memory: Shared, all zeros at first, `symmetric_memory_bytes(size)` long.
+        memory: The shared memory, `symmetric_memory_bytes(size)` long, all zeros at first.
         rank: This rank.
         size: How many ranks share the memory.
         peers: The transport between them.
-        cores: The processors that this rank may run on, any numbers for them. With fewer than
-            ranks a rank that waits sleeps at once instead of looking some times before.
+        cores: The processors that this rank may run on, by any numbers. If there are fewer than
+            ranks, a rank that waits sleeps at once instead of spinning first.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class SymmetricMemory:
         self._words = [words[word : size * _PAD : _PAD] for word in range(_WORDS)]
         self._mine[_CORES] = zlib.crc32(repr(sorted(cores)).encode()) << 32 | len(cores)
         self._gates = words[size * _PAD :].cast("B").cast("I")
-        # Nobody may write outside inference mode to a tensor made inside it.
+        # Tensors made in inference mode could not be written to outside of it.
         with inference_mode(False):
             whole = torch.frombuffer(memory, dtype=torch.uint8, count=symmetric_memory_bytes(size))
         self._gates_at = whole.data_ptr() + size * _PAD_BYTES
@@ -146,34 +148,34 @@ class SymmetricMemory:
 
     @property
     def workers(self) -> int:
-        """How many ranks can work at once; within a call the same on all ranks.
+        """How many ranks can run at the same time; within a call the same on all ranks.
 
-        Ranks have their processors all in common, or each its own; too many where they share some.
+        Right if ranks share either all of their processors or none; too high if they share some.
         """
         if not self._workers:
             words = self._words[_CORES].tolist()
             count = sum(word & 0xFFFFFFFF for word in {*words})
             if 0 in words:
-                # A rank is not there yet.
+                # A rank has not started yet: not kept, so that it is counted again.
                 return count
             self._workers = count
         return self._workers
 
     def next_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's buffer of the next call, to be written before that is signalled."""
+        """Return this rank's buffer for the next call, to be written before that is signalled."""
         return self.buffers(numel, dtype, ahead=1)[self.rank]
 
     def buffers(self, numel: int, dtype: torch.dtype, ahead: int = 0) -> Sequence[torch.Tensor]:
         """Return all ranks' buffers of this call, by rank, to be used after `wait`.
 
-        Whoever writes to them sees to it that no other rank uses these elements.
+        The caller must not write to elements that another rank uses.
 
         Args:
             numel: Number of elements.
-            dtype: Of the elements.
-            ahead: 1 for the next call's.
+            dtype: Their dtype.
+            ahead: 1 for the buffers of the next call.
         """
-        # Calls take turns with two of them: a rank may fill the next one's while others read.
+        # Two, alternately: a rank may fill the next call's buffer while others read this one's.
         key = (self._calls + ahead) % 2, numel, dtype
         views = self._views.get(key)
         if views is None:
@@ -185,7 +187,7 @@ class SymmetricMemory:
         return views
 
     def signal(self, code: int) -> None:
-        """Signal the next call: a code of CODE_BITS bits, not 0, or JOINED."""
+        """Signal the next call. code: Of its description, CODE_BITS bits and not 0; or JOINED."""
         self._calls += 1
         self._word = (self._calls % _NUMBERS + 1) << CODE_BITS | code
         self._post(self._calls % 2, self._word)
@@ -197,9 +199,9 @@ class SymmetricMemory:
             self._open(self._calls % 2, self._calls)
 
     def withdraw(self) -> None:
-        """Be missing from this call: a rank that comes late must not take this one for there.
+        """Take back this call's signal, so that a late rank does not count this one as present.
 
-        Any thread may call it. This rank's own wait then ends by what its transport says.
+        Any thread may call it. This rank's own wait then ends with an error of its transport.
         """
         self._mine[self._calls % 2] = 0
 
@@ -207,11 +209,12 @@ class SymmetricMemory:
         """Whether all ranks have signalled this call.
 
         Raises:
-            RanksDiffer: Where one is in another call.
+            RanksDiffer: A rank has signalled another call.
         """
         words = self._words[self._calls % 2].tolist()
         if words.count(self._word) == self._size:
             return True
+        # Words with other numbers are not compared: those ranks have not signalled this call yet.
         number = self._word >> CODE_BITS
         for word in words:
             if word >> CODE_BITS == number and word != self._word:
@@ -222,30 +225,33 @@ class SymmetricMemory:
         """Return when all ranks have signalled this call.
 
         Raises:
-            RanksDiffer: Where one is in another call.
-            CollectiveTimeoutError: Naming the ranks that are missing after `timeout` seconds, or
-                one that is gone.
+            RanksDiffer: A rank has signalled another call.
+            CollectiveTimeoutError: Names the ranks that are missing after `timeout` seconds, or one
+                that is gone.
         """
         if self._size > 1 and not self.all_signalled():
             word = self._calls % 2
             self._until(self.all_signalled, word, step, timeout)
+        # The buffers are read only after the words that say that they are filled.
         self._fence()
 
     def gather_rows(
         self, positions: Sequence[int], rows: Table, count: int, step: str, timeout: float
     ) -> Table:
-        """Return the `count` rows that all ranks give, by position, after a barrier.
+        """Write this rank's rows to a table, wait for all ranks to do so, and return the table.
 
-        Every rank that gives none calls `barrier` instead. To be read before this rank's next
+        A rank without rows calls `barrier` instead. The table must be read before this rank's next
         barrier.
 
         Args:
-            positions: Where this rank's rows are in the table, one a rank at most.
-            rows: This rank's, float64, TABLE_BYTES a row at most.
-            count: Rows of all ranks.
-            step: What an error calls this.
+            positions: The positions of this rank's rows in the table, which has room for a row of
+                each rank.
+            rows: This rank's rows: float64, at most TABLE_BYTES each.
+            count: The number of all ranks' rows.
+            step: The name of this step in errors.
             timeout: Seconds.
         """
+        # Two tables, alternately: a slower rank may still be reading that of the last barrier.
         table = self._tables[(self._barriers + 1) % 2, :count, : rows.shape[1]]
         for position, row in zip(positions, rows, strict=True):
             table[position] = row
@@ -253,14 +259,14 @@ class SymmetricMemory:
         return table
 
     def barrier(self, step: str, timeout: float) -> None:
-        """Return when all ranks have called it as often: what they wrote before can be read.
+        """Return when all ranks have called this equally often; their earlier writes can be read.
 
         Args:
-            step: What an error calls this.
+            step: The name of this step in errors.
             timeout: Seconds.
 
         Raises:
-            CollectiveTimeoutError: Naming the ranks that have not come in `timeout` seconds, or one
+            CollectiveTimeoutError: Names the ranks that have not come in `timeout` seconds, or one
                 that is gone.
         """
         self._barriers += 1
@@ -269,31 +275,34 @@ class SymmetricMemory:
             self._open(_BARRIERS, self._barriers)
         else:
             self._until(self._all_reached, _BARRIERS, step, timeout)
+        # What the others wrote before the barrier is read only after it.
         self._fence()
 
     def _all_reached(self) -> bool:
-        """Whether all ranks have come to this barrier."""
+        """Whether all ranks have reached this barrier."""
         return min(self._words[_BARRIERS].tolist()) >= self._barriers
 
     def _open(self, word: int, number: int) -> None:
-        """Wake those that wait at a word's gate. number: another one each time."""
+        """Wake the ranks that sleep on a word's gate. number: another one each time."""
         if futex.available:
             self._gates[word] = number & 0xFFFFFFFF
             futex.wake(self._gates_at + 4 * word)
 
     def _sleep(self, there: Callable[[], bool], word: int, waited: float, left: float) -> None:
-        """Sleep until the last rank has posted, or a while, no longer than `left` seconds."""
+        """Sleep until the last rank has written its word, or for some time up to `left` seconds."""
         if not futex.available:
-            # Late by an eighth at most.
+            # So that the rank notices the end of its wait late by at most an eighth of it.
             time.sleep(min(max(waited / 8, _MIN_NAP), _MAX_NAP))
             return
         number = self._gates[word]
+        # If the last rank opens the gate after this, the number differs and `futex.wait` returns;
+        # if before, `there` sees its word.
         self._fence()
         if not there():
             futex.wait(self._gates_at + 4 * word, number, min(_CHECK_SECONDS, left))
 
     def _until(self, there: Callable[[], bool], word: int, step: str, timeout: float) -> None:
-        """Return once `there()`; where anything else ends the wait tell the other ranks."""
+        """Wait until `there()`; if the wait ends otherwise, abort, which tells the other ranks."""
         try:
             for _ in range(_SPINS if self.workers >= self._size else 0):
                 if there():
@@ -302,8 +311,8 @@ class SymmetricMemory:
             start = time.monotonic()
             stall: Stall | None = None
             while not there():
-                # No rank leaves before all are there: one that is gone will never come, unless it
-                # has come, as the last of all, since `there()` was asked.
+                # No rank leaves a call before all have come, so one that is gone will never come.
+                # Unless it was the last, and came and left since `there()` was asked: ask again.
                 gone = self._peers.gone()
                 if gone is not None and not there():
                     raise CollectiveTimeoutError(
@@ -334,10 +343,10 @@ class SymmetricMemory:
         return self._peers.named(r for r, other in enumerate(words) if late(other, mine))
 
     def _post(self, word: int, value: int) -> None:
-        """Write this rank's word between two fences, which share the second lock's use.
+        """Write this rank's word between two fences, which share the use of the lock in the middle.
 
-        Who sees it sees what this rank has written before; and this rank then reads what the others
-        have posted no earlier than they see this, so of the last two ranks one finds all there.
+        Whoever sees the word sees what this rank wrote before it. What this rank reads afterwards
+        is read after the word was written: so of the last two ranks at least one sees all words.
         """
         with self._lock:
             pass
@@ -349,8 +358,8 @@ class SymmetricMemory:
     def _fence(self) -> None:
         """Keep the processor from moving memory accesses across this.
 
-        What precedes a lock's release stays before it, what follows its acquisition stays after
-        that, and a lock is not acquired again before its release.
+        Accesses before a lock's release stay before it, and those after an acquisition stay after
+        it. The second acquisition comes after the first release. Python has no other fence.
         """
         with self._lock:
             pass
