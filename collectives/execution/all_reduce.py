@@ -13,7 +13,7 @@ import torch
 from collectives.execution.call import Call
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
-from collectives.execution.phases import AllReducePhases, auto_of, phases_of
+from collectives.execution.phases import AllReducePhases, auto_of, for_dtype, phases_of
 from collectives.execution.vectors import flatten, multiply, vector_of
 from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
@@ -168,6 +168,7 @@ class Runner:
         spec = spec_for(options.specs, flat.numel())
         if spec.outer == "auto":
             spec = self._choose(flat, op)
+        spec = for_dtype(spec, op, flat.dtype)
         round_robin = ONE_TENSOR
         if spec.is_round_robin:
             round_robin = RoundRobin(_count(options.segments), self.first)
