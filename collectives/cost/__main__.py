@@ -28,6 +28,8 @@ from collectives.schedules.topology import Topology
 
 _Row = tuple[str, str, Cost]
 _MOST_RANKS = 1024
+# A rank of `direct` sends to all others: of many that is dear, and takes long to price.
+_MOST_DIRECT = 64
 
 
 def algorithms(op: str, topology: Topology) -> list[str]:
@@ -35,6 +37,8 @@ def algorithms(op: str, topology: Topology) -> list[str]:
     size, local, nodes = topology.size, topology.local_size, topology.num_nodes
     halving = "vhdd" if op == "adasum" else "rechd"
     names = ["xring", halving, "rd", "psgpu"]
+    if size <= _MOST_DIRECT:
+        names.append("direct")
     if local > 1:
         names += [f"xring#{local}", f"psgpu#{local}"]
     elif size > 1:

@@ -93,15 +93,17 @@ class BulkStep(NamedTuple):
         times: How many such steps follow each other.
         groups: The groups of the step's reductions, one a row, in an array for each length.
         phase: As in a Step.
+        by_tree: Whether the step says a tree of what meets in its reductions.
     """
 
     source: Ints
     target: Ints
     share: Floats | float
-    ways: Ints | int = 0
+    ways: Ints | float = 0
     times: int = 1
     groups: Sequence[Ints] = ()
     phase: int = 0
+    by_tree: bool = False
 
 
 Parts = tuple[Sequence[BulkStep], Sequence[BulkStep]]

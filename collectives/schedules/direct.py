@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from collectives.schedules.algorithm import Algorithm, Order
+import numpy as np
+
+from collectives.schedules.algorithm import Algorithm, BulkStep, Level, Order, Parts
 from collectives.schedules.folding import balanced_tree
 from collectives.schedules.schedule import (
     Action,
@@ -77,6 +79,19 @@ def reduce_scatter(size: int) -> Schedule:
     return Schedule("direct reduce_scatter", size, size, Collective.REDUCE_SCATTER, steps)
 
 
+def _closed_form(level: Level, samples: int) -> Parts:
+    """Return both steps of a level for the cost model; there is no pipeline to sample."""
+    size, shards = level.size, level.shards
+    if size == 1:
+        return (), ()
+    source, target = np.divmod(np.arange(size * size), size)
+    source, target = (np.tile(ends[source != target], shards) for ends in (source, target))
+    group = np.arange(size)[None]
+    share = 1 / (size * shards)
+    scatter = BulkStep(source, target, share, size - 1, groups=[group], by_tree=True)
+    return (scatter,), (BulkStep(source, target, share),)
+
+
 DIRECT = Algorithm(
     "direct",
     "each rank reduces its slice of all vectors at once, for Adasum by one Gram matrix",
@@ -85,5 +100,6 @@ DIRECT = Algorithm(
     by_tree=True,
     pairwise="vhdd",
     schedule=lambda level: sharded(all_reduce(level.size), level.shards),
+    closed_form=_closed_form,
     scatter_gather=lambda level: scatter_gather(level.size).sharded(level.shards),
 )
