@@ -18,10 +18,6 @@ from adasum.real_pairs import real_dtype, real_operands
 from collectives import Operands, Reducer
 from kernels.validation import EQUAL, tracing
 
-# Up to this size latency decides: log2 n exchanges of the whole vector (rd), or none in shared
-# memory, are faster than the 2 log2 n exchanges and log2 n small sums of vhdd.
-_SMALL_BYTES = 256 * 1024
-
 
 class AdasumReducer(Reducer):
     """Adasum of two vectors, segment by segment.
@@ -76,10 +72,6 @@ class AdasumReducer(Reducer):
     def reads_tree_of(self, dtype: torch.dtype) -> bool:
         """Return whether it is narrower than float64, whose own rounding would be left of G."""
         return real_dtype(dtype) != torch.float64
-
-    def algorithm(self, nbytes: int, size: int) -> str:
-        """Return "rd" for small buffers, where latency decides, else "vhdd"."""
-        return "rd" if nbytes <= _SMALL_BYTES else "vhdd"
 
     def reduce(self, operands: Operands) -> None:
         """Write adasum(left, right) of this rank's pieces of the two vectors.

@@ -17,6 +17,12 @@ kernels = require_ours("kernels")
 
 _SMALL_BYTES = 64 * 1024
 _RING_BYTES = 4 * 1024 * 1024
+# Up to this size latency decides: log2 n exchanges of the whole vector (rd), or none in shared
+# memory, are faster than an exchange of slices.
+_SMALL_TREE_BYTES = 256 * 1024
+TREE_RANKS = range(3, 17)
+"""How many ranks' operands `auto` has met at once with a tree: of two there is one pair, and the
+tables of more than these have more numbers than are worth it."""
 
 
 class Piece(NamedTuple):
@@ -123,13 +129,17 @@ class Reducer:
     def algorithm(self, nbytes: int, size: int) -> str:
         """Return what `auto` stands for with `nbytes` over `size` ranks, by these numbers only.
 
-        It is one range of a specification, of an algorithm that can carry the operator.
+        It is one range of a specification, of an algorithm that can carry the operator. Of one that
+        reads trees and does not override this it is so in shared memory; messages go by a table
+        for each device.
         """
-        small = nbytes <= _SMALL_BYTES
+        small = nbytes <= (_SMALL_TREE_BYTES if self.reads_tree else _SMALL_BYTES)
         if self.operands == "all":
             return "bruck" if small else f"psgpu#{size}"
         if small:
             return "rd"
+        if self.reads_tree and size in TREE_RANKS:
+            return "direct"
         return "vhdd" if self.needs_one_tree else "rechd"
 
     def reduce(self, operands: Operands) -> None:

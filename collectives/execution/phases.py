@@ -9,6 +9,7 @@ import torch
 
 from collectives.reducers import Reducer, is_plain_sum
 from collectives.schedules.algorithm import ONE_TENSOR, RoundRobin
+from collectives.schedules.auto import takes_tree_table, tree_algorithm
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.registry import algorithm, carriers
 from collectives.schedules.schedule import Schedule
@@ -19,6 +20,14 @@ from collectives.schedules.topology import Topology
 def auto_of(op: Reducer, nbytes: int, size: int) -> AllReduceSpec:
     """Return what `auto` stands for by size alone."""
     return parse_all_reduce_spec(op.algorithm(nbytes, size))[0]
+
+
+def auto_by_messages(op: Reducer, device: str, nbytes: int, topology: Topology) -> AllReduceSpec:
+    """Return what `auto` stands for, of what is no plain sum, on a device, "cpu" or "cuda"."""
+    says_itself = type(op).algorithm is not Reducer.algorithm
+    if op.reads_tree and takes_tree_table(topology) and not says_itself:
+        return tree_algorithm(device, nbytes, topology)
+    return auto_of(op, nbytes, topology.size)
 
 
 def for_dtype(spec: AllReduceSpec, op: Reducer, dtype: torch.dtype) -> AllReduceSpec:
