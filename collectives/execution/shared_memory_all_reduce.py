@@ -9,6 +9,9 @@ no message is left to send. The bits are those of the algorithm by messages:
   rank does it for all.
 - two-shot, for `rechd` and `vhdd`: each rank reduces its share of all vectors and takes the rest
   from the others; Adasum does so level by level.
+- direct, for `direct`: the same, of all vectors at once. An operator that reads trees gets the
+  tables of all ranks' shares through the tables beside the buffers, so that of any number of ranks
+  each waits twice for the others.
 
 An operator that needs all operands at once takes them straight from the buffers: one-shot for
 `bruck`, two-shot for the parameter-server shuffles.
@@ -18,19 +21,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
 from collectives.execution.call import Call
-from collectives.execution.phases import auto_of
+from collectives.execution.phases import auto_of, for_dtype
 from collectives.execution.shared_memory_levels import Share, TreeLevel, pairs, tree_levels
 from collectives.execution.vectors import Vector, vector_of
 from collectives.reducers import Operands, Piece, Reducer
 from collectives.schedules import recursive_doubling, recursive_halving
-from collectives.schedules.folding import Fold
+from collectives.schedules.folding import Fold, balanced_tree
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.registry import algorithm
 from collectives.schedules.spec import AllReduceSpec, spec_for
@@ -41,7 +44,7 @@ from collectives.transport.shared_memory.symmetric_memory import (
 )
 
 Tensor = torch.Tensor
-Method = Literal["one-shot", "tree", "two-shot"]
+Method = Literal["one-shot", "tree", "two-shot", "direct"]
 
 # Up to here, and for one-shot to so much of all ranks together, a wait costs more than a reduction.
 ONE_SHOT_BYTES = 256 * 1024
@@ -132,6 +135,8 @@ class SharedMemoryAllReduce:
         """Return what reduces these buffers and returns the result, by the label of the call."""
         if self.method == "one-shot":
             return self._bind_one_shot(vectors)
+        if self.method == "direct":
+            return self._bind_direct(vectors)
         if self.op.needs_one_tree:
             return self._bind_levels(vectors)
         return self._bind_slice(vectors)
@@ -197,6 +202,30 @@ class SharedMemoryAllReduce:
 
         return run
 
+    def _bind_direct(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
+        """Bind what makes the first vector the result, from this rank's slices of all at once."""
+        op, memory, timeout = self.op, self.memory, self.runner.timeout
+        transport, size, numel = self.runner.transport, len(vectors), self.vector.numel
+        # Cut as by messages: an operator's tables depend on it.
+        start, stop = split_bounds(numel, size)[memory.rank :][:2]
+        mine = tuple(vector[start:stop] for vector in vectors)
+        piece, tables = Piece(mine, mine[0], start), _Tables(memory, timeout)
+        operands = Operands((piece,), numel, self.vector.segments, None, (1,) * size)
+        if op.reads_tree:
+            tree = balanced_tree(size)
+            operands = replace(operands, tree=tree, gather_partials=tables.gather)
+        reduce = op.bind(operands)
+
+        def run(label: str) -> Tensor:
+            tables.where = f"step 1 of {label}"
+            reduce()
+            op.finish(mine[0], size)
+            memory.barrier(f"step 2 of {label}", timeout)
+            transport.steps += 1
+            return vectors[0]
+
+        return run
+
     def _bind_levels(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
         """Bind what makes, level by level, each pair's first vector the pair's reduction."""
         memory, timeout = self.memory, self.runner.timeout
@@ -257,6 +286,8 @@ def _method_of(spec: AllReduceSpec, vector: Vector, size: int, op: Reducer) -> M
     by_size = spec.outer == "auto" and op.associative
     if spec.outer == "auto" and not by_size:
         spec = auto_of(op, vector.nbytes, size)
+    if not by_size:
+        spec = for_dtype(spec, op, vector.dtype)
     # Shards are a matter of messages to what reduces all at once.
     if spec.inner is not None or (spec.shards != 1 and in_pairs):
         return None
@@ -274,6 +305,10 @@ def _method_of(spec: AllReduceSpec, vector: Vector, size: int, op: Reducer) -> M
         # A rank's slice may cut segments.
         return "two-shot" if algorithm(name).all_at_once and not op.needs_one_tree else None
     rows = 1 if vector.segments is None else len(vector.segments) - 1
+    if name == "direct":
+        # A number for each pair of ranks, or two where they are to be precise.
+        fits = rows * 16 * size * size <= TABLE_BYTES or not op.needs_one_tree
+        return "direct" if fits else None
     fits = rows * _ROW_BYTES <= TABLE_BYTES or not op.needs_one_tree
     return "two-shot" if name in ("rechd", "vhdd") and fits else None
 
@@ -296,6 +331,20 @@ def _bind_all(
     """Bind the reduction of all ranks' elements from `start` on, of the whole vector's."""
     pieces = (Piece(tuple(vectors), out, start),)
     return op.bind(Operands(pieces, whole.numel, whole.segments, None, (1,) * len(vectors)))
+
+
+@dataclass
+class _Tables:
+    """Gathers the tables of all ranks' slices."""
+
+    memory: SymmetricMemory
+    timeout: float
+    where: str = ""
+
+    def gather(self, table: Tensor) -> Tensor:
+        row, size = table.detach().reshape(1, -1).numpy(), self.memory.size
+        rows = self.memory.gather_rows([self.memory.rank], row, size, self.where, self.timeout)
+        return torch.from_numpy(rows).contiguous().view(size, *table.shape)
 
 
 @dataclass
