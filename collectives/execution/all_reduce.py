@@ -94,11 +94,12 @@ class Runner:
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError or TypeError where one of the ranges cannot reduce such tensors here."""
         for spec in specs:
+            chosen = spec.outer != "auto"
+            if not chosen and is_plain_sum(op):
+                continue
             kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
             on_gpu = any(device.type == "cuda" for device, _ in kinds)
-            if spec.outer == "auto":
-                if is_plain_sum(op):
-                    continue
+            if not chosen:
                 nbytes = sum(tensor.nbytes for tensor in tensors)
                 spec = auto_by_messages(op, "cuda" if on_gpu else "cpu", nbytes, self.topology)
             phases = phases_of(spec, op, self.topology)

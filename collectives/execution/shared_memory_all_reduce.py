@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -34,7 +35,7 @@ from collectives.execution.vectors import Vector, vector_of
 from collectives.reducers import Operands, Piece, Reducer
 from collectives.schedules import recursive_doubling, recursive_halving
 from collectives.schedules.folding import Fold, balanced_tree
-from collectives.schedules.partition import split_bounds
+from collectives.schedules.partition import piece_bounds, split_bounds
 from collectives.schedules.registry import algorithm
 from collectives.schedules.spec import AllReduceSpec, spec_for
 from collectives.transport.shared_memory.symmetric_memory import (
@@ -78,10 +79,14 @@ def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAll
     if not nbytes:
         return None
     vector = vector_of(tensors, chosen.segments)
-    if vector is None or vector.nbytes > BUFFER_BYTES:
+    if vector is None:
+        return None
+    # With the padding between slots.
+    nbytes = vector.numel * vector.dtype.itemsize
+    if nbytes > BUFFER_BYTES:
         return None
     spec = spec_for(chosen.specs, vector.numel)
-    method = _method_of(spec, vector, size, op)
+    method = _method_of(spec, vector, nbytes, size, op)
     if method is None:
         return None
     return SharedMemoryAllReduce(vector, op, method, chosen.postscale, runner, memory)
@@ -126,10 +131,13 @@ class SharedMemoryAllReduce:
         """Write the result to the tensors."""
         vectors = self.memory.buffers(self.vector.numel, self.vector.dtype)
         address = vectors[0].data_ptr()
-        with call_span(label, self.op, self.method, vectors[0]):
-            if address not in self.bound:
-                self.bound[address] = self._bind(vectors)
-            self.vector.store(self.bound[address](label), self.postscale)
+        if address not in self.bound:
+            self.bound[address] = self._bind(vectors)
+        self.vector.store(self.bound[address](label), self.postscale)
+
+    def span(self, label: str) -> AbstractContextManager[object]:
+        """Return a context that is the reduction's range in timelines."""
+        return call_span(label, self.op, self.method, self.vector.tensors[0])
 
     def _bind(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
         """Return what reduces these buffers and returns the result, by the label of the call."""
@@ -182,16 +190,15 @@ class SharedMemoryAllReduce:
         op, memory, timeout = self.op, self.memory, self.runner.timeout
         numel, size = self.vector.numel, len(vectors)
         line = _CACHE_LINE // vectors[0].element_size()
-        bounds = split_bounds(-(-numel // line), size)
-        start, stop = bounds[memory.rank] * line, min(bounds[memory.rank + 1] * line, numel)
+        first, behind_last = piece_bounds(-(-numel // line), size, memory.rank)
+        start, stop = first * line, min(behind_last * line, numel)
         mine = [vector[start:stop] for vector in vectors]
+        steps = []
         if op.operands == "all":
-            steps = [_bind_all(mine, mine[0], start, op, self.vector)]
+            steps.append(_bind_all(mine, mine[0], start, op, self.vector))
         else:
-            steps = [
-                _bind_two(mine[left], mine[right], mine[left], op, None, behind)
-                for left, right, behind in pairs(size)
-            ]
+            for left, right, behind in pairs(size):
+                steps.append(_bind_two(mine[left], mine[right], mine[left], op, None, behind))
 
         def run(label: str) -> Tensor:
             for step in steps:
@@ -207,7 +214,7 @@ class SharedMemoryAllReduce:
         op, memory, timeout = self.op, self.memory, self.runner.timeout
         transport, size, numel = self.runner.transport, len(vectors), self.vector.numel
         # Cut as by messages: an operator's tables depend on it.
-        start, stop = split_bounds(numel, size)[memory.rank :][:2]
+        start, stop = piece_bounds(numel, size, memory.rank)
         mine = tuple(vector[start:stop] for vector in vectors)
         piece, tables = Piece(mine, mine[0], start), _Tables(memory, timeout)
         operands = Operands((piece,), numel, self.vector.segments, None, (1,) * size)
@@ -280,12 +287,14 @@ class SharedMemoryAllReduce:
         return run
 
 
-def _method_of(spec: AllReduceSpec, vector: Vector, size: int, op: Reducer) -> Method | None:
+def _method_of(
+    spec: AllReduceSpec, vector: Vector, nbytes: int, size: int, op: Reducer
+) -> Method | None:
     """Return how a range of a specification is carried out here; None for messages."""
     in_pairs = op.operands == "pair"
     by_size = spec.outer == "auto" and op.associative
     if spec.outer == "auto" and not by_size:
-        spec = auto_of(op, vector.nbytes, size)
+        spec = auto_of(op, nbytes, size)
     if not by_size:
         spec = for_dtype(spec, op, vector.dtype)
     # Shards are a matter of messages to what reduces all at once.
@@ -298,8 +307,8 @@ def _method_of(spec: AllReduceSpec, vector: Vector, size: int, op: Reducer) -> M
     name = spec.outer
     if by_size:
         # A wait is what one-shot saves; beyond that, reading a share of all vectors is cheaper.
-        name = "rd" if vector.nbytes <= limit else "rechd"
-    if name == ("rd" if in_pairs else "bruck") and vector.nbytes <= limit:
+        name = "rd" if nbytes <= limit else "rechd"
+    if name == ("rd" if in_pairs else "bruck") and nbytes <= limit:
         return small_method
     if not in_pairs:
         # A rank's slice may cut segments.
