@@ -273,11 +273,15 @@ class _OverShards(Reducer):
     def __init__(self, op: Reducer, shards: Group) -> None:
         self.name = op.name
         self.operands = op.operands
+        self.reads_tree = op.reads_tree
         self.op = op
         self._shards = shards
 
     def check(self, dtype: torch.dtype) -> None:
         self.op.check(dtype)
+
+    def reads_tree_of(self, dtype: torch.dtype) -> bool:
+        return self.op.reads_tree_of(dtype)
 
     def algorithm(self, nbytes: int, size: int) -> str:
         return self.op.algorithm(nbytes, size)
@@ -290,7 +294,17 @@ class _OverShards(Reducer):
             name = "dot products over shards"
             self._shards.all_reduce(partials, Sum, name=name, algorithm="rd")
 
-        self.op.reduce(replace(operands, sum_partials=sum_partials))
+        def gather_partials(table: Tensor) -> Tensor:
+            tables = self._shards.all_gather(table.unsqueeze(0), name="tables over shards")
+            if operands.gather_partials is not None:
+                tables = operands.gather_partials(tables).flatten(0, 1)
+            return tables
+
+        self.op.reduce(
+            replace(operands, gather_partials=gather_partials)
+            if operands.tree
+            else replace(operands, sum_partials=sum_partials)
+        )
 
     def prescale(self, dtype: torch.dtype, size: int) -> float:
         return self.op.prescale(dtype, size)

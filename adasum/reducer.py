@@ -6,63 +6,17 @@ algorithm 1 (vector halving, distance doubling).
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 import kernels
+from adasum.gram_reduction import Tree, bind_tree, reduce_tree
+from adasum.pieces import ClippedPiece, add_up, are_whole, clip, clipped, device_of, segments_of
 from adasum.real_pairs import real_dtype, real_operands
 from collectives import Operands, Reducer
 from kernels.validation import EQUAL, tracing
-
-# Up to this size latency decides: log2 n exchanges of the whole vector (rd), or none in shared
-# memory, are faster than the 2 log2 n exchanges and log2 n small sums of vhdd.
-_SMALL_BYTES = 256 * 1024
-
-
-@lru_cache(maxsize=1024)
-def _clip(segments: tuple[int, ...], start: int, length: int) -> tuple[int, int, tuple[int, ...]]:
-    """Return the segments that the piece [start, start + length) touches; length is at least 1.
-
-    The answer is (first, last, boundaries): segments first..last-1 of the whole list, and their
-    boundaries within the piece, (0, ..., length).
-    """
-    stop = start + length
-    # bisect_right finds the last boundary at or before start, so empty segments there are skipped.
-    first = bisect_right(segments, start) - 1
-    last = bisect_left(segments, stop)
-    inner = (boundary - start for boundary in segments[first + 1 : last])
-    return first, last, (0, *inner, length)
-
-
-class _ClippedPiece(NamedTuple):
-    """A piece, the segments that it touches, and their boundaries within it."""
-
-    parts: tuple[Tensor, ...]
-    out: Tensor
-    touched: slice
-    segments: tuple[int, ...]
-
-
-def _add_up(
-    pieces: Sequence[_ClippedPiece], dots: Sequence[Tensor], count: int, device: torch.device
-) -> Tensor:
-    """Return the [count, 3] table of the pieces' dot products, added where pieces share a segment.
-
-    Its shape is the same wherever the pieces are cut.
-    """
-    ends = [0, *(piece.touched.stop for piece in pieces)]
-    if dots and [*(piece.touched.start for piece in pieces), count] == ends:
-        # No two pieces share a segment, and most often there is only one piece.
-        return dots[0] if len(dots) == 1 else torch.cat([*dots])
-    table = torch.zeros(count, 3, dtype=torch.float64, device=device)
-    for piece, mine in zip(pieces, dots, strict=True):
-        table[piece.touched] += mine
-    return table
 
 
 class AdasumReducer(Reducer):
@@ -97,6 +51,7 @@ class AdasumReducer(Reducer):
     weighted = True
     averages = True
     needs_one_tree = True
+    reads_tree = True
     reduces_in_shared_memory = True
 
     def __init__(self, *, weighted: bool = True) -> None:
@@ -114,25 +69,28 @@ class AdasumReducer(Reducer):
                 f"{dtype}"
             )
 
-    def algorithm(self, nbytes: int, size: int) -> str:
-        """Return "rd" for small buffers, where latency decides, else "vhdd"."""
-        return "rd" if nbytes <= _SMALL_BYTES else "vhdd"
+    def reads_tree_of(self, dtype: torch.dtype) -> bool:
+        """Return whether it is narrower than float64, whose own rounding would be left of G."""
+        return real_dtype(dtype) != torch.float64
 
     def reduce(self, operands: Operands) -> None:
         """Write adasum(left, right) of this rank's pieces of the two vectors.
 
         Each rank adds its partial dot products into a full [S, 3] float64 table, so that all ranks
         of the step sum tables of one shape wherever their pieces are cut, inside a segment or not.
-        More than two vectors are folded from the left.
+        More than two vectors are folded from the left, or joined by the tree.
         """
         operands = real_operands(operands)
-        segments, leaves = _segments_of(operands), operands.leaves if self.weighted else ()
-        if not _are_whole(operands, segments):
+        segments, leaves = segments_of(operands), operands.leaves if self.weighted else ()
+        if operands.tree:
+            reduce_tree(operands, segments, self._weighed(operands))
+            return
+        if not are_whole(operands, segments):
             _reduce_cut(operands, segments, leaves)
             return
         for parts, out, start in operands.pieces:
             if out.numel():
-                inside = _clip(segments, start, out.numel())[2]
+                inside = clip(segments, start, out.numel())[2]
                 left = parts[0]
                 for k, right in enumerate(parts[1:], 1):
                     last, weights = out if k == len(parts) - 1 else None, _weights(leaves, k)
@@ -143,18 +101,21 @@ class AdasumReducer(Reducer):
     def bind(self, operands: Operands) -> Callable[[], None]:
         """Return what does `reduce(operands)` any number of times, by plans of `kernels`."""
         overridden = type(self).reduce is not AdasumReducer.reduce
-        planned = not overridden and all(len(piece.parts) == 2 for piece in operands.pieces)
+        by_tree = bool(operands.tree)
+        in_pairs = all(len(piece.parts) == 2 for piece in operands.pieces)
         # Under a dispatch mode of any thread no plan can be made.
-        if not planned or tracing():
+        if overridden or not (by_tree or in_pairs) or tracing():
             return super().bind(operands)
         operands = real_operands(operands)
-        segments = _segments_of(operands)
+        segments = segments_of(operands)
+        if by_tree:
+            return bind_tree(operands, segments, self._weighed(operands))
         weights = _weights(operands.leaves if self.weighted else (), 1)
-        if not _are_whole(operands, segments):
+        if not are_whole(operands, segments):
             return _bind_cut(operands, segments, weights)
         plans = [
             kernels.plan_adasum(
-                left, right, _clip(segments, start, out.numel())[2], out=out, cooperative=False
+                left, right, clip(segments, start, out.numel())[2], out=out, cooperative=False
             )
             for (left, right), out, start in operands.pieces
             if out.numel()
@@ -166,6 +127,12 @@ class AdasumReducer(Reducer):
 
         return run
 
+    def _weighed(self, operands: Operands) -> Tree:
+        """Return the operands' tree with the weights of both sides of each join."""
+        if self.weighted:
+            return operands.tree
+        return [(left, right, 1, 1) for left, right, *_ in operands.tree]
+
     def finish(self, buffer: Tensor, size: int) -> None:
         """Do nothing: Adasum is not divided by the number of ranks."""
 
@@ -176,39 +143,12 @@ def _weights(leaves: Sequence[int], k: int) -> tuple[float, float]:
     return EQUAL if p == q else (float(p), float(q))
 
 
-def _segments_of(operands: Operands) -> tuple[int, ...]:
-    return (0, operands.numel) if operands.segments is None else tuple(operands.segments)
-
-
-def _are_whole(operands: Operands, segments: tuple[int, ...]) -> bool:
-    """Return whether this rank holds all of every segment that the pieces touch."""
-    if operands.sum_partials is not None:
-        return False
-    for _, out, start in operands.pieces:
-        if out.numel():
-            first, last, _ = _clip(segments, start, out.numel())
-            if (segments[first], segments[last]) != (start, start + out.numel()):
-                return False
-    return True
-
-
-def _clipped(operands: Operands, segments: tuple[int, ...]) -> Iterator[_ClippedPiece]:
-    for parts, out, start in operands.pieces:
-        if out.numel():
-            first, last, inside = _clip(segments, start, out.numel())
-            yield _ClippedPiece(parts, out, slice(first, last), inside)
-
-
-def _device_of(operands: Operands) -> torch.device:
-    return next((piece.out.device for piece in operands.pieces), torch.device("cpu"))
-
-
 def _reduce_cut(operands: Operands, segments: tuple[int, ...], leaves: Sequence[int]) -> None:
     """Reduce pieces that may cut segments, whose dot products other ranks may have parts of."""
-    pieces: list[_ClippedPiece] = []
+    pieces: list[ClippedPiece] = []
     dots: list[Tensor] = []
     # A piece's dot products are taken before the next piece is looked at, which waits for it.
-    for piece in _clipped(operands, segments):
+    for piece in clipped(operands, segments):
         dots.append(kernels.dot_and_norms(piece.parts[0], piece.parts[1], piece.segments))
         pieces.append(piece)
     folds = max((len(piece.parts) - 1 for piece in operands.pieces), default=1)
@@ -219,7 +159,7 @@ def _reduce_cut(operands: Operands, segments: tuple[int, ...], leaves: Sequence[
                 kernels.dot_and_norms(mine, piece.parts[k], piece.segments)
                 for mine, piece in zip(left, pieces, strict=True)
             ]
-        table = _add_up(pieces, dots, len(segments) - 1, _device_of(operands))
+        table = add_up(pieces, dots, (len(segments) - 1, 3), device_of(operands))
         if operands.sum_partials is not None:
             operands.sum_partials(table)
         for i, piece in enumerate(pieces):
@@ -238,12 +178,12 @@ def _bind_cut(
     operands: Operands, segments: tuple[int, ...], weights: tuple[float, float]
 ) -> Callable[[], None]:
     """Plan `_reduce_cut` of pieces of two parts."""
-    pieces = list(_clipped(operands, segments))
+    pieces = list(clipped(operands, segments))
     dots = [
         kernels.plan_dot_and_norms(piece.parts[0], piece.parts[1], piece.segments)
         for piece in pieces
     ]
-    device = _device_of(operands)
+    device = device_of(operands)
     table = torch.zeros(len(segments) - 1, 3, dtype=torch.float64, device=device)
     combinations = [
         kernels.plan_combine(
@@ -253,7 +193,7 @@ def _bind_cut(
     ]
 
     def run() -> None:
-        table.copy_(_add_up(pieces, [plan() for plan in dots], len(table), device))
+        table.copy_(add_up(pieces, [plan() for plan in dots], (len(table), 3), device))
         if operands.sum_partials is not None:
             operands.sum_partials(table)
         for combine in combinations:

@@ -94,7 +94,7 @@ class Arguments:
             segments = validation.segments(segments, tensor.numel())
         compared = {**self._reduction("run", [tensor], op, **options), "segments": segments}
         known = verified(schedule, self._transport.rank, self._transport.size)
-        require_carries(known, op)
+        require_carries(known, op, tensor.dtype)
         del compared["algorithm"]
         # In the algorithm's place. Ranks compare a hash of the steps: functions cannot be compared.
         compared["schedule"] = f"{schedule.name} with steps {known.digest}"

@@ -18,7 +18,7 @@ from collectives.execution.call_queue import CallQueue
 from collectives.execution.operations import OPERATIONS
 from collectives.execution.shared_memory_all_reduce import plan_shared_memory_all_reduce
 from collectives.reducers import Average, Reducer, Sum
-from collectives.trace import recording, span
+from collectives.trace import NOTHING, recording, span
 from collectives.work import Work
 
 # Up to this size the copy to shared memory takes little time compared with the rest of the call, so
@@ -108,24 +108,22 @@ class Calls:
         """Begin the call if `_begin` has not, wait until all ranks have begun it, and run it."""
         if not call.label:
             self._begin(call)
-        if recording():
-            with span(lambda: f"negotiate {call.title}"):
-                outcome = self._negotiation.wait(call)
-        else:
+        watched = recording()
+        with span(lambda: f"negotiate {call.title}") if watched else NOTHING:
             outcome = self._negotiation.wait(call)
         if call.instead is not None:
             return call.instead()
         # A rank that has joined fills no buffer: the call then runs by messages, and it sends zeros
         # in them.
         if call.shared is not None and not outcome.joined:
-            call.shared.reduce(call.label)
+            with call.shared.span(call.label) if watched else NOTHING:
+                call.shared.reduce(call.label)
             return call.tensors[0] if call.kind == "all_reduce" else call.tensors
         # The call's number, which is the same on all ranks, since they make the same calls.
         self._runner.first = self._count - 1
         operation = OPERATIONS[call.kind]
-        if call.kind in _WITH_RANGES or not recording():
-            return operation(self._runner, call)
-        with span(lambda: call.title):
+        named = watched and call.kind not in _WITH_RANGES
+        with span(lambda: call.title) if named else NOTHING:
             return operation(self._runner, call)
 
     def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:

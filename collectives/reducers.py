@@ -17,6 +17,12 @@ kernels = require_ours("kernels")
 
 _SMALL_BYTES = 64 * 1024
 _RING_BYTES = 4 * 1024 * 1024
+# Up to this size latency decides: log2 n exchanges of the whole vector (rd), or none in shared
+# memory, are faster than an exchange of slices.
+_SMALL_TREE_BYTES = 256 * 1024
+TREE_RANKS = range(3, 17)
+"""How many ranks' operands `auto` has met at once with a tree: of two there is one pair, and the
+tables of more than these have more numbers than are worth it."""
 
 
 class Piece(NamedTuple):
@@ -49,6 +55,14 @@ class Operands:
             the vectors by itself, in one piece or in several.
         leaves: How many ranks stand behind each part of every piece, in the order of the parts;
             empty where equally many do.
+        tree: How more than two parts are joined, for a reducer that reads trees; empty: from the
+            left. (left, right, p, q), by index into the parts of a piece, puts what `left` and
+            `right` make in the place of `left`; p and q ranks stand behind both. The last one's
+            `left` is the result.
+        gather_partials: With a tree: takes this rank's float64 table, returns all ranks' that
+            together hold the vectors, [ranks, ...] in ascending order. All get the same bits, and
+            all must call it equally often with tables of one shape. None where this rank holds the
+            vectors by itself.
     """
 
     pieces: Sequence[Piece]
@@ -56,6 +70,8 @@ class Operands:
     segments: Sequence[int] | None
     sum_partials: Callable[[torch.Tensor], None] | None
     leaves: Sequence[int] = ()
+    tree: Sequence[tuple[int, int, int, int]] = ()
+    gather_partials: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class Reducer:
@@ -72,18 +88,21 @@ class Reducer:
         needs_one_tree: Whether every element of a segment must be reduced by the same expression
             tree, as the result depends on whole segments. An algorithm can carry such an operator
             where its record has an `order`.
+        reads_tree: Whether, where it needs one tree, its `reduce` takes more than two parts with
+            `Operands.tree`. An algorithm can hand it such operands where its record is `by_tree`.
         averages: Whether equal operands on all ranks give that operand, as an average does and a
             sum does not; None where nobody has said so. Training asks: a difference of parameters
             can be reduced only by what averages.
         reduces_in_shared_memory: Whether `reduce` needs nothing but the vectors, so that ranks that
             share memory may reduce there without messages: it takes each segment by itself and
             communicates only by calling `sum_partials` once where that is given, with a row for
-            each segment.
+            each segment, or with a tree `gather_partials`.
     """
 
     name = "Reducer"
     operands: Literal["pair", "all"] = "pair"
     needs_one_tree = False
+    reads_tree = False
     averages: bool | None = None
     reduces_in_shared_memory = False
 
@@ -103,16 +122,24 @@ class Reducer:
         """
         raise NotImplementedError
 
+    def reads_tree_of(self, dtype: torch.dtype) -> bool:
+        """Return whether it reads trees of operands of this dtype; of others it needs pairs."""
+        return self.reads_tree
+
     def algorithm(self, nbytes: int, size: int) -> str:
         """Return what `auto` stands for with `nbytes` over `size` ranks, by these numbers only.
 
-        It is one range of a specification, of an algorithm that can carry the operator.
+        It is one range of a specification, of an algorithm that can carry the operator. Of one that
+        reads trees and does not override this it is so in shared memory; messages go by a table
+        for each device.
         """
-        small = nbytes <= _SMALL_BYTES
+        small = nbytes <= (_SMALL_TREE_BYTES if self.reads_tree else _SMALL_BYTES)
         if self.operands == "all":
             return "bruck" if small else f"psgpu#{size}"
         if small:
             return "rd"
+        if self.reads_tree and size in TREE_RANKS:
+            return "direct"
         return "vhdd" if self.needs_one_tree else "rechd"
 
     def reduce(self, operands: Operands) -> None:

@@ -30,11 +30,11 @@ def span(name: Callable[[], str], *, cuda: bool = False) -> AbstractContextManag
     """
     profiled = torch.autograd.profiler._is_profiler_enabled
     if not (cuda or profiled or timeline.current is not None):
-        return _NOTHING
+        return NOTHING
     return _ranges(name(), cuda, profiled)
 
 
-_NOTHING: AbstractContextManager[object] = nullcontext()
+NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def _ranges(name: str, cuda: bool, profiled: bool) -> Iterator[None]:
     if cuda:
         torch.cuda.nvtx.range_push(name)
     try:
-        with torch.profiler.record_function(name) if profiled else _NOTHING:
+        with torch.profiler.record_function(name) if profiled else NOTHING:
             yield
     finally:
         if cuda:

@@ -22,12 +22,14 @@ from dataclasses import replace
 from collectives import validation
 from collectives.cost import ASSUMED, OPS, Cost, LinkRates, Rate, estimate
 from collectives.cost.library import library_cost
-from collectives.cost.thresholds import best_specification, table
+from collectives.cost.thresholds import best_specification, table, tree_table
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
 
 _Row = tuple[str, str, Cost]
 _MOST_RANKS = 1024
+# A rank of `direct` sends to all others: of many that is dear, and takes long to price.
+_MOST_DIRECT = 64
 
 
 def algorithms(op: str, topology: Topology) -> list[str]:
@@ -35,6 +37,8 @@ def algorithms(op: str, topology: Topology) -> list[str]:
     size, local, nodes = topology.size, topology.local_size, topology.num_nodes
     halving = "vhdd" if op == "adasum" else "rechd"
     names = ["xring", halving, "rd", "psgpu"]
+    if size <= _MOST_DIRECT:
+        names.append("direct")
     if local > 1:
         names += [f"xring#{local}", f"psgpu#{local}"]
     elif size > 1:
@@ -104,8 +108,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="print the table of `auto` instead")
     args = parser.parse_args(argv)
     if args.table:
-        rows = (f"    {key}: {text!r},".replace("'", '"') for key, text in table().items())
-        print("TABLE = {", *rows, "}", sep="\n")
+        for name, made in (("TABLE", table()), ("TREE_TABLE", tree_table())):
+            rows = (f"    {key}: {text!r},".replace("'", '"') for key, text in made.items())
+            print(f"{name} = {{", *rows, "}", sep="\n")
         return
     try:
         topology, rates = _machine(args)

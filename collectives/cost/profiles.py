@@ -35,12 +35,16 @@ class Round:
         times: How many such steps there are.
         reduction: "sum" or "adasum".
         dots: Whether shares are of the partial products, not of the buffer.
+        precise: Whether they take place only where `LinkRates.precise` says so.
+        passes: Times that what is received is read, in those of a reduction in pairs.
     """
 
     nodes: Floats
     times: int
     reduction: str
     dots: bool
+    precise: bool = False
+    passes: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class Profile:
         seconds = rates.call + sum(
             each.times * (rates.host + _seconds(each, float(sizes[int(each.dots)]), rates))
             for each in self.rounds
+            if rates.precise or not each.precise
         )
         staged = [each.nodes[:, :, _REDUCE + 1].max() for each in self.rounds if not each.dots]
         intra, inter = (sizes @ self.total).tolist()
@@ -118,7 +123,8 @@ def _seconds(each: Round, nbytes: float, rates: LinkRates) -> float:
         inter = np.where(inter > 0, np.maximum(inter, queued), 0.0)
     rate: Rate = getattr(rates, each.reduction)
     busy = np.maximum(intra, inter)
-    busy += rate.seconds(nodes[:, :, _REDUCE], nbytes * nodes[:, :, _REDUCE + 1])
+    read = each.passes * nbytes * nodes[:, :, _REDUCE + 1]
+    busy += rate.seconds(nodes[:, :, _REDUCE], read)
     return float(busy.max())
 
 
@@ -132,7 +138,9 @@ class Profiler:
         # [of the buffer or of the partial products, intra or inter, sent or received, rank]
         self._loads = np.zeros((2, 2, 2, topology.size))
 
-    def add(self, step: BulkStep, reduction: str, *, dots: bool = False) -> None:
+    def add(
+        self, step: BulkStep, reduction: str, *, dots: bool = False, precise: bool = False
+    ) -> None:
         """Add a step of the schedule as often as it says.
 
         Args:
@@ -140,6 +148,8 @@ class Profiler:
             reduction: What they are reduced with, "sum" or "adasum".
             dots: Whether it is of partial products, which a step of the schedule needs beside its
                 own messages.
+            precise: Whether it is of the precise ones, whose bytes are not counted: most machines
+                need them for few buffers.
         """
         if not dots:
             self._steps += step.times
@@ -147,12 +157,15 @@ class Profiler:
             return
         size, local = self._topology.size, self._topology.local_size
         table = np.zeros((size, _COLUMNS))
-        # Adasum of n vectors is n - 1 reductions of pairs; a sum of n is one pass.
-        in_pairs = reduction == "adasum"
-        for column, values in _columns(step, size, local, in_pairs):
+        # Adasum of n vectors is n - 1 reductions of pairs, or two passes by a Gram matrix; a sum of
+        # n is one pass.
+        adasum = reduction == "adasum"
+        for column, values in _columns(step, size, local, in_pairs=adasum and not step.by_tree):
             table[:, column] += values
-        self._loads[int(dots)] += step.times * table.T[_SHARES]
-        self._add_round(table, step.times, reduction, dots=dots)
+        if not precise:
+            self._loads[int(dots)] += step.times * table.T[_SHARES]
+        passes = _passes(int(np.max(step.ways))) if adasum and step.by_tree else 1.0
+        self._add_round(table, step.times, reduction, dots=dots, precise=precise, passes=passes)
 
     def reduce_gathered(self, reduction: str) -> None:
         """Add the reduction of all ranks' vectors on every rank, after the steps."""
@@ -169,23 +182,43 @@ class Profiler:
         ranks, nodes = self._loads[:, 0], self._loads[:, 1].reshape(2, 2, -1, local).sum(axis=3)
         return Profile(
             rounds=tuple(
-                Round(matrix, times, reduction, dots)
-                for (reduction, dots, *_), (matrix, times) in self._rounds.items()
+                Round(matrix, times, reduction, dots, precise, passes)
+                for (reduction, dots, precise, passes, *_), (matrix, times) in self._rounds.items()
             ),
             steps=self._steps,
             busiest=(_distinct(ranks.reshape(2, -1).T), _distinct(nodes.reshape(2, -1).T)),
             total=self._loads[:, :, 0].sum(axis=2),
         )
 
-    def _add_round(self, table: Floats, times: int, reduction: str, *, dots: bool) -> None:
+    def _add_round(
+        self,
+        table: Floats,
+        times: int,
+        reduction: str,
+        *,
+        dots: bool,
+        precise: bool = False,
+        passes: float = 1.0,
+    ) -> None:
         local = self._topology.local_size
         matrix = _distinct(table.reshape(-1, local * _COLUMNS)).reshape(-1, local, _COLUMNS)
-        key = (reduction, dots, matrix.shape[0], matrix.tobytes())
+        key = (reduction, dots, precise, passes, matrix.shape[0], matrix.tobytes())
         _, before = self._rounds.get(key, (matrix, 0))
         self._rounds[key] = (matrix, before + times)
 
 
-def _columns(step: BulkStep, size: int, local: int, in_pairs: bool) -> Iterator[tuple[int, Floats]]:
+def _passes(others: int) -> float:
+    """Return what a Gram matrix and a blend of a vector with others read and write a byte received.
+
+    It is in units of a reduction in pairs, which reads both twice and writes one: of n vectors
+    (2 n + 1) / 5 for n - 1 that are received.
+    """
+    return (2 * others + 3) / (5 * others)
+
+
+def _columns(
+    step: BulkStep, size: int, local: int, *, in_pairs: bool
+) -> Iterator[tuple[int, Floats]]:
     """Yield (column, values by rank); columns may come more than once, to be added.
 
     in_pairs: whether every received message is a reduction of its own.

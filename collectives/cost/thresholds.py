@@ -12,7 +12,7 @@ from functools import lru_cache
 from collectives.cost import ASSUMED, Cost, LinkRates, Profile, Rate, estimate, walk
 from collectives.cost.library import library_cost
 from collectives.schedules import binomial_tree, bruck, ring
-from collectives.schedules.auto import Key, key_of
+from collectives.schedules.auto import Key, key_of, takes_tree_table
 from collectives.schedules.topology import Topology
 
 Machine = tuple[LinkRates, Topology]
@@ -48,11 +48,11 @@ The ranks of a host share its link. call: the negotiation, in the two steps that
 def candidates(op: str, topology: Topology) -> tuple[str, ...]:
     """Return the specifications that compute the same as `op` over all ranks.
 
-    Sums may be grouped in any way, on two levels too. Adasum's order is part of its answer: `rd`
-    and `vhdd` are the same tree, two levels and the ring's line are others.
+    Sums may be grouped in any way, on two levels too. Adasum's order is part of its answer: `rd`,
+    `vhdd` and `direct` are the same tree, two levels and the ring's line are others.
     """
     if op == "adasum":
-        return ("rd", "vhdd")
+        return ("rd", "vhdd", "direct") if takes_tree_table(topology) else ("rd", "vhdd")
     flat = ("rd", "rechd", "xring")
     if topology.num_nodes == 1 or topology.local_size == 1:
         return flat
@@ -63,6 +63,20 @@ def best_specification(op: str, rates: LinkRates, topology: Topology, itemsize: 
     """Return the specification of least price on a machine, for elements of so many bytes."""
     found = _ranges(candidates(op, topology), [(rates, topology)], _all_reduce(op))
     return _specification(found, itemsize)
+
+
+def tree_table() -> dict[Key, str]:
+    """Return the table of `auto` for operators that read trees, by the price of Adasum."""
+    rows: dict[Key, list[Topology]] = {}
+    for topology in filter(takes_tree_table, _topologies()):
+        for device in RECORDED:
+            rows.setdefault(key_of(device, topology), []).append(topology)
+    answer = {}
+    for key, topologies in rows.items():
+        machines = [(each, topology) for topology in topologies for each in RECORDED[key[0]]]
+        ranges = _ranges(candidates("adasum", topologies[0]), machines, _all_reduce("adasum"))
+        answer[key] = _specification(ranges, 1)
+    return {key: answer[key] for key in sorted(answer)}
 
 
 def table() -> dict[Key, str]:

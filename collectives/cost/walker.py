@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.cost.profiles import Profile, Profiler
+from collectives.cost.profiles import DOTS_BYTES, Profile, Profiler
 from collectives.schedules import recursive_doubling
 from collectives.schedules.algorithm import (
     Algorithm,
@@ -133,10 +133,13 @@ def _in_lockstep(
     rows: dict[int, array[float]] = defaultdict(lambda: array("d"))
     groups: dict[int, dict[int, list[tuple[int, ...]]]] = defaultdict(lambda: defaultdict(list))
     phases: dict[int, int] = defaultdict(int)
+    by_tree: set[int] = set()
     # Rank after rank, so that no more than one rank's steps are held.
     for rank in range(size):
         for number, step in enumerate(steps_of(rank)):
             phases[number] = max(phases[number], step.phase)
+            if step.tree:
+                by_tree.add(number)
             if step.group and step.group[0] == rank:
                 groups[number][len(step.group)].append(step.group)
             spans = [recv[1:3] for recv in step.recvs if recv.action is not Action.COPY]
@@ -153,6 +156,7 @@ def _in_lockstep(
             found.astype(np.int64),
             groups=[np.array(each) for each in groups[number].values()],
             phase=phase,
+            by_tree=number in by_tree,
         )
 
 
@@ -179,15 +183,35 @@ def _placed(step: BulkStep, stride: int, offsets: Ints, share: float) -> BulkSte
 def _add(profiler: Profiler, step: BulkStep, reduction: str) -> None:
     """Add a step, and the sums of Adasum's partial products, which all groups make at once.
 
-    They travel as the executor sends them, by recursive doubling in each group.
+    They travel as the executor sends them: by recursive doubling in each group, or of a tree from
+    every rank to every other.
     """
     profiler.add(step, reduction)
     if reduction != "adasum":
+        return
+    if step.by_tree:
+        for groups in step.groups:
+            if groups.shape[1] > 1:
+                _add_tables(profiler, groups)
         return
     for together in zip_longest(*([*_dots(groups)] for groups in step.groups)):
         rows = [each for each in together if each is not None]
         source, target, ways = map(np.concatenate, zip(*rows, strict=True))
         profiler.add(BulkStep(source, target, 1.0, ways), "sum", dots=True)
+
+
+def _add_tables(profiler: Profiler, groups: Ints) -> None:
+    """Add what gathers the Gram matrices of groups, a group a row, and makes coefficients of them.
+
+    The precise ones are twice as long, and taken by a kernel more.
+    """
+    size = groups.shape[1]
+    pairs = np.array([(one, other) for one in range(size) for other in range(size) if one != other])
+    source, target = (groups[:, ends].reshape(-1) for ends in pairs.T)
+    share = size * size * 8 / DOTS_BYTES
+    profiler.add(BulkStep(source, target, share, size - 1), "sum", dots=True)
+    precise = BulkStep(source, target, 2 * share, (size - 1) / 2)
+    profiler.add(precise, "sum", dots=True, precise=True)
 
 
 def _dots(groups: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:

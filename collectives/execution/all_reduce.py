@@ -13,7 +13,7 @@ import torch
 from collectives.execution.call import Call
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
-from collectives.execution.phases import AllReducePhases, auto_of, phases_of
+from collectives.execution.phases import AllReducePhases, auto_by_messages, for_dtype, phases_of
 from collectives.execution.vectors import flatten, multiply, vector_of
 from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
@@ -94,13 +94,14 @@ class Runner:
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError or TypeError where one of the ranges cannot reduce such tensors here."""
         for spec in specs:
-            if spec.outer == "auto":
-                if is_plain_sum(op):
-                    continue
-                nbytes = sum(tensor.nbytes for tensor in tensors)
-                spec = auto_of(op, nbytes, self.size)
+            chosen = spec.outer != "auto"
+            if not chosen and is_plain_sum(op):
+                continue
             kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
             on_gpu = any(device.type == "cuda" for device, _ in kinds)
+            if not chosen:
+                nbytes = sum(tensor.nbytes for tensor in tensors)
+                spec = auto_by_messages(op, "cuda" if on_gpu else "cpu", nbytes, self.topology)
             phases = phases_of(spec, op, self.topology)
             if phases.host and on_gpu and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
@@ -167,7 +168,8 @@ class Runner:
             return schedule.name, AllReducePhases(schedule=schedule)
         spec = spec_for(options.specs, flat.numel())
         if spec.outer == "auto":
-            spec = self._choose(flat, op)
+            spec = self.choose(flat, op)
+        spec = for_dtype(spec, op, flat.dtype)
         round_robin = ONE_TENSOR
         if spec.is_round_robin:
             round_robin = RoundRobin(_count(options.segments), self.first)
@@ -216,10 +218,11 @@ class Runner:
         call.op.finish(flat, self.size)
         multiply(flat, call.options.get("postscale", 1.0))
 
-    def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
+    def choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
         """Return what `auto` stands for, the same on all ranks and in every run."""
         if not is_plain_sum(op):
-            return auto_of(op, flat.nbytes, self.size)
+            device = "cuda" if flat.is_cuda else "cpu"
+            return auto_by_messages(op, device, flat.nbytes, self.topology)
         if not flat.is_cuda:
             return sum_algorithm("cpu", flat.nbytes, self.topology)
         return sum_algorithm("cuda", flat.nbytes, self.topology, self._library_for(flat))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -52,6 +53,10 @@ class SharedMemoryPlan(Protocol):
 
     def reduce(self, label: str) -> None:
         """Write the result to the tensors, once all ranks have signalled the call."""
+        ...
+
+    def span(self, label: str) -> AbstractContextManager[object]:
+        """Return a context that is the reduction's range in timelines."""
         ...
 
 

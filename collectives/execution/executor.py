@@ -98,13 +98,23 @@ def _reduce(
             pieces = posted.pieces(pieces, apart=step.sent_first)
         operator.reduce(Operands(pieces, numel, segments, None))
         return
-    sum_partials = _partial_sum(step.group, replace(call, label=label))
+    context = replace(call, label=label)
+    sum_partials, gather_partials = None, None
+    if not step.tree:
+        sum_partials = _partial_sum(step.group, context)
+    elif operator.reads_tree:
+        gather_partials = _partial_gather(step.group, context)
+    else:
+        raise ValueError(f"{label} hands over a tree, which {operator} does not read: use vhdd")
     for leaves, reductions in _alike(step, operator, label):
         pieces = _pieces(reductions, recvs, buffer)
         if posted is not None:
             # What is reduced whole, segment by segment, waits for all of it.
-            pieces = posted.pieces(pieces, apart=step.sent_first and sum_partials is not None)
-        operator.reduce(Operands(pieces, numel, segments, sum_partials, leaves))
+            parted = sum_partials is not None or bool(step.tree)
+            pieces = posted.pieces(pieces, apart=step.sent_first and parted)
+        operator.reduce(
+            Operands(pieces, numel, segments, sum_partials, leaves, step.tree, gather_partials)
+        )
 
 
 def _alike(
@@ -196,3 +206,29 @@ def _partial_sum(
         execute(schedule, partials.view(-1), Sum, call, ranks=group)
 
     return sum_partials
+
+
+def _partial_gather(
+    group: tuple[int, ...], step: CallContext
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what gathers all tables of `group` in one step; None where that is this rank alone."""
+    if len(group) < 2:
+        return None
+    transport = step.transport
+    mine = group.index(transport.rank)
+    # The next rank first, so that not all begin with the first one.
+    others = (*range(mine + 1, len(group)), *range(mine))
+
+    def gather_partials(table: torch.Tensor) -> torch.Tensor:
+        tables = table.new_empty(len(group), *table.shape)
+        tables[mine] = table
+        transport.exchange(
+            [Message(group[other], tables[mine].view(-1)) for other in others],
+            [Message(group[other], tables[other].view(-1)) for other in others],
+            f"the tables of {step.label}",
+            step.timeout,
+        )
+        transport.steps += 1
+        return tables
+
+    return gather_partials

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from collectives.schedules.partition import Ranges, segment_bounds, split_bounds
-from collectives.schedules.schedule import Action, Schedule, Step, steps_of
+from collectives.schedules.schedule import Action, Schedule, Step, Tree, steps_of
 
 # Of the latest schedules and lengths. One of 1,024 ranks' rings takes a megabyte.
 _MAX_ENTRIES = 128
@@ -60,6 +60,7 @@ class LoweredStep(NamedTuple):
             has arrived.
         group: As in a `Step`.
         phase: As in a `Step`.
+        tree: As in a `Step`.
     """
 
     name: str
@@ -70,6 +71,7 @@ class LoweredStep(NamedTuple):
     sent_first: bool
     group: tuple[int, ...]
     phase: int
+    tree: Tree
 
 
 def chunk_bounds(schedule: Schedule, numel: int, segments: Sequence[int] | None) -> list[int]:
@@ -144,6 +146,7 @@ def _lower_step(
         sent_first=sent_first(step),
         group=tuple(members[r] for r in step.group),
         phase=step.phase,
+        tree=step.tree,
     )
 
 

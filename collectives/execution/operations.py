@@ -24,10 +24,11 @@ from collectives.execution.call import Call
 from collectives.execution.owned_vectors import owned_vectors
 from collectives.execution.vectors import flatten, multiply
 from collectives.owners import owners
-from collectives.reducers import Sum
-from collectives.schedules import binomial_tree, bruck, ring
+from collectives.reducers import TREE_RANKS, Reducer, Sum
+from collectives.schedules import binomial_tree, bruck, direct, ring
 from collectives.schedules.auto import all_gather_schedule, reduce_schedule
 from collectives.schedules.partition import split_bounds
+from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.transport.base import Message
 
@@ -90,16 +91,17 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
     rows = split_bounds(tensor.shape[0] if by_rows else flat.numel(), size)
     width = flat.numel() // rows[-1] if rows[-1] else 0
     bounds = [row * width for row in rows]
-    if not op.associative:
+    schedule = _reduce_scatter_schedule(runner, op, flat)
+    if schedule is None:
         options = AllReduceOptions.of(call)._replace(specs=parse_all_reduce_spec("auto"))
         runner.all_reduce(flat, op, options, call.label)
     else:
         multiply(flat, runner.factor(call, flat.dtype))
-        runner.execute(call, ring.reduce_scatter(size), flat, op, bounds)
+        runner.execute(call, schedule, flat, op, bounds)
     piece = flat[bounds[rank] : bounds[rank + 1]]
     if call.out is None:
         piece = piece.clone()
-    if op.associative:
+    if schedule is not None:
         runner.finish(call, piece)
     if by_rows:
         piece = piece.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])
@@ -107,6 +109,19 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
         return piece
     call.out.detach().copy_(piece)
     return call.out
+
+
+def _reduce_scatter_schedule(runner: Runner, op: Reducer, flat: Tensor) -> Schedule | None:
+    """Return what leaves each rank its reduced piece; None where that is cut from an all-reduce."""
+    if op.associative:
+        return ring.reduce_scatter(runner.size)
+    if op.operands == "all" and not op.needs_one_tree:
+        return direct.reduce_scatter(runner.size)
+    if not op.reads_tree_of(flat.dtype) or runner.size > TREE_RANKS[-1]:
+        return None
+    # Where latency decides it does for half the bytes, too.
+    small = runner.choose(flat, op).outer == "rd"
+    return None if small else direct.reduce_scatter(runner.size)
 
 
 def _all_gather(runner: Runner, call: Call) -> Tensor:

@@ -94,7 +94,7 @@ def owned_vectors(runner: Runner, call: Call, chosen: Sequence[int]) -> Iterator
             continue
         for place, tensor in entries:
             yield _owned_vector(
-                runner, call, Vector([flatten(tensor)], tensor.numel(), None), [place]
+                runner, call, Vector([flatten(tensor)], tensor.numel(), tensor.dtype, None), [place]
             )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import torch
 
 from collectives.reducers import Reducer, is_plain_sum
 from collectives.schedules.algorithm import ONE_TENSOR, RoundRobin
+from collectives.schedules.auto import takes_tree_table, tree_algorithm
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.registry import algorithm, carriers
 from collectives.schedules.schedule import Schedule
@@ -17,6 +20,24 @@ from collectives.schedules.topology import Topology
 def auto_of(op: Reducer, nbytes: int, size: int) -> AllReduceSpec:
     """Return what `auto` stands for by size alone."""
     return parse_all_reduce_spec(op.algorithm(nbytes, size))[0]
+
+
+def auto_by_messages(op: Reducer, device: str, nbytes: int, topology: Topology) -> AllReduceSpec:
+    """Return what `auto` stands for, of what is no plain sum, on a device, "cpu" or "cuda"."""
+    says_itself = type(op).algorithm is not Reducer.algorithm
+    if op.reads_tree and takes_tree_table(topology) and not says_itself:
+        return tree_algorithm(device, nbytes, topology)
+    return auto_of(op, nbytes, topology.size)
+
+
+def for_dtype(spec: AllReduceSpec, op: Reducer, dtype: torch.dtype) -> AllReduceSpec:
+    """Return what runs on a dtype: the same tree in pairs where `op` reads no trees of it."""
+    if not op.reads_tree or op.reads_tree_of(dtype):
+        return spec
+    pairwise = algorithm(spec.outer).pairwise
+    if pairwise is None:
+        return spec
+    return replace(spec, alg=f"{spec.inner}/{pairwise}" if spec.inner else pairwise)
 
 
 @dataclass(frozen=True)
@@ -54,7 +75,8 @@ def phases_of(
 
     Raises:
         ValueError: The algorithm takes fewer shards, or cannot carry the operator: a library, and
-            the ranks inside a node, sum; or it has no one tree, or does not reduce all at once.
+            the ranks inside a node, sum; or it has no one tree, or one that the operator does not
+            read, or does not reduce all at once.
     """
     if spec.is_round_robin:
         # As few as there are ways to place them, since each is kept.
@@ -62,7 +84,7 @@ def phases_of(
         round_robin = RoundRobin(min(round_robin.tensors, size), round_robin.first % size)
     else:
         round_robin = ONE_TENSOR
-    kind = op.needs_one_tree, op.operands == "all", is_plain_sum(op)
+    kind = op.needs_one_tree, op.operands == "all", op.reads_tree, is_plain_sum(op)
     return _phases_of(spec, *kind, str(op), topology, round_robin)
 
 
@@ -72,12 +94,14 @@ def _phases_of(
     spec: AllReduceSpec,
     one_tree: bool,
     at_once: bool,
+    reads_tree: bool,
     is_sum: bool,
     op: str,
     topology: Topology,
     round_robin: RoundRobin,
 ) -> AllReducePhases:
-    outer, able = algorithm(spec.outer), ", ".join(carriers(one_tree=one_tree, at_once=at_once))
+    outer = algorithm(spec.outer)
+    able = ", ".join(carriers(one_tree=one_tree, at_once=at_once, reads_tree=reads_tree))
     if outer.is_library and spec.inner is None:
         if not is_sum:
             raise ValueError(
@@ -93,6 +117,11 @@ def _phases_of(
         raise ValueError(
             f"algorithm {str(spec)!r} sums inside the nodes, which cannot do {op}: "
             f"use {outer.name!r} for all ranks"
+        )
+    if one_tree and outer.by_tree and not reads_tree:
+        raise ValueError(
+            f"algorithm {str(spec)!r} hands over all operands with their tree, which {op} does not "
+            f"read: use {able}"
         )
     schedule = schedule_of(spec, topology, one_tree=one_tree, round_robin=round_robin)
     if spec.inner is None:

@@ -9,6 +9,9 @@ no message is left to send. The bits are those of the algorithm by messages:
   rank does it for all.
 - two-shot, for `rechd` and `vhdd`: each rank reduces its share of all vectors and takes the rest
   from the others; Adasum does so level by level.
+- direct, for `direct`: the same, of all vectors at once. An operator that reads trees gets the
+  tables of all ranks' shares through the tables beside the buffers, so that of any number of ranks
+  each waits twice for the others.
 
 An operator that needs all operands at once takes them straight from the buffers: one-shot for
 `bruck`, two-shot for the parameter-server shuffles.
@@ -18,20 +21,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
 from collectives.execution.call import Call
-from collectives.execution.phases import auto_of
+from collectives.execution.phases import auto_of, for_dtype
 from collectives.execution.shared_memory_levels import Share, TreeLevel, pairs, tree_levels
 from collectives.execution.vectors import Vector, vector_of
 from collectives.reducers import Operands, Piece, Reducer
 from collectives.schedules import recursive_doubling, recursive_halving
-from collectives.schedules.folding import Fold
-from collectives.schedules.partition import split_bounds
+from collectives.schedules.folding import Fold, balanced_tree
+from collectives.schedules.partition import piece_bounds, split_bounds
 from collectives.schedules.registry import algorithm
 from collectives.schedules.spec import AllReduceSpec, spec_for
 from collectives.transport.shared_memory.symmetric_memory import (
@@ -41,7 +45,7 @@ from collectives.transport.shared_memory.symmetric_memory import (
 )
 
 Tensor = torch.Tensor
-Method = Literal["one-shot", "tree", "two-shot"]
+Method = Literal["one-shot", "tree", "two-shot", "direct"]
 
 # Up to here, and for one-shot to so much of all ranks together, a wait costs more than a reduction.
 ONE_SHOT_BYTES = 256 * 1024
@@ -75,10 +79,14 @@ def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAll
     if not nbytes:
         return None
     vector = vector_of(tensors, chosen.segments)
-    if vector is None or vector.nbytes > BUFFER_BYTES:
+    if vector is None:
+        return None
+    # With the padding between slots.
+    nbytes = vector.numel * vector.dtype.itemsize
+    if nbytes > BUFFER_BYTES:
         return None
     spec = spec_for(chosen.specs, vector.numel)
-    method = _method_of(spec, vector, size, op)
+    method = _method_of(spec, vector, nbytes, size, op)
     if method is None:
         return None
     return SharedMemoryAllReduce(vector, op, method, chosen.postscale, runner, memory)
@@ -123,15 +131,20 @@ class SharedMemoryAllReduce:
         """Write the result to the tensors."""
         vectors = self.memory.buffers(self.vector.numel, self.vector.dtype)
         address = vectors[0].data_ptr()
-        with call_span(label, self.op, self.method, vectors[0]):
-            if address not in self.bound:
-                self.bound[address] = self._bind(vectors)
-            self.vector.store(self.bound[address](label), self.postscale)
+        if address not in self.bound:
+            self.bound[address] = self._bind(vectors)
+        self.vector.store(self.bound[address](label), self.postscale)
+
+    def span(self, label: str) -> AbstractContextManager[object]:
+        """Return a context that is the reduction's range in timelines."""
+        return call_span(label, self.op, self.method, self.vector.tensors[0])
 
     def _bind(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
         """Return what reduces these buffers and returns the result, by the label of the call."""
         if self.method == "one-shot":
             return self._bind_one_shot(vectors)
+        if self.method == "direct":
+            return self._bind_direct(vectors)
         if self.op.needs_one_tree:
             return self._bind_levels(vectors)
         return self._bind_slice(vectors)
@@ -177,22 +190,45 @@ class SharedMemoryAllReduce:
         op, memory, timeout = self.op, self.memory, self.runner.timeout
         numel, size = self.vector.numel, len(vectors)
         line = _CACHE_LINE // vectors[0].element_size()
-        bounds = split_bounds(-(-numel // line), size)
-        start, stop = bounds[memory.rank] * line, min(bounds[memory.rank + 1] * line, numel)
+        first, behind_last = piece_bounds(-(-numel // line), size, memory.rank)
+        start, stop = first * line, min(behind_last * line, numel)
         mine = [vector[start:stop] for vector in vectors]
+        steps = []
         if op.operands == "all":
-            steps = [_bind_all(mine, mine[0], start, op, self.vector)]
+            steps.append(_bind_all(mine, mine[0], start, op, self.vector))
         else:
-            steps = [
-                _bind_two(mine[left], mine[right], mine[left], op, None, behind)
-                for left, right, behind in pairs(size)
-            ]
+            for left, right, behind in pairs(size):
+                steps.append(_bind_two(mine[left], mine[right], mine[left], op, None, behind))
 
         def run(label: str) -> Tensor:
             for step in steps:
                 step()
             op.finish(mine[0], size)
             memory.barrier(f"step 1 of {label}", timeout)
+            return vectors[0]
+
+        return run
+
+    def _bind_direct(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
+        """Bind what makes the first vector the result, from this rank's slices of all at once."""
+        op, memory, timeout = self.op, self.memory, self.runner.timeout
+        transport, size, numel = self.runner.transport, len(vectors), self.vector.numel
+        # Cut as by messages: an operator's tables depend on it.
+        start, stop = piece_bounds(numel, size, memory.rank)
+        mine = tuple(vector[start:stop] for vector in vectors)
+        piece, tables = Piece(mine, mine[0], start), _Tables(memory, timeout)
+        operands = Operands((piece,), numel, self.vector.segments, None, (1,) * size)
+        if op.reads_tree:
+            tree = balanced_tree(size)
+            operands = replace(operands, tree=tree, gather_partials=tables.gather)
+        reduce = op.bind(operands)
+
+        def run(label: str) -> Tensor:
+            tables.where = f"step 1 of {label}"
+            reduce()
+            op.finish(mine[0], size)
+            memory.barrier(f"step 2 of {label}", timeout)
+            transport.steps += 1
             return vectors[0]
 
         return run
@@ -251,12 +287,16 @@ class SharedMemoryAllReduce:
         return run
 
 
-def _method_of(spec: AllReduceSpec, vector: Vector, size: int, op: Reducer) -> Method | None:
+def _method_of(
+    spec: AllReduceSpec, vector: Vector, nbytes: int, size: int, op: Reducer
+) -> Method | None:
     """Return how a range of a specification is carried out here; None for messages."""
     in_pairs = op.operands == "pair"
     by_size = spec.outer == "auto" and op.associative
     if spec.outer == "auto" and not by_size:
-        spec = auto_of(op, vector.nbytes, size)
+        spec = auto_of(op, nbytes, size)
+    if not by_size:
+        spec = for_dtype(spec, op, vector.dtype)
     # Shards are a matter of messages to what reduces all at once.
     if spec.inner is not None or (spec.shards != 1 and in_pairs):
         return None
@@ -267,13 +307,17 @@ def _method_of(spec: AllReduceSpec, vector: Vector, size: int, op: Reducer) -> M
     name = spec.outer
     if by_size:
         # A wait is what one-shot saves; beyond that, reading a share of all vectors is cheaper.
-        name = "rd" if vector.nbytes <= limit else "rechd"
-    if name == ("rd" if in_pairs else "bruck") and vector.nbytes <= limit:
+        name = "rd" if nbytes <= limit else "rechd"
+    if name == ("rd" if in_pairs else "bruck") and nbytes <= limit:
         return small_method
     if not in_pairs:
         # A rank's slice may cut segments.
         return "two-shot" if algorithm(name).all_at_once and not op.needs_one_tree else None
     rows = 1 if vector.segments is None else len(vector.segments) - 1
+    if name == "direct":
+        # A number for each pair of ranks, or two where they are to be precise.
+        fits = rows * 16 * size * size <= TABLE_BYTES or not op.needs_one_tree
+        return "direct" if fits else None
     fits = rows * _ROW_BYTES <= TABLE_BYTES or not op.needs_one_tree
     return "two-shot" if name in ("rechd", "vhdd") and fits else None
 
@@ -296,6 +340,20 @@ def _bind_all(
     """Bind the reduction of all ranks' elements from `start` on, of the whole vector's."""
     pieces = (Piece(tuple(vectors), out, start),)
     return op.bind(Operands(pieces, whole.numel, whole.segments, None, (1,) * len(vectors)))
+
+
+@dataclass
+class _Tables:
+    """Gathers the tables of all ranks' slices."""
+
+    memory: SymmetricMemory
+    timeout: float
+    where: str = ""
+
+    def gather(self, table: Tensor) -> Tensor:
+        row, size = table.detach().reshape(1, -1).numpy(), self.memory.size
+        rows = self.memory.gather_rows([self.memory.rank], row, size, self.where, self.timeout)
+        return torch.from_numpy(rows).contiguous().view(size, *table.shape)
 
 
 @dataclass

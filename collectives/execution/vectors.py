@@ -22,19 +22,16 @@ class Vector:
     Attributes:
         tensors: One that is the vector, or several of which each has a slot in it.
         numel: Number of elements, with the padding between slots.
+        dtype: The tensors' dtype.
         segments: Element boundaries that operators work by; None for one segment.
         layout: Where the slots lie; None where one tensor is the vector.
     """
 
     tensors: Sequence[Tensor]
     numel: int
+    dtype: torch.dtype
     segments: Sequence[int] | None
     layout: Layout | None = None
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The tensors' dtype."""
-        return self.tensors[0].dtype
 
     @cached_property
     def nbytes(self) -> int:
@@ -61,7 +58,8 @@ class Vector:
         else:
             # Plans of kernels do not tell autograd that they have written it.
             torch.autograd.graph.increment_version(flat)
-        multiply(flat, scale)
+        if scale != 1.0:
+            multiply(flat, scale)
 
 
 def vector_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Vector | None:
@@ -71,19 +69,20 @@ def vector_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Vect
     and so are those in any memory at the offsets of a layout without padding.
     """
     first = tensors[0]
+    dtype = first.dtype
     if len(tensors) == 1:
-        return Vector([flatten(first)], first.numel(), segments)
-    if first.dtype not in kernels.DTYPES:
+        return Vector([flatten(first)], first.numel(), dtype, segments)
+    if dtype not in kernels.DTYPES:
         return None
     fused = buffer_of(tensors)
     if fused is not None:
-        return Vector([fused.buffer], fused.buffer.numel(), fused.layout.segments)
+        return Vector([fused.buffer], fused.buffer.numel(), dtype, fused.layout.segments)
     layout = kernels.layout_of(tensors)
     memory = memory_of(tensors, layout)
     if memory is not None:
-        return Vector([memory], layout.numel, layout.segments)
+        return Vector([memory], layout.numel, dtype, layout.segments)
     flat = [tensor.detach() for tensor in tensors]
-    return Vector(flat, layout.numel, layout.segments, layout)
+    return Vector(flat, layout.numel, dtype, layout.segments, layout)
 
 
 def multiply(tensor: Tensor, factor: float) -> None:

@@ -93,15 +93,17 @@ class BulkStep(NamedTuple):
         times: How many such steps follow each other.
         groups: The groups of the step's reductions, one a row, in an array for each length.
         phase: As in a Step.
+        by_tree: Whether the step says a tree of what meets in its reductions.
     """
 
     source: Ints
     target: Ints
     share: Floats | float
-    ways: Ints | int = 0
+    ways: Ints | float = 0
     times: int = 1
     groups: Sequence[Ints] = ()
     phase: int = 0
+    by_tree: bool = False
 
 
 Parts = tuple[Sequence[BulkStep], Sequence[BulkStep]]
@@ -119,6 +121,10 @@ class Algorithm:
             cannot carry such an operator.
         all_at_once: Whether every reduction is of all ranks' operands at once, in rank order, so
             that it can carry an operator that needs them so.
+        by_tree: Whether more than two operands meet, whose tree a step says: an operator that needs
+            one tree must then read trees.
+        pairwise: Of one by_tree, the algorithm that reduces the same tree in pairs, for dtypes of
+            which the operator reads none.
         schedule: Makes the all-reduce of a level; None for a library's own.
         closed_form: Makes the steps of a level for the cost model, where there are so many of them
             that walking the schedule of 65,536 ranks would take hours; of a long pipeline about as
@@ -133,6 +139,8 @@ class Algorithm:
     summary: str
     order: Order | None
     all_at_once: bool = False
+    by_tree: bool = False
+    pairwise: str | None = None
     schedule: Callable[[Level], Schedule] | None = None
     closed_form: Callable[[Level, int], Parts] | None = None
     scatter_gather: Callable[[Level], ScatterGather] | None = None
@@ -155,14 +163,15 @@ class Algorithm:
         """Whether it may stand inside a node: in two parts, or a library's."""
         return self.is_library or self.scatter_gather is not None
 
-    def carries(self, *, one_tree: bool, at_once: bool) -> bool:
+    def carries(self, *, one_tree: bool, at_once: bool, reads_tree: bool) -> bool:
         """Whether its schedule can carry an operator over all ranks.
 
         Args:
             one_tree: Whether the operator needs one expression tree.
             at_once: Whether it needs all ranks' operands at once.
+            reads_tree: Whether it reads trees.
         """
-        ordered = self.order is not None or not one_tree
+        ordered = not one_tree or (self.order is not None and (reads_tree or not self.by_tree))
         return not self.is_library and ordered and (self.all_at_once or not at_once)
 
     def most_shards(self, size: int, local_size: int) -> int | None:

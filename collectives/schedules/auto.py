@@ -3,7 +3,8 @@
 `python -m collectives.cost --table` prints it, from the link rates that
 `collectives/cost/thresholds.py` records. So the choice is the same on all ranks and in every run; a
 specification for other links, which `python -m collectives.cost` prints for their rates, is the
-override. An operator that is no plain sum chooses by size alone, `Reducer.algorithm`.
+override. Operators that read trees have a table of their own; any other operator that is no plain
+sum, or that says so itself, chooses by size alone, `Reducer.algorithm`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from collectives.reducers import TREE_RANKS
 from collectives.schedules import binomial_tree, bruck, ring
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
@@ -53,6 +55,32 @@ TABLE: dict[Key, str] = {
     ("nccl", "one node", "2"): "rd:1M:nccl",
 }
 
+# The same for an operator that reads trees, by the price of Adasum.
+TREE_TABLE: dict[Key, str] = {
+    ("cpu", "a rank a node", "2^k"): "rd:512k:vhdd",
+    ("cpu", "a rank a node", "3"): "rd:128k:direct",
+    ("cpu", "a rank a node", "5 to 7"): "rd:512k:direct",
+    ("cpu", "a rank a node", "other"): "rd:512k:direct",
+    ("cpu", "one node", "2^k"): "rd:512k:vhdd",
+    ("cpu", "one node", "3"): "rd:512k:direct",
+    ("cpu", "one node", "5 to 7"): "rd:512k:direct",
+    ("cpu", "one node", "other"): "rd:512k:vhdd:1M:direct",
+    ("cpu", "several ranks a node", "2^k"): "rd:128k:vhdd",
+    ("cpu", "several ranks a node", "5 to 7"): "rd:512k:direct",
+    ("cpu", "several ranks a node", "other"): "rd:256k:vhdd",
+    ("cuda", "a rank a node", "2^k"): "rd:16M:direct:256M:vhdd",
+    ("cuda", "a rank a node", "3"): "rd:2M:direct",
+    ("cuda", "a rank a node", "5 to 7"): "rd:2M:direct",
+    ("cuda", "a rank a node", "other"): "rd:4M:direct",
+    ("cuda", "one node", "2^k"): "rd:16M:direct",
+    ("cuda", "one node", "3"): "rd:8M:direct",
+    ("cuda", "one node", "5 to 7"): "rd:2M:direct",
+    ("cuda", "one node", "other"): "rd:1M:direct",
+    ("cuda", "several ranks a node", "2^k"): "rd:16M:vhdd",
+    ("cuda", "several ranks a node", "5 to 7"): "rd:2M:direct",
+    ("cuda", "several ranks a node", "other"): "rd:4M:direct",
+}
+
 # Up to here a reduction to one rank goes by a tree, whose root takes the whole buffer as extra
 # memory; beyond along a line, where nobody takes more than one n-th.
 TREE_BYTES = 1 << 20
@@ -91,6 +119,20 @@ def sum_algorithm(
     return specs[bisect_left(limits, nbytes)]
 
 
+def takes_tree_table(topology: Topology) -> bool:
+    """Return whether `auto` of an operator that reads trees is in `TREE_TABLE`; else by size."""
+    return topology.size in TREE_RANKS
+
+
+def tree_algorithm(device: str, nbytes: int, topology: Topology) -> AllReduceSpec:
+    """Return the algorithm of an operator that reads trees, where `takes_tree_table`.
+
+    Arguments as for `sum_algorithm`.
+    """
+    limits, specs = _limited(TREE_TABLE[key_of(device, topology)])
+    return specs[bisect_left(limits, nbytes)]
+
+
 # Of one group's topology, and what a training's calls ask for.
 @lru_cache(maxsize=64)
 def _row(
@@ -98,10 +140,16 @@ def _row(
 ) -> tuple[Sequence[int], Sequence[AllReduceSpec]]:
     """Return the bytes up to which each but the last algorithm is taken, and the algorithms."""
     key = key_of("nccl" if library else device, topology)
-    row = parse_all_reduce_spec(TABLE.get(key, "nccl") if library else TABLE[key])
+    limits, row = _limited(TABLE.get(key, "nccl") if library else TABLE[key])
     names = {"nccl": library or "nccl"}
-    specs = [replace(spec, alg=names.get(spec.alg, spec.alg), limit=-1) for spec in row]
-    return [spec.limit for spec in row[:-1]], specs
+    return limits, [replace(spec, alg=names.get(spec.alg, spec.alg)) for spec in row]
+
+
+@lru_cache(maxsize=64)
+def _limited(row: str) -> tuple[Sequence[int], Sequence[AllReduceSpec]]:
+    """Return the bytes up to which each but the last algorithm of a row is taken, and all of it."""
+    specs = parse_all_reduce_spec(row)
+    return [spec.limit for spec in specs[:-1]], [replace(spec, limit=-1) for spec in specs]
 
 
 def all_gather_schedule(device: str, nbytes: int, topology: Topology) -> Schedule:

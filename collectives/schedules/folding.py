@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from collectives import validation
-from collectives.schedules.schedule import IDLE, Action, Step, Transfer
+from collectives.schedules.schedule import IDLE, Action, Step, Transfer, Tree
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,20 @@ class Fold:
 @lru_cache(maxsize=256)
 def _block(fold: Fold, first: int, width: int) -> tuple[int, ...]:
     return tuple(fold.rank(leaf) for leaf in range(first, first + width))
+
+
+@lru_cache(maxsize=256)
+def balanced_tree(size: int) -> Tree:
+    """Return the whole tree of `size` operands in rank order: pairs folded in, then the levels."""
+    fold = Fold(size)
+    joins = [(2 * i, 2 * i + 1, 1, 1) for i in range(fold.extra)]
+    for level in range(fold.levels):
+        distance = 1 << level
+        joins += [
+            (fold.rank(leaf), fold.rank(leaf + distance), *fold.ranks_behind(leaf, distance))
+            for leaf in range(0, fold.leaves, 2 * distance)
+        ]
+    return tuple(joins)
 
 
 def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:

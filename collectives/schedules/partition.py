@@ -23,6 +23,13 @@ def split_bounds(numel: int, pieces: int) -> list[int]:
     return [i * base + min(i, longer) for i in range(pieces + 1)]
 
 
+def piece_bounds(numel: int, pieces: int, index: int) -> tuple[int, int]:
+    """Return the boundaries of one piece of `split_bounds`; the arguments are not checked."""
+    base, longer = divmod(numel, pieces)
+    start = index * base + min(index, longer)
+    return start, start + base + (index < longer)
+
+
 def segment_bounds(segments: Sequence[int], pieces: int) -> list[int]:
     """Return the boundaries of consecutive pieces of whole segments, as equal as those allow.
 

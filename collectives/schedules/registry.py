@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collectives.schedules import (
     bruck,
+    direct,
     parameter_server,
     recursive_doubling,
     recursive_halving,
@@ -20,6 +21,7 @@ _RECORDS = (
     ring.XRING,
     recursive_halving.RECHD,
     recursive_halving.VHDD,
+    direct.DIRECT,
     swing.SWING,
     recursive_doubling.RD,
     bruck.BRUCK,
@@ -41,17 +43,19 @@ LIBRARIES = frozenset(ALGORITHMS) - frozenset(SCHEDULES)
 """The names that stand for a library's own all-reduce."""
 
 
-def carriers(*, one_tree: bool = False, at_once: bool = False) -> tuple[str, ...]:
+def carriers(
+    *, one_tree: bool = False, at_once: bool = False, reads_tree: bool = False
+) -> tuple[str, ...]:
     """Return the names of the algorithms that can carry an operator: see `Algorithm.carries`."""
     return tuple(
         name
         for name, record in ALGORITHMS.items()
-        if record.carries(one_tree=one_tree, at_once=at_once)
+        if record.carries(one_tree=one_tree, at_once=at_once, reads_tree=reads_tree)
     )
 
 
-ORDERED = carriers(one_tree=True)
-"""The names of those that carry an operator that needs one expression tree."""
+ORDERED = carriers(one_tree=True, reads_tree=True)
+"""The names of those that carry an operator that needs one expression tree and reads trees."""
 
 
 def algorithm(name: str) -> Algorithm:

@@ -18,12 +18,18 @@ from collectives import validation
 # Of a schedule: whoever runs it keeps a boundary for each.
 MAX_CHUNKS = 1 << 20
 
+Tree = tuple[tuple[int, int, int, int], ...]
+"""Joins of operands, numbered in the order of a reduction: (left, right, p, q) puts what `left` and
+`right` make in the place of `left`, with p ranks behind the left one and q behind the right one.
+The last one's `left` is the result. Empty: from left to right."""
+
 
 class Action(Enum):
     """What a receiver does with a message; LEFT and RIGHT say which operand the message is.
 
     Several REDUCE receives of one range in one step are one n-way reduction from left to right:
     the LEFT ones in the order listed, the receiver's own value, the RIGHT ones in the order listed.
+    With a `Step.tree` that is the order of the operands, and the tree says how they are joined.
     """
 
     COPY = "copy"
@@ -78,12 +84,16 @@ class Step(NamedTuple):
             reduces is one range, in ascending order where it comes in pieces.
         phase: Which of the run's reducers the REDUCE receives use. A two-level Adasum sums inside a
             node in phase 0 and runs Adasum across nodes in phase 1.
+        tree: How the operands of each of the step's reductions are joined, which is one for all of
+            them: for operators that read trees. Those that need no one tree join the operands, of
+            any number, from left to right. Ranks of a group have their operands in one order.
     """
 
     sends: tuple[Transfer, ...] = ()
     recvs: tuple[Transfer, ...] = ()
     group: tuple[int, ...] = ()
     phase: int = 0
+    tree: Tree = ()
 
 
 IDLE = Step()

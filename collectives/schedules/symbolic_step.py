@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 
 from collectives.schedules.partition import Ranges
-from collectives.schedules.schedule import Action, Step, Transfer
+from collectives.schedules.schedule import Action, Step, Transfer, Tree
 
 # As `Transfer.leaves`: None for a COPY, and where a receive's chunks differ in them.
 Leaves = tuple[int, int] | None
@@ -67,8 +67,8 @@ class Expressions:
 
 # By rank and chunk: the node that it holds, None before it is written.
 State = list[list[int | None]]
-# By chunk: shapes of the left and the right operand of its reductions, one after the other.
-Reductions = dict[int, tuple[tuple[int, int], ...]]
+# By chunk: the shapes of the operands of its reduction in their order.
+Reductions = dict[int, tuple[int, ...]]
 # By sender and receiver: first chunk, last chunk + 1 and values of each message, in order.
 _Mail = dict[tuple[int, int], deque[tuple[int, int, list[int]]]]
 # By chunk: what is received to stand before, and after, the rank's own value.
@@ -111,7 +111,7 @@ def run_step(
                     copied.add(chunk)
                     state[rank][chunk] = value
         leaves[rank].append(tuple(counted))
-        reduced = _reduce(state[rank], operands, step.phase, expressions, f"{where}: rank {rank}")
+        reduced = _reduce(state[rank], operands, step, expressions, f"{where}: rank {rank}")
         reductions.append(reduced)
     for (source, peer), queue in mail.items():
         if queue:
@@ -156,7 +156,7 @@ def _receive(rank: int, recv: Transfer, mail: _Mail, where: str) -> list[int]:
 def _reduce(
     mine: list[int | None],
     operands: _Operands,
-    phase: int,
+    step: Step,
     expressions: Expressions,
     where: str,
 ) -> Reductions:
@@ -168,14 +168,39 @@ def _reduce(
             raise ScheduleError(f"{where} reduces a chunk it does not have")
         whole = [*before, own, *after]
         expressions.see(whole)
+        reductions[chunk] = tuple(expressions.shape(each, step.phase) for each in whole)
+        if step.tree:
+            mine[chunk] = _joined(whole, step.tree, step.phase, expressions, where)
+            continue
         left = whole[0]
-        pairs = []
         for right in whole[1:]:
-            pairs.append((expressions.shape(left, phase), expressions.shape(right, phase)))
-            left = expressions.reduce(left, right, phase, where)
-        reductions[chunk] = tuple(pairs)
+            left = expressions.reduce(left, right, step.phase, where)
         mine[chunk] = left
     return reductions
+
+
+def _joined(
+    operands: Sequence[int], tree: Tree, phase: int, expressions: Expressions, where: str
+) -> int:
+    """Return the node that a tree makes of the operands, each of which it must use once."""
+    left_over = dict(enumerate(operands))
+    for left, right, *said in tree:
+        if left == right or not {left, right} <= left_over.keys():
+            raise ScheduleError(
+                f"{where} joins operands {left} and {right} of {len(operands)}, which its tree "
+                "does not have or has used"
+            )
+        pair = left_over[left], left_over.pop(right)
+        behind = [expressions.ranks[each].bit_count() for each in pair]
+        if said != behind:
+            raise ScheduleError(
+                f"{where} says that {tuple(said)} ranks stand behind operands {left} and {right} "
+                f"of its tree, not {tuple(behind)}"
+            )
+        left_over[left] = expressions.reduce(*pair, phase, where)
+    if len(left_over) > 1:
+        raise ScheduleError(f"{where} has a tree that leaves out an operand")
+    return left_over[tree[-1][0]]
 
 
 def _leaves(

@@ -106,6 +106,7 @@ def _across(node: ScatterGather, outer: Schedule, rank: int, behind: int) -> Ite
             # Each owner of a node's regions holds whole segments by itself.
             group=(rank,) if group and outer.whole_segments else group,
             phase=1,
+            tree=tuple((left, right, p * behind, q * behind) for left, right, p, q in step.tree),
         )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from operator import index
 from typing import NamedTuple
+
+import torch
 
 from collectives import validation
 from collectives.reducers import Reducer
@@ -60,14 +62,19 @@ def verified(schedule: Schedule, rank: int, size: int) -> VerifiedSchedule:
     return _verified(schedule, rank)
 
 
-def require_carries(known: VerifiedSchedule, op: Reducer) -> None:
-    """Raise ValueError unless a schedule can carry an operator."""
+def require_carries(known: VerifiedSchedule, op: Reducer, dtype: torch.dtype) -> None:
+    """Raise ValueError unless a schedule can carry an operator on tensors of a dtype."""
     name, proof = known.schedule.name, known.proof
     if op.needs_one_tree and not (proof.carries_adasum and proof.phases < 2):
         raise ValueError(
             f"schedule {name!r} cannot carry {op}: it reduces in phases, not every "
             "element by one expression tree, or in steps without the group of ranks that hold "
             "the whole operands"
+        )
+    if op.needs_one_tree and proof.by_tree and not op.reads_tree_of(dtype):
+        raise ValueError(
+            f"schedule {name!r} cannot carry {op} of {dtype}: it hands over operands with their "
+            "tree, which the operator does not read: reduce them in pairs, as vhdd does"
         )
     if op.operands == "all" and not proof.all_at_once:
         raise ValueError(
@@ -86,7 +93,7 @@ def _verified(schedule: Schedule, rank: int) -> VerifiedSchedule:
         if each == rank:
             mine = steps
         plain = [
-            (_plain(step.sends), _plain(step.recvs, receives=True), step.group, step.phase)
+            (_plain(step.sends), _plain(step.recvs, receives=True), *step[2:4], *step.tree)
             for step in steps
         ]
         digest.update(repr(plain).encode())
@@ -125,13 +132,19 @@ def _checked_steps(schedule: Schedule, rank: int) -> Iterator[Step]:
             sends = tuple(map(_checked, islice(step.sends, left + 1)))
             recvs = tuple(map(_checked, islice(step.recvs, left + 1)))
             group = tuple(map(index, islice(step.group, schedule.size + 1)))
-            checked = Step(sends, recvs, group, index(step.phase))
-        except TypeError as error:
+            tree = tuple(map(_join, islice(step.tree, schedule.size)))
+            checked = Step(sends, recvs, group, index(step.phase), tree)
+        except (TypeError, ValueError) as error:
             raise TypeError(f"{where}, step {number}: {error}") from None
         left -= len(sends) + len(recvs)
         if left < 0:
             raise ValueError(f"{where} has more than {MAX_MESSAGES} messages")
         yield checked
+
+
+def _join(each: Sequence[int]) -> tuple[int, int, int, int]:
+    left, right, p, q = map(index, each)
+    return left, right, p, q
 
 
 def _checked(each: Transfer) -> Transfer:

@@ -38,6 +38,8 @@ class Proof:
             its whole operands, or whole segments of them, and as many ranks stand behind each chunk
             of a message.
         all_at_once: Whether every reduction is of all ranks' operands at once, in rank order.
+        by_tree: Whether a step of the last phase says a tree of its operands, which an operator
+            that needs one tree must then read.
         leaves: How many ranks stand behind both operands of every REDUCE receive.
     """
 
@@ -46,6 +48,7 @@ class Proof:
     one_tree: bool
     carries_adasum: bool
     all_at_once: bool = False
+    by_tree: bool = False
     leaves: LeafWeights = field(default=(), repr=False, compare=False)
 
 
@@ -56,11 +59,12 @@ def verify(schedule: Schedule) -> Proof:
     no chunk is read before it is written, nor received into while it is being sent; every rank
     ends with every contribution exactly once where the collective says so; all ranks hold the same
     expression tree for a chunk; no phase reduces the result of a later one; what a rank reduces in
-    a step is equal or disjoint ranges; and every non-empty `group` holds the same whole operands,
-    each chunk once, every rank's part of it in one range: a pair of them, or any number where the
-    group is one rank. With whole_segments a group is one rank, which holds whole segments. A
-    gathered schedule only copies, and ends with every rank's vector on every rank. Where a receive
-    says how many ranks stand behind its operands, so many do.
+    a step is equal or disjoint ranges; and every non-empty `group` holds the same whole operands in
+    one order, each chunk once, every rank's part of it in one range: a pair of them, or any number
+    where the group is one rank or says one tree of them. A tree joins each operand once. With
+    whole_segments a group is one rank, which holds whole segments. A gathered schedule only copies,
+    and ends with every rank's vector on every rank. Where a receive or a tree says how many ranks
+    stand behind its operands, so many do.
 
     Raises:
         ScheduleError: One of these does not hold; the text names the rank and the step.
@@ -75,6 +79,7 @@ def verify(schedule: Schedule) -> Proof:
     expressions = Expressions(size // schedule.replicas)
     state = _initial(schedule)
     grouped: dict[int, bool] = {}
+    trees: set[int] = set()
     leaves: list[list[tuple[Leaves, ...]]] = [[] for _ in range(size)]
     count = 0
     for count, steps in enumerate(zip_longest(*map(schedule.steps, range(size))), 1):
@@ -88,6 +93,8 @@ def verify(schedule: Schedule) -> Proof:
             if reduced:
                 carried = bool(step.group) and not _is_uneven(step, leaves[rank][-1])
                 grouped[step.phase] = grouped.get(step.phase, True) and carried
+                if step.tree:
+                    trees.add(step.phase)
     results = _results(schedule, state, expressions)
     found = tuple(map(tuple, leaves))
     if schedule.gathered:
@@ -99,7 +106,9 @@ def verify(schedule: Schedule) -> Proof:
     last = max(grouped, default=-1)
     one_tree = len({expressions.shape(result, last) for result in results}) < 2
     carries_adasum = one_tree and grouped.get(last, True)
-    return Proof(count, last + 1, one_tree, carries_adasum, expressions.all_at_once, found)
+    return Proof(
+        count, last + 1, one_tree, carries_adasum, expressions.all_at_once, last in trees, found
+    )
 
 
 @lru_cache(maxsize=256)
@@ -184,20 +193,23 @@ def _check_groups(
         if list(group) != sorted(set(group)) or not 0 <= group[0] <= group[-1] < len(steps):
             raise ScheduleError(f"{where}: group {group} is not ranks in ascending order")
         for member in group:
-            if (steps[member].group, steps[member].phase) != (group, step.phase):
+            other = steps[member]
+            if (other.group, other.phase) != (group, step.phase):
                 raise ScheduleError(f"{where}: ranks {rank} and {member} name different groups")
+            if other.tree != step.tree:
+                raise ScheduleError(f"{where}: ranks {rank} and {member} name different trees")
         if schedule.whole_segments:
             if len(group) > 1:
                 raise ScheduleError(f"{where}: group {group} is of more ranks than hold a segment")
             continue
         held = [reduced for member in group for reduced in reductions[member].items()]
-        operands = {pairs for _, pairs in held}
+        operands = {each for _, each in held}
         covered = {chunk for chunk, _ in held}
         whole = len(held) == len(covered) == schedule.chunks and len(operands) == 1
-        if not whole or (len(group) > 1 and len(operands.pop()) > 1):
+        if not whole or (len(group) > 1 and len(operands.pop()) > 2 and not step.tree):
             raise ScheduleError(
                 f"{where}: group {group} does not hold one pair of whole vectors, nor is it one "
-                "rank that holds several"
+                "rank that holds several, nor does it say their tree"
             )
 
 

@@ -98,7 +98,8 @@ def schedules() -> dict[str, tuple[str, Schedule]]:
             found[same[0]] = f"{title}, {name}", other
         else:
             found[name] = name, schedule
-    found["psgpu-shards"] = f"psgpu#{RANKS}, pscpu#{RANKS}", one_level("psgpu", RANKS)
+    title, slices = found["direct"]
+    found["direct"] = f"{title}, psgpu#{RANKS}, pscpu#{RANKS}", slices
     found["xring-adasum"] = "xring carrying Adasum", one_level("xring", one_tree=True)
     inner, outer = algorithm("rechd").scatter_gather, algorithm("vhdd").schedule
     assert inner is not None

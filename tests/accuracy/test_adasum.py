@@ -17,8 +17,8 @@ from tests.accuracy.vectors import KINDS, NUMEL, WELL_CONDITIONED, vectors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SIZES = (2, 3, 4, 5, 6, 7, 8, 11, 16)
-FLAT = ("vhdd", "rd", "xring", "bruck", "vhdd#2")
-TWO_LEVEL = ("rechd/vhdd", "xring/rd", "psgpu/xring")
+FLAT = ("vhdd", "rd", "direct", "xring", "bruck", "vhdd#2")
+TWO_LEVEL = ("rechd/vhdd", "xring/rd", "direct/direct", "psgpu/xring")
 
 # All kinds lie in one buffer, each a segment, so that one reduction does them all.
 BOUNDS = tuple(range(0, len(KINDS) * NUMEL + 1, NUMEL))
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 def _cases(size: int) -> list[Case]:
-    flat = FLAT if size <= 8 else FLAT[:4]
+    flat = FLAT if size <= 8 else FLAT[:5]
     algorithms = flat + (TWO_LEVEL if size % 2 == 0 else ())
     return [Case(algorithm, dtype) for algorithm in algorithms for dtype in DTYPES]
 

@@ -12,7 +12,7 @@ from collectives import Average, Group, Sum, run_threads
 
 # Two clean segments around one that is not, none of them a piece of any rank.
 BOUNDS = (0, 70, 131, 203)
-ALGORITHMS = ("vhdd", "rd", "xring", "psgpu", "rechd/vhdd")
+ALGORITHMS = ("vhdd", "rd", "direct", "xring", "psgpu", "rechd/vhdd")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SIZE = 4
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import collectives
 from adasum import Adasum
-from adasum.reducer import _add_up, _clip, _ClippedPiece
+from adasum.pieces import ClippedPiece, add_up, clip
 from collectives import Operands
 from collectives.reducers import Piece
 from tests.adasum.definition import relative_error, tolerance, tree
@@ -113,9 +113,10 @@ def test_adasum_with_a_nan_keeps_it_in_its_segment() -> None:
         assert relative_error(kept, torch.cat([want[:130], want[900:]])) <= tolerance(torch.float32)
 
 
-def test_algorithm_by_size_is_rd_then_vhdd() -> None:
-    assert Adasum.algorithm(1024, 4) == "rd"
-    assert Adasum.algorithm(1 << 24, 4) == "vhdd"
+def test_algorithm_by_size_is_rd_then_direct_of_3_to_16_ranks() -> None:
+    for size in range(2, 20):
+        assert Adasum.algorithm(1024, size) == "rd"
+        assert Adasum.algorithm(1 << 24, size) == ("direct" if 3 <= size <= 16 else "vhdd")
     assert Adasum.needs_one_tree
 
 
@@ -131,12 +132,12 @@ def test_adasum_of_other_dtypes_raises_and_names_them(dtype: torch.dtype) -> Non
 
 
 def test_clip_of_pieces_returns_their_boundaries() -> None:
-    assert _clip((0, 4, 9), 0, 9) == (0, 2, (0, 4, 9))
-    assert _clip((0, 4, 9), 2, 4) == (0, 2, (0, 2, 4))
-    assert _clip((0, 4, 9), 4, 5) == (1, 2, (0, 5))
-    assert _clip((0, 4, 4, 9), 4, 2) == (2, 3, (0, 2))
-    assert _clip((0, 4, 4, 9), 3, 2) == (0, 3, (0, 1, 1, 2))
-    assert _clip((0, 10), 3, 4) == (0, 1, (0, 4))
+    assert clip((0, 4, 9), 0, 9) == (0, 2, (0, 4, 9))
+    assert clip((0, 4, 9), 2, 4) == (0, 2, (0, 2, 4))
+    assert clip((0, 4, 9), 4, 5) == (1, 2, (0, 5))
+    assert clip((0, 4, 4, 9), 4, 2) == (2, 3, (0, 2))
+    assert clip((0, 4, 4, 9), 3, 2) == (0, 3, (0, 1, 1, 2))
+    assert clip((0, 10), 3, 4) == (0, 1, (0, 4))
 
 
 @pytest.mark.parametrize(
@@ -162,8 +163,8 @@ def test_add_up_of_pieces_has_the_sums_of_each_segment(spans: list[tuple[int, in
     expected = torch.zeros(3, 3, dtype=torch.float64)
     for (first, last), mine in zip(spans, rows, strict=True):
         expected[first:last] += mine
-    pieces = [_ClippedPiece((), torch.empty(0), slice(*span), ()) for span in spans]
-    found = _add_up(pieces, rows, 3, torch.device("cpu"))
+    pieces = [ClippedPiece((), torch.empty(0), slice(*span), ()) for span in spans]
+    found = add_up(pieces, rows, (3, 3), torch.device("cpu"))
     assert torch.equal(found, expected)
     assert found.is_contiguous()
 

@@ -33,7 +33,7 @@ COUNT, PER_RANK = 101, 7
 QUICK = {1, 2, 3, 5, 6, 7, 8, 17}
 SIZES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 18)]
 NODES = [(4, 2), (6, 2), (6, 3), (12, 4), (15, 3)]
-TWO_LEVEL = ["xring/rd", "rechd/vhdd", "psgpu/xring", "xring/psgpu#2"]
+TWO_LEVEL = ["xring/rd", "rechd/vhdd", "rechd/direct", "psgpu/xring", "xring/psgpu#2"]
 
 
 def share(rank: int) -> float:

@@ -51,12 +51,16 @@ def test_record_says_whether_all_ranks_meet_at_once(name: str) -> None:
         for shards in (1, 3):
             for one_tree in {False, record.order is not None}:
                 schedule = one_level(name, shards, Topology(size, size), one_tree=one_tree)
-                assert verify(schedule).all_at_once == record.all_at_once
+                proof = verify(schedule)
+                assert (proof.all_at_once, proof.by_tree) == (record.all_at_once, record.by_tree)
 
 
 def test_names_of_those_that_can_follow_from_the_records() -> None:
-    assert ABLE == ("bruck", "psgpu", "pscpu")
-    assert carriers(one_tree=True, at_once=True) == ABLE
+    assert ABLE == ("direct", "bruck", "psgpu", "pscpu")
+    # Slices cut segments, and a tree of operands has to be read.
+    assert carriers(one_tree=True, at_once=True) == ABLE[1:]
+    assert carriers(one_tree=True, at_once=True, reads_tree=True) == ABLE
+    assert {*carriers(one_tree=True, reads_tree=True)} - {*carriers(one_tree=True)} == {"direct"}
     assert carriers() == SCHEDULES
 
 
@@ -109,7 +113,7 @@ def test_algorithm_that_reduces_some_ranks_at_a_time_is_refused(way: str, algori
             lambda: group.all_reduce_init(tensor, op, algorithm=algorithm),
             lambda: group.check_algorithm(algorithm, op),
         ):
-            with pytest.raises(ValueError, match=r"TrimmedMean\(1\).*use bruck, psgpu, pscpu$"):
+            with pytest.raises(ValueError, match=rf"TrimmedMean\(1\).*use {', '.join(ABLE)}$"):
                 call()
         assert torch.equal(tensor, draw(group.rank))
         close(group.all_reduce(tensor, op), group.size)
@@ -120,8 +124,10 @@ def test_algorithm_that_reduces_some_ranks_at_a_time_is_refused(way: str, algori
 @pytest.mark.parametrize("algorithm", ["rechd/psgpu", "psgpu/psgpu", "nccl/rd", "collective/pscpu"])
 @pytest.mark.parametrize("op", [TrimmedMean(), Longest()])
 def test_two_levels_are_refused(op: Reducer, algorithm: str) -> None:
+    able = ", ".join(carriers(one_tree=op.needs_one_tree, at_once=True))
+
     def job(group: Group) -> None:
-        with pytest.raises(ValueError, match="use bruck, psgpu, pscpu"):
+        with pytest.raises(ValueError, match=f"use {able}$"):
             group.all_reduce(draw(group.rank), op, algorithm=algorithm)
         group.barrier()
 

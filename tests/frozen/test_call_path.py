@@ -32,7 +32,7 @@ LIMITS: dict[str, dict[str, Limit]] = {
         "files": Limit(8, 8),
         "calls": Limit(120, 120),
     },
-    "shm": {"calls": Limit(89, 80)},
+    "shm": {"calls": Limit(80, 80)},
     "gradient": {"frames": Limit(8, 8), "files": Limit(5, 5)},
 }
 TRACES: dict[str, Callable[[], Trace]] = {

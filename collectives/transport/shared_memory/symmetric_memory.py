@@ -47,9 +47,10 @@ Table = npt.NDArray[np.float64]
 _PAD_BYTES = 64
 _PAD = _PAD_BYTES // 8
 # What a rank can put into a buffer, such as a bucket of 25 MiB with its padding, and the largest
-# row of a table. Memory only where it is written to.
+# row of a table, such as the precise Gram matrices of 1,024 segments over 8 ranks. Memory only
+# where it is written to.
 BUFFER_BYTES = 32 * 1024 * 1024
-TABLE_BYTES = 64 * 1024
+TABLE_BYTES = 1024 * 1024
 # Sizes and dtypes of buffers whose tensors are kept; making one costs some microseconds.
 _MAX_ENTRIES = 256
 # The words of a pad. The first two are for calls, alternately; then the number of barriers that the
@@ -140,7 +141,7 @@ class SymmetricMemory:
         self._workers = 0
         self._barriers = 0
         self.rank = rank
-        self._size = size
+        self.size = size
         self._lock = threading.Lock()
         self._peers = peers
         self._calls = 0
@@ -212,7 +213,7 @@ class SymmetricMemory:
             RanksDiffer: A rank has signalled another call.
         """
         words = self._words[self._calls % 2].tolist()
-        if words.count(self._word) == self._size:
+        if words.count(self._word) == self.size:
             return True
         # Words with other numbers are not compared: those ranks have not signalled this call yet.
         number = self._word >> CODE_BITS
@@ -229,7 +230,7 @@ class SymmetricMemory:
             CollectiveTimeoutError: Names the ranks that are missing after `timeout` seconds, or one
                 that is gone.
         """
-        if self._size > 1 and not self.all_signalled():
+        if self.size > 1 and not self.all_signalled():
             word = self._calls % 2
             self._until(self.all_signalled, word, step, timeout)
         # The buffers are read only after the words that say that they are filled.
@@ -304,7 +305,7 @@ class SymmetricMemory:
     def _until(self, there: Callable[[], bool], word: int, step: str, timeout: float) -> None:
         """Wait until `there()`; if the wait ends otherwise, abort, which tells the other ranks."""
         try:
-            for _ in range(_SPINS if self.workers >= self._size else 0):
+            for _ in range(_SPINS if self.workers >= self.size else 0):
                 if there():
                     return
                 os.sched_yield()

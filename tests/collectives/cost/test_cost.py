@@ -320,10 +320,11 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "4 nodes of 8 ranks, 1 MiB a rank"
     assert lines[1].startswith("assumed: intra 3.4 µs + 450 GB/s")
     sums = [line for line in lines if line.startswith("| sum |")]
-    assert len(sums) == 16 and any("| nccl |" in line for line in sums)
+    assert len(sums) == 17 and any("| nccl |" in line for line in sums)
     assert any("| rechd/rechd |" in line for line in sums)
 
     assert lines[-2].startswith('sum: algorithm="rd:') and "/" in lines[-2]
+    # Of 32 ranks, more than `auto` lets meet at once.
     assert lines[-1] == 'adasum: algorithm="rd:4M:vhdd"'
 
     main([*command, "--alpha", "1e-6", "--beta", "0,0", "--algorithms", "rd"])

@@ -181,14 +181,17 @@ def test_all_reduce_in_shared_memory_sends_messages_where_it_must(
     assert run(3, job) == [sent] * 3
 
 
+@pytest.mark.parametrize("algorithm", ["rechd", "direct"])
 @pytest.mark.parametrize("op", ["Sum", "Average"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_sum_in_two_shots_has_the_bits_of_messages(size: int, op: str, by_messages: Any) -> None:
+def test_sum_in_slices_has_the_bits_of_messages(
+    size: int, op: str, algorithm: str, by_messages: Any
+) -> None:
     def job(group: Group) -> list[torch.Tensor]:
         answers = []
         for count, dtype in ((1, torch.float32), (17, torch.float64), (4099, torch.bfloat16)):
             tensor = data(group, count, dtype)
-            group.all_reduce(tensor, OPS[op], algorithm="rechd")
+            group.all_reduce(tensor, OPS[op], algorithm=algorithm)
             answers.append(tensor)
         return answers
 
@@ -198,10 +201,11 @@ def test_sum_in_two_shots_has_the_bits_of_messages(size: int, op: str, by_messag
             assert torch.equal(a, b) and torch.equal(a, first)
 
 
+@pytest.mark.parametrize("algorithm", ["vhdd", "direct"])
 @pytest.mark.parametrize("spins", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8])
-def test_adasum_in_two_shots_has_the_bits_of_messages(
-    size: int, spins: bool, by_messages: Any, monkeypatch: pytest.MonkeyPatch
+def test_adasum_in_slices_has_the_bits_of_messages(
+    size: int, spins: bool, algorithm: str, by_messages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever the slices cut segments, with enough processors or not; by its definition."""
     monkeypatch.setattr(SymmetricMemory, "workers", size if spins else 1)
@@ -214,7 +218,7 @@ def test_adasum_in_two_shots_has_the_bits_of_messages(
         answers = []
         for count, dtype in ((1, torch.float32), (40, torch.bfloat16), (100_003, torch.float32)):
             tensor = data(group, count, dtype)
-            group.all_reduce(tensor, Adasum, algorithm="vhdd", segments=bounds(count))
+            group.all_reduce(tensor, Adasum, algorithm=algorithm, segments=bounds(count))
             answers.append(tensor)
         sent.add(bool(steps))
         return answers
@@ -233,15 +237,36 @@ def test_adasum_in_two_shots_has_the_bits_of_messages(
     assert (shared[0][-1].double() - want).norm() <= 12 * eps * want.norm()
 
 
-def test_adasum_of_more_segments_than_a_table_holds_goes_by_messages() -> None:
-    rows = TABLE_BYTES // 24
+@pytest.mark.parametrize("size", [3, 4])
+def test_adasum_of_nearly_opposed_vectors_in_slices_has_the_bits_of_messages(
+    size: int, by_messages: Any
+) -> None:
+    """Whose Gram matrices are gathered once more, as sums of two: in one segment of three."""
+
+    def job(group: Group) -> torch.Tensor:
+        common = data(Rank(0), 30_011, seed=3)
+        tensor = data(group, 30_011)
+        tensor[7000:20_000] += 1e6 * (-1) ** group.rank * common[7000:20_000]
+        bounds = [0, 7000, 20_000, 30_011]
+        return group.all_reduce(tensor, Adasum, algorithm="direct", segments=bounds)
+
+    shared, sent = run(size, job), by_messages(size, job)
+    assert all(torch.equal(each, shared[0]) for each in (*shared, *sent))
+
+
+@pytest.mark.parametrize(("algorithm", "row"), [("vhdd", 24), ("direct", 16 * 2 * 2)])
+def test_adasum_of_more_segments_than_a_table_holds_goes_by_messages(
+    algorithm: str, row: int
+) -> None:
+    rows = TABLE_BYTES // row
 
     def job(group: Group) -> list[bool]:
         steps = messages(group)
         seen = []
         for count in (rows, rows + 1):
             steps.clear()
-            group.all_reduce(torch.ones(count), Adasum, algorithm="vhdd", segments=range(count + 1))
+            bounds = range(count + 1)
+            group.all_reduce(torch.ones(count), Adasum, algorithm=algorithm, segments=bounds)
             seen.append(bool(steps))
         return seen
 

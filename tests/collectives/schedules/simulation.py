@@ -67,7 +67,12 @@ def _received(step: Step, arrived: list[list[Tree]], chunk: int, mine: Tree) -> 
             if recv.action is Action.COPY:
                 return value
             (after if recv.action is Action.REDUCE_RIGHT else before).append(value)
-    return folded([*before, mine, *after])
+    operands = [*before, mine, *after]
+    if not step.tree or len(operands) == 1:
+        return folded(operands)
+    for left, right, *_ in step.tree:
+        operands[left] = operands[left], operands[right]
+    return operands[step.tree[-1][0]]
 
 
 def with_step(schedule: Schedule, rank: int, number: int, step: Step) -> Schedule:

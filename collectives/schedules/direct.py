@@ -1,0 +1,105 @@
+"""Direct exchange: every rank gets its slice of all vectors, reduces them at once, and sends it on.
+
+Wins for Adasum on more than two ranks where a step costs more than a message, as on GPUs of one
+node: 2 steps whatever the size, 2 (n - 1) / n of the buffer each way, and (n - 1) / n of it as
+extra memory, the slices of the n - 1 other ranks. Each rank sends n - 1 messages a step, so that of
+many ranks, or where latency is all that counts, `rd` and `vhdd` are faster.
+
+An operator that reads trees is handed all n operands with the tree of `rd` and `vhdd`, for which it
+needs tables of all slices: one small exchange more, of every rank with every other, between the two
+steps. Adasum's are Gram matrices, since every vector of its tree is a linear combination of the
+ranks' vectors. Other operators take the operands in rank order. Sources: the direct algorithms of
+Thakur, Rabenseifner and Gropp, IJHPCA 2005; the Gram matrix is this library's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from collectives.schedules.algorithm import Algorithm, BulkStep, Level, Order, Parts
+from collectives.schedules.folding import balanced_tree
+from collectives.schedules.schedule import (
+    Action,
+    Collective,
+    ScatterGather,
+    Schedule,
+    Step,
+    Transfer,
+    back,
+    sharded,
+)
+
+
+def _scatter(size: int, rank: int) -> Iterator[Step]:
+    if size == 1:
+        return
+    # The next rank first, so that not all begin with rank 0.
+    next_ones = (peer % size for peer in range(rank + 1, rank + size))
+    sends = tuple(Transfer(peer, peer, peer + 1) for peer in next_ones)
+    recvs = tuple(
+        Transfer(peer, rank, rank + 1, action, leaves=(1, 1))
+        for peer in range(size)
+        if peer != rank
+        for action in [Action.REDUCE_LEFT if peer < rank else Action.REDUCE_RIGHT]
+    )
+    yield Step(sends, recvs, group=_all(size), tree=balanced_tree(size))
+
+
+@lru_cache(maxsize=64)
+def _all(size: int) -> tuple[int, ...]:
+    return tuple(range(size))
+
+
+@lru_cache(maxsize=64)
+def scatter_gather(size: int) -> ScatterGather:
+    """Return the exchange of slices and the gather of the results; rank r owns slice r."""
+    return ScatterGather(
+        "direct",
+        size,
+        owners=_all(size),
+        width=1,
+        scatter=lambda rank: _scatter(size, rank),
+        gather=lambda rank: back(_scatter(size, rank)),
+    )
+
+
+@lru_cache(maxsize=64)
+def all_reduce(size: int) -> Schedule:
+    """Return `direct`: 2 steps, 2 (n - 1) / n of the buffer each way."""
+    return scatter_gather(size).all_reduce()
+
+
+@lru_cache(maxsize=64)
+def reduce_scatter(size: int) -> Schedule:
+    """Return its first step alone, which leaves rank r with slice r reduced."""
+    steps = scatter_gather(size).scatter
+    return Schedule("direct reduce_scatter", size, size, Collective.REDUCE_SCATTER, steps)
+
+
+def _closed_form(level: Level, samples: int) -> Parts:
+    """Return both steps of a level for the cost model; there is no pipeline to sample."""
+    size, shards = level.size, level.shards
+    if size == 1:
+        return (), ()
+    source, target = np.divmod(np.arange(size * size), size)
+    source, target = (np.tile(ends[source != target], shards) for ends in (source, target))
+    group = np.arange(size)[None]
+    share = 1 / (size * shards)
+    scatter = BulkStep(source, target, share, size - 1, groups=[group], by_tree=True)
+    return (scatter,), (BulkStep(source, target, share),)
+
+
+DIRECT = Algorithm(
+    "direct",
+    "each rank reduces its slice of all vectors at once, for Adasum by one Gram matrix",
+    Order.BALANCED,
+    all_at_once=True,
+    by_tree=True,
+    pairwise="vhdd",
+    schedule=lambda level: sharded(all_reduce(level.size), level.shards),
+    closed_form=_closed_form,
+    scatter_gather=lambda level: scatter_gather(level.size).sharded(level.shards),
+)
