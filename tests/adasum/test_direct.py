@@ -1,4 +1,4 @@
-"""Adasum by `direct`: one Gram matrix a segment, against a tree of longdoubles, bit for bit alike."""
+"""Adasum by `direct`, one Gram matrix a segment: as precise as a tree of longdoubles, bits alike."""
 
 from __future__ import annotations
 
