@@ -1,4 +1,4 @@
-"""Adasum by `direct`, one Gram matrix a segment: as precise as a tree of longdoubles, bits alike."""
+"""Adasum by `direct`, one Gram matrix a segment: precise whatever cancels, and with equal bits."""
 
 from __future__ import annotations
 
