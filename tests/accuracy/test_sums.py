@@ -11,7 +11,17 @@ from tests.accuracy.reference import exact
 from tests.accuracy.vectors import KINDS, NUMEL, vectors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-ALGORITHMS = ("xring", "rechd", "rd", "vhdd", "direct", "pscpu", "psgpu#2", "rechd#2", "rd:100:xring")
+ALGORITHMS = (
+    "xring",
+    "rechd",
+    "rd",
+    "vhdd",
+    "direct",
+    "pscpu",
+    "psgpu#2",
+    "rechd#2",
+    "rd:100:xring",
+)
 TWO_LEVEL = ("xring/rechd", "psgpu/rd", "rechd/psgpu", "direct/direct")
 # "huge" Sums of float16 overflow, which is the subject of test_special.py.
 FINITE = [kind for kind in KINDS if kind != "huge"]

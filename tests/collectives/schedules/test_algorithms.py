@@ -12,6 +12,7 @@ from collectives import Group, run_threads
 from collectives.schedules import (
     binomial_tree,
     bruck,
+    direct,
     parameter_server,
     recursive_doubling,
     recursive_halving,
@@ -116,6 +117,30 @@ def test_tree_reduce_and_brucks_all_gather_are_proved_in_log_n_steps() -> None:
             assert (proof.steps, proof.one_tree) == (steps, True)
 
 
+def test_direct_is_proved_for_every_size() -> None:
+    for n in SIZES:
+        for schedule in (direct.all_reduce(n), sharded(direct.all_reduce(n), 2)):
+            proof = verify(schedule)
+            assert proof.one_tree and proof.carries_adasum and proof.all_at_once
+            assert proof.by_tree == (n > 1)
+            assert proof.steps == (2 if n > 1 else 0)
+        scattered = verify(direct.reduce_scatter(n))
+        assert scattered.steps == (n > 1) and scattered.by_tree == (n > 1)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 13, 64])
+def test_costs_of_direct_are_as_documented(n: int) -> None:
+    costs = cost(direct.all_reduce(n))
+    assert costs.steps == 2
+    assert costs.sent == costs.received == (Fraction(2 * (n - 1), n),) * n
+    assert costs.staged == Fraction(n - 1, n)
+    for rank in range(n):
+        for step in direct.all_reduce(n).steps(rank):
+            others = [(rank + 1 + i) % n for i in range(n - 1)]
+            assert sorted(each.peer for each in step.sends) == sorted(others)
+        assert [each.peer for each in next(iter(direct.all_reduce(n).steps(rank))).sends] == others
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 6, 7, 8, 13])
 def test_tree_reduce_has_the_tree_of_rd(n: int) -> None:
     for root in range(n):
@@ -145,7 +170,7 @@ def test_order_is_the_one_promised(n: int) -> None:
     extra = n - leaves
     pairs = [(2 * i, 2 * i + 1) for i in range(extra)]
     expected = balanced([*pairs, *range(2 * extra, n)])
-    for name in ("rd", "rechd", "vhdd"):
+    for name in ("rd", "rechd", "vhdd", "direct"):
         for shards in (1, 3):
             schedule = one_level(name, shards, Topology(n, n), one_tree=True)
             assert answers(schedule) == [[expected] * schedule.chunks] * n
@@ -281,6 +306,7 @@ def test_partners_of_swing_are_the_papers(n: int) -> None:
         ring.reduce(4, 1, 3),
         parameter_server.all_reduce(4, 2),
         one_level("vhdd", 2, Topology(3, 3)),
+        one_level("direct", 2, Topology(3, 3)),
         one_level("rd", 2, Topology(3, 3)),
     ],
     ids=lambda schedule: schedule.name,

@@ -84,7 +84,10 @@ def compare(schedule: Schedule, bulk: Sequence[BulkStep]) -> None:
             cached[id(form)] = closed_messages(form)
         found = messages(steps, schedule)
         assert found == cached[id(form)], f"{schedule.name} of {schedule.size}, step {number}"
-        assert not form.groups and all(len(step.group) < 2 for step in steps)
+        # Of groups that need tables of each other.
+        groups = {tuple(row.tolist()) for rows in form.groups for row in rows}
+        assert groups == {step.group for step in steps if len(step.group) > 1}
+        assert all(bool(step.tree) == form.by_tree for step in steps if step.recvs)
     assert number + 1 == len(expected)
 
 

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise, permutations
 
+import numpy as np
 import pytest
 
-from collectives.schedules.schedule import IDLE, Action, Collective, Schedule, Step, Transfer
+from collectives.schedules.schedule import IDLE, Action, Collective, Schedule, Step, Transfer, Tree
 from collectives.schedules.symbolic_step import ScheduleError
+from collectives.schedules.user_schedules import verified
 from collectives.schedules.verify import Proof, verify
 
 COPY, LEFT, RIGHT = Action.COPY, Action.REDUCE_LEFT, Action.REDUCE_RIGHT
@@ -289,3 +291,72 @@ def test_gathered_is_for_all_reduces_of_equal_shares() -> None:
     for other in ({"chunks": 3}, {"replicas": 2}, {"whole_segments": True}):
         with pytest.raises(ValueError, match="gathered is for an all_reduce"):
             dataclasses.replace(gathered(swapped(), 2), **other)
+
+
+JOINS = ((0, 1, 1, 1), (2, 0, 1, 2))
+"""2 · (0 · 1)."""
+
+
+def in_slices(trees: Sequence[Tree], *, turned: int | None = None) -> Schedule:
+    """Three ranks, each of which reduces its slice of all vectors by its tree.
+
+    turned: the rank that has its operands in another order.
+    """
+    steps = []
+    for rank, tree in enumerate(trees):
+        others = [peer for peer in range(3) if peer != rank]
+        sides = {peer: (peer < rank) is not (turned == rank) for peer in others}
+        recvs = tuple(
+            Transfer(peer, rank, rank + 1, LEFT if sides[peer] else RIGHT) for peer in others
+        )
+        sends = tuple(Transfer(peer, peer, peer + 1) for peer in others)
+        scatter = Step(sends, recvs, (0, 1, 2), tree=tree)
+        mine = tuple(Transfer(peer, rank, rank + 1) for peer in others)
+        steps.append([scatter, Step(mine, sends)])
+    return made(steps, 3)
+
+
+def test_a_group_of_all_ranks_reduces_by_the_tree_that_its_steps_say() -> None:
+    proof = verify(in_slices([JOINS] * 3))
+    assert proof.carries_adasum and proof.by_tree and proof.one_tree and proof.all_at_once
+    assert verify(in_slices([((0, 1, 1, 1), (0, 2, 2, 1))] * 3)).carries_adasum
+    # Without a tree the group's operands are more than a pair.
+    with pytest.raises(ScheduleError, match=r"one pair of whole vectors.* nor does it say"):
+        verify(in_slices([()] * 3))
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (((0, 1, 1, 1),), "has a tree that leaves out an operand"),
+        (((0, 1, 1, 1), (0, 3, 2, 1)), "joins operands 0 and 3 of 3"),
+        (((0, 1, 1, 1), (0, -1, 2, 1)), "joins operands 0 and -1 of 3"),
+        (((0, 1, 1, 1), (1, 2, 1, 1)), "joins operands 1 and 2 of 3, which .* or has used"),
+        (((0, 0, 1, 1), (0, 2, 1, 1)), "joins operands 0 and 0 of 3"),
+        (((0, 1, 1, 1), (2, 0, 2, 1)), r"says that \(2, 1\) ranks .* 2 and 0 .*, not \(1, 2\)"),
+    ],
+)
+def test_faults_of_trees_are_found(tree: Tree, message: str) -> None:
+    with pytest.raises(ScheduleError, match=f"step 0: rank 0 {message}"):
+        verify(in_slices([tree] * 3))
+
+
+def test_ranks_of_a_group_with_other_trees_or_orders_of_operands_are_found() -> None:
+    with pytest.raises(ScheduleError, match="ranks 0 and 2 name different trees"):
+        verify(in_slices([JOINS, JOINS, ((0, 1, 1, 1), (0, 2, 2, 1))]))
+    # Rank 0's operands as 2, 1, 0: its tables would have rows for other ranks.
+    with pytest.raises(ScheduleError, match="does not hold one pair"):
+        verify(in_slices([JOINS] * 3, turned=0))
+
+
+def test_a_tree_of_a_users_schedule_is_read_as_integers() -> None:
+    tree = ((True, np.int64(0), 1, 1), (np.int64(1), 2, 2, 1))
+    known = verified(in_slices([tree] * 3), 1, 3)  # type: ignore[list-item]
+    (step, _) = known.schedule.steps(1)
+    assert step.tree == ((1, 0, 1, 1), (1, 2, 2, 1))
+    assert {type(each) for join in step.tree for each in join} == {int}
+    for wrong in (((0, 1, 1),), ((0, 1, 1, 1.5),), (7,)):
+        with pytest.raises(TypeError, match="schedule 'made up', rank 0, step 0"):
+            verified(in_slices([wrong] * 3), 1, 3)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="joins operands"):
+        verified(in_slices([((0, 5, 1, 1),)] * 3), 1, 3)

@@ -276,8 +276,11 @@ def _kernel(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             return real(*args, **kwargs, **({} if out is None else {"out": out}))
         inner = {} if out is None else {"out": plain(out)}
         with torch._C.DisableTorchFunctionSubclass():
-            result = real(*_plain(args), **kwargs, **inner)
+            result = real(*_plain(args), **_plain(kwargs), **inner)
         written = _tensors(args[1]) if name == "unpack" else [result]
+        if name == "adasum_coefficients":
+            # Of tables of sums of two float64 it only reads the spread.
+            written += _tensors(kwargs["spread"])
         if name != "unpack" and out is None:
             machine.allocated(result)
         machine.access(name, machine.current(), _plain(given), _plain(written))
@@ -289,6 +292,8 @@ def _kernel(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 def _plain(values: Any) -> Any:
     if isinstance(values, torch.Tensor):
         return plain(values)
+    if isinstance(values, dict):
+        return {key: _plain(value) for key, value in values.items()}
     return type(values)(map(_plain, values)) if isinstance(values, tuple | list) else values
 
 
@@ -316,7 +321,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda.nvtx, name, lambda *_: None)
     for name in ("empty", "zeros", "ones", "full"):
         monkeypatch.setattr(torch, name, _factory(getattr(torch, name)))
-    for name in ("sum_n", "dot_and_norms", "combine", "adasum", "pack", "unpack"):
+    pairs, at_once = ("dot_and_norms", "combine", "adasum"), ("gram", "weighted_sum")
+    for name in ("sum_n", *pairs, *at_once, "adasum_coefficients", "pack", "unpack"):
         monkeypatch.setattr(kernels, name, _kernel(name, getattr(kernels, name)))
     # It reads no memory, but takes no subclass either.
     layout_of = kernels.layout_of

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from adasum.optimizer.buckets.delta_buffers import DeltaBuffers
 from adasum.optimizer.buckets.gradient_buffers import GradientBuffers
 from adasum.optimizer.buckets.reduction import BucketReducer, Reduction
 from collectives import Average, FusedBuffer, Group, Reducer, Sum, Work
+from collectives.cost import ASSUMED, Cost, LinkRates, estimate
 from collectives.execution import pipelining
 from collectives.execution.vendor import Libraries
 from collectives.reducers import SumReducer
@@ -73,7 +75,7 @@ def mine(group: Group, numel: int = NUMEL) -> torch.Tensor:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("algorithm", ["nccl", *SCHEDULES, "xring#2"])
 def test_one_call_after_the_other(algorithm: str, size: int) -> None:
-    op = Adasum if algorithm == "vhdd" else Sum
+    op = Adasum if algorithm in ("vhdd", "direct") else Sum
 
     def work(group: Group) -> None:
         for _ in range(2):
@@ -86,10 +88,44 @@ def test_one_call_after_the_other(algorithm: str, size: int) -> None:
     assert run(work, size) == []
 
 
+@pytest.mark.parametrize(("algorithm", "groups"), [("direct", 4), ("vhdd", 6 + 1 + 2 + 3)])
+def test_groups_of_nccl_are_those_that_the_model_prices(
+    algorithm: str, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of `direct` the precise tables travel too: the host does not know whether they must."""
+    sizes: list[int] = []
+    access = machine.access
+
+    def counted(what: str, stream: Stream, reads: Any, writes: Sequence[torch.Tensor]) -> None:
+        if what == "a group of NCCL's":
+            sizes.append(sum(tensor.nbytes for tensor in writes))
+        access(what, stream, reads, writes)
+
+    monkeypatch.setattr(machine, "access", counted)
+    monkeypatch.setattr(pipelining, "_NEAR_PART_BYTES", 1 << 30)
+
+    def work(group: Group) -> None:
+        group.all_reduce(mine(group, 8000), Adasum, algorithm=algorithm)
+
+    assert run(work, 8) == []
+    price = walk_one(algorithm)
+    assert len(sizes) == 8 * groups
+    # The model counts no precise tables, twice as long, among the bytes.
+    precise = 8 * 7 * 2 * 8 * 8 * 8 if algorithm == "direct" else 0
+    assert sum(sizes) == price.intra + precise
+    free = replace(ASSUMED, host=0.0)
+    each = (price.seconds - walk_one(algorithm, free).seconds) / ASSUMED.host
+    assert each == pytest.approx(groups)
+
+
+def walk_one(algorithm: str, rates: LinkRates = ASSUMED) -> Cost:
+    return estimate(algorithm, 32000, rates, Topology(8, 8), "adasum")
+
+
 @pytest.mark.parametrize("outer", [*OUTER, "pscpu#2"])
 @pytest.mark.parametrize("inner", ["nccl", "nccl#2", "xring", "pscpu", "psgpu"])
 def test_two_levels(inner: str, outer: str) -> None:
-    op = Adasum if outer in ("rd", "vhdd") else Sum
+    op = Adasum if outer in ("rd", "vhdd", "direct") else Sum
 
     def work(group: Group) -> None:
         tensor = mine(group)

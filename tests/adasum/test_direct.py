@@ -1,0 +1,371 @@
+"""Adasum by `direct`, one Gram matrix a segment: precise whatever cancels, and with equal bits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from adasum import Adasum, AdasumReducer
+from collectives import Average, Group, Max, Reducer, Sum, calls, run_threads
+from collectives.schedules import direct
+from collectives.schedules.algorithm import Order
+from collectives.schedules.registry import ORDERED
+from tests.collectives.consistency.ranks import WAYS, everywhere, run
+from tests.collectives.operators import Longest
+
+UNWEIGHTED = AdasumReducer(weighted=False)
+NARROW = (torch.float16, torch.bfloat16, torch.float32)
+# 1003 is no multiple of any number of ranks: cuts fall inside segments. There is an empty one, one
+# of one element, and one longer than most slices.
+BOUNDS = (0, 1, 1, 130, 900, 1003)
+# Powers of two and others, and in `make test-slow` all of them.
+QUICK = {1, 2, 3, 4, 5, 8, 17}
+SIZES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 18)]
+OPPOSED = [f"opposed {10.0**-power:g}" for power in range(1, 8)]
+KINDS = ["common", "apart", "parallel", "orthogonal", "tiny", "huge", "zeros", *OPPOSED]
+
+
+@pytest.fixture
+def by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
+
+
+def vectors(kind: str, size: int, dtype: torch.dtype) -> list[Tensor]:
+    """One a rank, the same in every run."""
+    generator = torch.Generator().manual_seed(31 * size)
+    draw = torch.randn(size + 1, BOUNDS[-1], generator=generator, dtype=torch.float64)
+    common, own = draw[0], draw[1:]
+    lengths = 1.0 + 0.3 * torch.arange(size, dtype=torch.float64)[:, None]
+    signs = 1.0 - 2.0 * (torch.arange(size, dtype=torch.float64) % 2)[:, None]
+    mask = torch.arange(BOUNDS[-1]) % size == torch.arange(size)[:, None]
+    # Of float16 far enough from the ends of its range that the answer is a normal number.
+    small, large = (1e-2, 3e3) if dtype == torch.float16 else (1e-30, 1e37)
+    found = {
+        "common": common + own,
+        "apart": own,
+        "parallel": lengths * common,
+        "orthogonal": own * mask,
+        "tiny": small * (common + own),
+        "huge": large * (common + own),
+        "zeros": own * (torch.arange(size) % 3 != 1)[:, None],
+    }
+    if kind in found:
+        return list(found[kind].to(dtype))
+    return list((signs * common + float(kind.split()[1]) * own).to(dtype))
+
+
+class Node(NamedTuple):
+    """A vector of the tree, its ranks, and the sum of |c_i| |g_i| over the vectors that make it."""
+
+    value: np.ndarray
+    ranks: int
+    reach: np.longdouble
+
+
+def joined(a: Node, b: Node, *, weighted: bool) -> Node:
+    """adasum(a, b) of one segment; what is nothing but longdouble's rounding is a zero vector."""
+    p, q = (a.ranks, b.ranks) if weighted else (1, 1)
+    dot = (a.value * b.value).sum()
+    factors = []
+    for node, share in ((a, np.longdouble(p) / (p + q)), (b, np.longdouble(q) / (p + q))):
+        square = (node.value * node.value).sum()
+        zero = square < 1.5e-154 or square < (2.0**-50 * node.reach) ** 2
+        factors.append(np.longdouble(1) if zero else 1 - share * dot / square)
+    left, right = factors
+    reach = abs(left) * a.reach + abs(right) * b.reach
+    return Node(left * a.value + right * b.value, a.ranks + b.ranks, reach)
+
+
+def defined(inputs: Sequence[Tensor], *, weighted: bool = True) -> list[Node]:
+    """The tree's Adasum of each segment."""
+
+    def join(tree: object, leaves: Sequence[Node]) -> Node:
+        if isinstance(tree, int):
+            return leaves[tree]
+        left, right = tree  # type: ignore[misc]
+        return joined(join(left, leaves), join(right, leaves), weighted=weighted)
+
+    answer = []
+    for low, high in itertools.pairwise(BOUNDS):
+        values = [each[low:high].double().numpy().astype(np.longdouble) for each in inputs]
+        leaves = [Node(value, 1, np.sqrt((value * value).sum())) for value in values]
+        answer.append(join(Order.BALANCED.tree(range(len(inputs))), leaves))
+    return answer
+
+
+def check(answer: Tensor, nodes: Sequence[Node], about: object) -> None:
+    """The contract's 100 eps of each segment, and half a spacing where results are subnormal.
+
+    What is left where all cancels is the rounding of float64 coefficients, half an eps of each.
+    """
+    info = torch.finfo(answer.dtype)
+    for node, (low, high) in zip(nodes, itertools.pairwise(BOUNDS), strict=True):
+        want = node.value
+        error = answer[low:high].double().numpy() - want
+        floor = 0.5 * info.smallest_normal * info.eps * np.sqrt(max(high - low, 1))
+        bound = 100 * info.eps * np.sqrt((want * want).sum()) + floor + 2.0**-53 * node.reach
+        assert np.sqrt((error * error).sum()) <= bound, (about, low, high)
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.usefixtures("by_messages")
+@pytest.mark.parametrize("size", SIZES)
+def test_direct_is_the_tree_of_longdoubles_within_100_eps_whatever_cancels(size: int) -> None:
+    cases = [(k, d, op) for k in KINDS for d in NARROW for op in (Adasum, UNWEIGHTED)]
+
+    def work(group: Group) -> list[Tensor]:
+        answers = []
+        for kind, dtype, op in cases:
+            mine = vectors(kind, size, dtype)[group.rank].clone()
+            answers.append(group.all_reduce(mine, op, algorithm="direct", segments=BOUNDS))
+        return answers
+
+    first, *others = run_threads(size, work)
+    for number, (kind, dtype, op) in enumerate(cases):
+        assert {bits(other[number]) for other in others} <= {bits(first[number])}
+        wanted = defined(vectors(kind, size, dtype), weighted=op.weighted)
+        check(first[number], wanted, (kind, dtype, op))
+
+
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_direct_has_the_same_bits_by_every_way_and_in_every_run(size: int) -> None:
+    def work(group: Group) -> list[bytes]:
+        answers = []
+        for dtype in (*NARROW, torch.complex64):
+            for kind in ("common", "opposed 1e-06"):
+                vector = vectors(kind, size, dtype.to_real())[group.rank]
+                if dtype.is_complex:
+                    vector = torch.complex(vector, vector.flip(0))
+                for _ in range(2):
+                    mine = vector.clone()
+                    group.all_reduce(mine, Adasum, algorithm="direct", segments=BOUNDS)
+                    answers.append(bits(mine))
+                assert answers[-1] == answers[-2]
+        return answers
+
+    found = [each for way in WAYS for each in run(way, size, work)]
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.usefixtures("by_messages")
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_complex_vectors_count_as_their_reals(size: int) -> None:
+    twice = tuple(2 * bound for bound in BOUNDS)
+    inputs = [torch.complex(v, v.flip(0)) for v in vectors("common", size, torch.float32)]
+
+    def work(group: Group) -> list[Tensor]:
+        mine, reals = (inputs[group.rank].clone() for _ in range(2))
+        group.all_reduce(mine, Adasum, algorithm="direct", segments=BOUNDS)
+        # Another number of slices' elements, so that only the values are alike.
+        flat = torch.view_as_real(reals).view(-1)
+        group.all_reduce(flat, Adasum, algorithm="direct", segments=twice)
+        return [mine, reals]
+
+    for one, other in run_threads(size, work):
+        bound = torch.finfo(torch.float32).eps * other.abs()
+        assert ((one - other).abs() <= bound).all()
+
+
+@pytest.mark.usefixtures("by_messages")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_float64_takes_the_steps_and_bits_of_vhdd(dtype: torch.dtype) -> None:
+    def work(group: Group) -> None:
+        answers, steps = [], []
+        for name in ("direct", "vhdd"):
+            mine = vectors("common", 5, torch.float64)[group.rank].to(dtype)
+            before = group.transport.steps
+            group.all_reduce(mine, Adasum, algorithm=name, segments=BOUNDS)
+            answers.append(bits(mine))
+            steps.append(group.transport.steps - before)
+        assert answers[0] == answers[1] and steps[0] == steps[1]
+
+    run_threads(5, work)
+
+
+@pytest.mark.usefixtures("by_messages")
+@pytest.mark.parametrize(
+    ("op", "kind", "steps"),
+    [
+        (Sum, "common", 2),
+        (Max, "common", 2),
+        (Adasum, "common", 3),
+        # G is not enough, so that more precise tables are exchanged as well.
+        (Adasum, "opposed 1e-06", 4),
+    ],
+    ids=str,
+)
+def test_steps_are_two_and_an_exchange_of_tables(op: Reducer, kind: str, steps: int) -> None:
+    def work(group: Group) -> None:
+        mine = vectors(kind, 4, torch.float32)[group.rank].clone()
+        before = group.transport.steps
+        group.all_reduce(mine, op, algorithm="direct", segments=BOUNDS)
+        assert group.transport.steps - before == steps
+
+    run_threads(4, work)
+
+
+@pytest.mark.usefixtures("by_messages")
+@pytest.mark.parametrize("numel", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_fewer_elements_than_ranks_are_the_tree(size: int, numel: int) -> None:
+    inputs = [vector[200:][:numel] for vector in vectors("common", size, torch.float32)]
+
+    def work(group: Group) -> list[Tensor]:
+        found = []
+        for name in ("direct", "direct#3", "rd"):
+            found.append(group.all_reduce(inputs[group.rank].clone(), Adasum, algorithm=name))
+        return found
+
+    for one, shards, other in run_threads(size, work):
+        assert torch.equal(one, shards)
+        # Each of both is within the contract's 100 eps of the tree.
+        assert (one - other).norm() <= 200 * torch.finfo(torch.float32).eps * other.norm()
+
+
+@pytest.mark.usefixtures("by_messages")
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_segment(poison: float) -> None:
+    def work(group: Group) -> None:
+        clean, poisoned = (vectors("common", 5, torch.float32)[group.rank] for _ in range(2))
+        if group.rank == 2:
+            poisoned[500] = poison
+        for tensor in (clean, poisoned):
+            group.all_reduce(tensor, Adasum, algorithm="direct", segments=BOUNDS)
+        assert poisoned[130:900].isnan().all()
+        for here in (slice(130), slice(900, None)):
+            assert torch.equal(poisoned[here], clean[here])
+
+    run_threads(5, work)
+
+
+@everywhere
+def test_zero_vectors_are_the_identity_and_a_joined_rank_counts(way: str) -> None:
+    (vector,) = vectors("apart", 1, torch.float32)
+
+    def work(group: Group) -> None:
+        if group.rank == 1:
+            group.join((Adasum,))
+            return
+        mine = (1 + group.rank) * vector
+        group.all_reduce(mine, Adasum, algorithm="direct", segments=BOUNDS)
+        # The first pair stands for two ranks, one of which has joined: (2 · 1 + 1 · 3) / 3.
+        # The coefficients and the sum round three times, half an eps each, once to the dtype.
+        assert ((mine - vector * (5 / 3)).abs() <= 2 * 2.0**-23 * mine.abs()).all()
+        group.join((Adasum,))
+
+    run(way, 3, work)
+
+
+class Pairs(AdasumReducer):
+    """Adasum as an operator that reads no trees."""
+
+    name = "Pairs"
+    reads_tree = False
+
+    def reads_tree_of(self, dtype: torch.dtype) -> bool:
+        return False
+
+
+@everywhere
+@pytest.mark.parametrize("op", [Pairs(), Longest()], ids=str)
+def test_an_operator_that_reads_no_trees_is_refused_before_anything_is_sent(
+    way: str, op: Reducer
+) -> None:
+    def work(group: Group) -> None:
+        tensor = torch.ones(9)
+        for call in (
+            lambda: group.all_reduce(tensor, op, algorithm="direct"),
+            lambda: group.all_reduce_init(tensor, op, algorithm="direct#2"),
+            lambda: group.check_algorithm("direct", op),
+            lambda: group.run(direct.all_reduce(3), tensor, op),
+        ):
+            with pytest.raises(ValueError, match=r"hands over .*operands with their tree.*: .*"):
+                call()
+        with pytest.raises(ValueError, match=rf"{op} does not read: use .*bruck, psgpu, pscpu$"):
+            group.check_algorithm("direct", op)
+        assert tensor.eq(1).all()
+        group.all_reduce(tensor, Sum)
+
+    run(way, 3, work)
+
+
+@pytest.mark.usefixtures("by_messages")
+def test_a_users_schedule_with_a_tree_carries_what_reads_it() -> None:
+    def work(group: Group) -> None:
+        mine = vectors("common", 4, torch.float32)[group.rank]
+        named = group.all_reduce(mine.clone(), Adasum, algorithm="direct", segments=BOUNDS)
+        own = group.run(direct.all_reduce(4), mine.clone(), Adasum, segments=BOUNDS)
+        assert torch.equal(named, own)
+        with pytest.raises(ValueError, match=r"Adasum of torch\.float64: .*reduce them in pairs"):
+            group.run(direct.all_reduce(4), mine.double(), Adasum)
+
+    run_threads(4, work)
+
+
+@pytest.mark.usefixtures("by_messages")
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_reduce_scatter_sends_no_more_than_slices_and_has_directs_bits(size: int) -> None:
+    numel = 70_000 * size + 5
+
+    def work(group: Group) -> None:
+        generator = torch.Generator().manual_seed(group.rank)
+        mine = torch.randn(numel, generator=generator)
+        sent = 0
+        exchange = group.transport.exchange
+
+        def counted(sends: Sequence[tuple[int, Tensor]], *rest: object) -> None:
+            nonlocal sent
+            sent += sum(tensor.nbytes for _, tensor in sends)
+            exchange(sends, *rest)  # type: ignore[arg-type]
+
+        group.transport.exchange = counted  # type: ignore[method-assign, assignment]
+        piece = group.reduce_scatter(mine.clone(), Adasum, prescale=0.5, postscale=2.0)
+        group.transport.exchange = exchange  # type: ignore[method-assign]
+        tables = (size - 1) * size * size * 8
+        # All slices but its own, the tables and the negotiation's messages.
+        assert sent <= mine.nbytes + tables + 4096
+        whole = group.all_reduce(
+            mine.clone(), Adasum, algorithm="direct", prescale=0.5, postscale=2.0
+        )
+        assert torch.equal(piece, whole.tensor_split(size)[group.rank])
+
+    run_threads(size, work)
+
+
+@pytest.mark.usefixtures("by_messages")
+def test_reduce_scatter_of_small_and_of_float64_vectors_is_the_slice_of_the_all_reduce() -> None:
+    def work(group: Group) -> None:
+        for numel, dtype in ((13, torch.float32), (90_001, torch.float64)):
+            mine = torch.randn(numel, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
+            piece = group.reduce_scatter(mine.clone(), Adasum)
+            whole = group.all_reduce(mine, Adasum)
+            assert torch.equal(piece, whole.tensor_split(4)[group.rank])
+
+    run_threads(4, work)
+
+
+@pytest.mark.usefixtures("by_messages")
+@pytest.mark.parametrize("op", [Sum, Average, Max], ids=str)
+def test_elementwise_operators_are_one_pass_in_rank_order(op: Reducer) -> None:
+    def work(group: Group) -> None:
+        for dtype in (torch.float16, torch.float64, torch.int32):
+            inputs = [(100 * v).to(dtype) for v in vectors("common", 5, torch.float64)]
+            for name in ("direct", "direct#2"):
+                mine = group.all_reduce(inputs[group.rank].clone(), op, algorithm=name)
+                same = group.all_reduce(inputs[group.rank].clone(), op, algorithm="psgpu#5")
+                assert torch.equal(mine, same)
+
+    run_threads(5, work)
+
+
+def test_names_that_carry_adasum_hold_direct() -> None:
+    assert "direct" in ORDERED
