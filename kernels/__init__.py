@@ -6,6 +6,9 @@
     sum_n, scaled_add       n-way and weighted sums, accumulated wider than they are stored
     dot_and_norms, combine  the two halves of Adasum's pairwise projection, a segment at a time
     adasum                  both at once
+    gram, adasum_coefficients, weighted_sum
+                            Adasum of n tensors in any order of pairs: their dot products, the
+                            coefficients that these give, and the sum with them
     Layout, layout_of       where each tensor lies in a packed buffer
 
 float16, bfloat16, float32 and float64 (`DTYPES`); any other dtype is a TypeError. Bad arguments
@@ -19,8 +22,23 @@ communication happens here.
 """
 
 from kernels import logs
+from kernels.arithmetic import SPREAD_LIMIT
 from kernels.backends import BackendInfo, backend_info
 from kernels.findings import max_abs_reference
+from kernels.gram import (
+    adasum_coefficients,
+    adasum_coefficients_bytes,
+    adasum_coefficients_reference,
+    gram,
+    gram_bytes,
+    gram_reference,
+    plan_adasum_coefficients,
+    plan_gram,
+    plan_weighted_sum,
+    weighted_sum,
+    weighted_sum_bytes,
+    weighted_sum_reference,
+)
 from kernels.layout import Layout, layout_of
 from kernels.packing import (
     pack,
@@ -33,14 +51,17 @@ from kernels.packing import (
     unpack_reference,
 )
 from kernels.plans import (
+    AdasumCoefficientsPlan,
     AdasumPlan,
     CombinePlan,
     DotAndNormsPlan,
+    GramPlan,
     PackPlan,
     Plan,
     ScaledAddPlan,
     SumPlan,
     UnpackPlan,
+    WeightedSumPlan,
 )
 from kernels.projection import (
     adasum,
@@ -72,18 +93,25 @@ __adasum__ = True
 
 __all__ = [
     "DTYPES",
+    "SPREAD_LIMIT",
+    "AdasumCoefficientsPlan",
     "AdasumPlan",
     "BackendInfo",
     "CombinePlan",
     "DotAndNormsPlan",
+    "GramPlan",
     "Layout",
     "PackPlan",
     "Plan",
     "ScaledAddPlan",
     "SumPlan",
     "UnpackPlan",
+    "WeightedSumPlan",
     "adasum",
     "adasum_bytes",
+    "adasum_coefficients",
+    "adasum_coefficients_bytes",
+    "adasum_coefficients_reference",
     "adasum_reference",
     "backend_info",
     "combine",
@@ -92,18 +120,24 @@ __all__ = [
     "dot_and_norms",
     "dot_and_norms_bytes",
     "dot_and_norms_reference",
+    "gram",
+    "gram_bytes",
+    "gram_reference",
     "layout_of",
     "max_abs_reference",
     "pack",
     "pack_bytes",
     "pack_reference",
     "plan_adasum",
+    "plan_adasum_coefficients",
     "plan_combine",
     "plan_dot_and_norms",
+    "plan_gram",
     "plan_pack",
     "plan_scaled_add",
     "plan_sum_n",
     "plan_unpack",
+    "plan_weighted_sum",
     "scaled_add",
     "scaled_add_bytes",
     "scaled_add_reference",
@@ -113,6 +147,9 @@ __all__ = [
     "unpack",
     "unpack_bytes",
     "unpack_reference",
+    "weighted_sum",
+    "weighted_sum_bytes",
+    "weighted_sum_reference",
 ]
 
 logs.show(__name__)

@@ -30,13 +30,21 @@ from kernels.validation import (
     tracing,
 )
 
-FUNCTIONS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
+FUNCTIONS = (
+    *("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"),
+    *("gram", "adasum_coefficients", "weighted_sum"),
+)
 # Of its tensors: these have derivatives.
 LINEAR = FUNCTIONS[:4]
+# Of equal tensors.
+_OF_EQUALS = ("sum_n", "gram", "weighted_sum")
 _NO_FINDINGS = Findings()
 # Of inputs whose addresses are yet to be read: the same for all calls, as dynamo makes no array.
 _UNREAD: array[int] = array("Q")
-EMPTY = "tensors is empty: pass at least one tensor to sum"
+EMPTY = "tensors is empty: pass at least one tensor"
+
+
+Tree = tuple[tuple[int, int, float, float], ...]
 
 
 @dataclass
@@ -47,10 +55,14 @@ class Call:
         function: Its name.
         inputs: What it reads; of `unpack` what it writes.
         out: What it writes; of `unpack` what it reads.
-        bounds: Elements of `out`, or of a and b, where segments start, and end; of a packed buffer
-            where slots do.
+        bounds: Elements of `out`, or of the inputs, where segments start, and end; of a packed
+            buffer where slots do; of `adasum_coefficients` none.
         findings: What it writes beside `out`.
         dots: Of `combine`.
+        coefficients: Of `weighted_sum`.
+        spread: Of `gram` and `adasum_coefficients`: which segments are taken, or left, by how far
+            their vectors cancel; `writes_spread` says whether it is read or written.
+        tree: Of `adasum_coefficients`: rows (left, right, p, q).
         packed: Of `pack` and `unpack`.
         cooperative: Of `adasum`: whether one cooperative launch may do it.
         made: Whether `out` was made for it.
@@ -64,6 +76,9 @@ class Call:
     bounds: tuple[int, ...]
     findings: Findings = _NO_FINDINGS
     dots: Tensor | None = None
+    coefficients: Tensor | None = None
+    spread: Tensor | None = None
+    tree: Tree = ()
     packed: PackedList | None = None
     cooperative: bool = True
     made: bool = False
@@ -77,20 +92,27 @@ class Call:
 
     def name(self, i: int) -> str:
         """How messages call an input."""
-        in_list = self.rebound or self.function in ("pack", "unpack", "sum_n")
-        return f"tensors[{i}]" if in_list else "ab"[i]
+        if self.rebound or self.packed is not None or self.function in _OF_EQUALS:
+            return f"tensors[{i}]"
+        return "partials" if self.function == "adasum_coefficients" else "ab"[i]
 
     def others(self) -> list[tuple[str, Tensor]]:
         """Name and tensor of all but the inputs."""
-        dots = [] if self.dots is None else [("dots", self.dots)]
-        return [*self.findings.given(), (self.out_name, self.out), *dots]
+        named = [*self.findings.given(), (self.out_name, self.out)]
+        if self.dots is not None:
+            named.append(("dots", self.dots))
+        if self.coefficients is not None:
+            named.append(("coefficients", self.coefficients))
+        if self.spread is not None:
+            named.append(("spread", self.spread))
+        return named
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Of the inputs; of `sum_n` they are equal."""
+        """Of the inputs."""
         if self.packed is not None:
             return self.packed.dtypes
-        if self.function == "sum_n":
+        if self.function in _OF_EQUALS:
             return [self.inputs[0].dtype] * len(self.inputs)
         return [one.dtype for one in self.inputs]
 
@@ -107,10 +129,28 @@ class Call:
         return self.function == "pack"
 
     @property
+    def precise(self) -> bool:
+        """Of `gram` and `adasum_coefficients`: whether the matrices are double-double."""
+        return self.out.dim() == 4 if self.function == "gram" else self.inputs[0].dim() == 5
+
+    @property
+    def writes_spread(self) -> bool:
+        """Whether `spread` is found of float64 matrices, not what chooses among segments."""
+        return (
+            self.spread is not None and self.function == "adasum_coefficients" and not self.precise
+        )
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `out` may be one of the inputs, since it is made element by element."""
+        return self.packed is None and self.function not in ("gram", "adasum_coefficients")
+
+    @property
     def written(self) -> list[Tensor]:
         """The tensors that it writes."""
         main = self.inputs if self.function == "unpack" else [self.out]
-        return [*main, *[one for one in self.findings if one is not None]]
+        found = [self.spread] if self.writes_spread else []
+        return [*main, *[one for one in (*self.findings, *found) if one is not None]]
 
 
 def check_pack(
@@ -128,7 +168,7 @@ def check_pack(
     made = out is None
     if out is None:
         out = torch.empty(chosen.numel, dtype=chosen.dtype, device=device)
-    return Call("pack", inputs, out, chosen.segments, findings, None, packed, made=made)
+    return Call("pack", inputs, out, chosen.segments, findings, packed=packed, made=made)
 
 
 def check_unpack(
@@ -141,7 +181,7 @@ def check_unpack(
     check_buffer("buffer", buffer, packed.layout, device)
     check_all_writable("tensors", inputs)
     findings.check(device, *packed.dtypes)
-    return Call("unpack", inputs, buffer, packed.layout.segments, findings, None, packed)
+    return Call("unpack", inputs, buffer, packed.layout.segments, findings, packed=packed)
 
 
 def check_sum_n(
@@ -149,7 +189,7 @@ def check_sum_n(
 ) -> Call:
     """Check the arguments of `sum_n`; makes the output where `out` is None."""
     inputs = check_equals(tensors)
-    target = _check_target(out, "tensors[0]", inputs[0], dtype)
+    target = check_target(out, "tensors[0]", inputs[0], dtype)
     findings.check(inputs[0].device, target.dtype)
     bounds = 0, target.numel()
     return Call("sum_n", inputs, target, bounds, findings, made=out is None)
@@ -161,7 +201,7 @@ def check_scaled_add(
     """Check the arguments of `scaled_add`; makes the output where `out` is None."""
     left = check_tensor("a", a)
     inputs = [left, check_like("b", b, "a", left, any_dtype=True)]
-    target = _check_target(out, "a", left, dtype)
+    target = check_target(out, "a", left, dtype)
     findings.check(left.device, target.dtype)
     bounds = 0, target.numel()
     return Call("scaled_add", inputs, target, bounds, findings, made=out is None)
@@ -189,7 +229,7 @@ def check_combine(
     bounds = check_segments(segments, target.numel())
     check_dots(dots, len(bounds) - 1, target)
     findings.check(target.device, target.dtype)
-    return Call("combine", inputs, target, bounds, findings, dots, made=out is None)
+    return Call("combine", inputs, target, bounds, findings, dots=dots, made=out is None)
 
 
 def check_adasum(
@@ -227,7 +267,7 @@ def check_equals(tensors: object) -> list[Tensor]:
     return given
 
 
-def _check_target(
+def check_target(
     out: object | None,
     like_name: str,
     like: Tensor,
@@ -254,7 +294,7 @@ def _check_pair(a: object, b: object, out: object | None) -> tuple[list[Tensor],
     """Return two equal inputs and their output, made where it is None."""
     left = check_tensor("a", a)
     inputs = [left, check_like("b", b, "a", left)]
-    return inputs, _check_target(out, "a", left, any_dtype=False)
+    return inputs, check_target(out, "a", left, any_dtype=False)
 
 
 def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:
@@ -289,7 +329,7 @@ def check_segments(segments: object, numel: int) -> tuple[int, ...]:
     if not bounds or bounds[0] != 0 or bounds[-1] != numel:
         ends = f"{bounds[0]} and {bounds[-1]}" if bounds else "nothing"
         raise ValueError(
-            f"segments must start at 0 and end at the {numel} elements of a, not {ends}"
+            f"segments must start at 0 and end at the {numel} elements of a tensor, not {ends}"
         )
     for i, (low, high) in enumerate(itertools.pairwise(bounds)):
         if high < low:

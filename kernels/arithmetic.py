@@ -13,6 +13,9 @@ TINY = math.sqrt(sys.float_info.min)
 # a blend. Its rounded coefficients and products are off by eps (|alpha a| + |beta b|) together, so
 # elsewhere by no more than eps sqrt(2 / CANCELLED) = 12 eps of the sum's length.
 CANCELLED = 1 / 64
+# Where (sum |c_i| |g_i|)^2 is above this times |v|^2 of v = sum c_i g_i, a float64 Gram matrix
+# gives |v|^2 to fewer than 23 bits, and is to be taken again in double-double.
+SPREAD_LIMIT = 2.0**30
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -96,7 +97,10 @@ def _bound(call: Call, table: AddressTable | None = None) -> Run:
     with launcher.device_guard(call.out):
         if call.function in _LISTS_ON_TRITON:
             return _LISTS_ON_TRITON[call.function](call, table or AddressTable())
-        return _PAIRS_ON_TRITON[call.function](call)
+        if call.function in _PAIRS_ON_TRITON:
+            return _PAIRS_ON_TRITON[call.function](call)
+        run: Run = getattr(import_module("kernels.gpu.gram_kernels"), call.function)(call)
+        return run
 
 
 def check_memory(call: Call, others: list[tuple[str, Tensor]]) -> None:
@@ -105,10 +109,14 @@ def check_memory(call: Call, others: list[tuple[str, Tensor]]) -> None:
     for (name, tensor), (other_name, other) in itertools.combinations(others, 2):
         check_no_overlap(name, tensor, other_name, other)
     for name, tensor in others:
-        if tensor is not call.dots:
+        if not (
+            tensor is call.dots
+            or tensor is call.coefficients
+            or (tensor is call.spread and not call.writes_spread)
+        ):
             # No element has more than 8 bytes.
             for i in near(call.addresses, 8 * largest, tensor):
-                one, in_place = call.inputs[i], tensor is call.out and call.packed is None
+                one, in_place = call.inputs[i], tensor is call.out and call.in_place
                 if not (in_place and byte_range(one) == byte_range(tensor)):
                     check_no_overlap(name, tensor, call.name(i), one)
     if call.packed is not None and not call.packing and len(call.inputs) > 1:

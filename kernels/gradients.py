@@ -61,6 +61,8 @@ def _asks(call: Call) -> bool:
     return (
         call.out.requires_grad
         or (call.dots is not None and call.dots.requires_grad)
+        or (call.coefficients is not None and call.coefficients.requires_grad)
+        or (call.spread is not None and call.spread.requires_grad)
         or (found_inf is not None and found_inf.requires_grad)
         or (max_abs is not None and max_abs.requires_grad)
     )

@@ -219,13 +219,27 @@ class ScaledAddPlan(Plan):
         return self.out
 
 
-class DotAndNormsPlan(Plan):
-    """What `plan_dot_and_norms` returns."""
-
+class _PlanWithoutScalars(Plan):
     def __call__(self) -> Tensor:
         """Write the result to `out`, and return it."""
         self._start()
         return self.out
+
+
+class DotAndNormsPlan(_PlanWithoutScalars):
+    """What `plan_dot_and_norms` returns."""
+
+
+class GramPlan(_PlanWithoutScalars):
+    """What `plan_gram` returns."""
+
+
+class AdasumCoefficientsPlan(_PlanWithoutScalars):
+    """What `plan_adasum_coefficients` returns."""
+
+
+class WeightedSumPlan(_PlanWithoutScalars):
+    """What `plan_weighted_sum` returns."""
 
 
 class _ProjectionPlan(Plan):

@@ -61,7 +61,7 @@ def run(call: Call, *scalars: float) -> Any:
 
 def _traced(call: Call, *scalars: float) -> Any:
     alignment = 0 if call.packed is None else call.packed.layout.alignment
-    operator = getattr(torch.ops.adasum, f"{call.function}_4").default
+    operator = getattr(torch.ops.adasum, f"{call.function}_5").default
     # Nothing that it takes requires a gradient which is asked for: see `is_followed`.
     operator(
         call.inputs,
@@ -72,6 +72,10 @@ def _traced(call: Call, *scalars: float) -> Any:
         call.cooperative,
         call.out,
         *call.findings,
+        call.coefficients,
+        call.spread,
+        # As floats: an operator takes no rows.
+        [float(number) for row in call.tree for number in row],
     )
     return call.inputs if call.function == "unpack" else call.out
 
@@ -85,12 +89,27 @@ def _run_operator(
     scalars: Sequence[float],
     cooperative: bool,
     out: Tensor,
-    *findings: Tensor | None,
+    found_inf: Tensor | None,
+    max_abs: Tensor | None,
+    coefficients: Tensor | None = None,
+    spread: Tensor | None = None,
+    tree: Sequence[float] = (),
 ) -> None:
     """What the operator of a function does; `alignment` is 0 where nothing is packed."""
     packed = packed_within(out, inputs, bounds[:-1], alignment) if alignment else None
+    rows = zip(tree[::4], tree[1::4], tree[2::4], tree[3::4], strict=True)
     call = Call(
-        function, inputs, out, tuple(bounds), Findings(*findings), dots, packed, cooperative
+        function,
+        inputs,
+        out,
+        tuple(bounds),
+        Findings(found_inf, max_abs),
+        dots=dots,
+        coefficients=coefficients,
+        spread=spread,
+        tree=tuple([(int(left), int(right), p, q) for left, right, p, q in rows]),
+        packed=packed,
+        cooperative=cooperative,
     )
     # An exported graph runs on tensors that torch did not see while it traced.
     refuse_followed(call, "torch traced this call without gradients")
@@ -107,12 +126,14 @@ def _no_vmap(function: str, *_: object) -> None:
 
 for _name in FUNCTIONS:
     _inputs, _out = ("Tensor(a!)[]", "Tensor") if _name == "unpack" else ("Tensor[]", "Tensor(a!)")
+    _spread = "Tensor(h!)?" if _name == "adasum_coefficients" else "Tensor?"
     _LIBRARY.define(
-        f"{_name}_4({_inputs} inputs, SymInt[] bounds, Tensor? dots, int alignment, "
-        f"float[] scalars, bool cooperative, {_out} out, {SCHEMA}) -> ()",
+        f"{_name}_5({_inputs} inputs, SymInt[] bounds, Tensor? dots, int alignment, "
+        f"float[] scalars, bool cooperative, {_out} out, {SCHEMA}, "
+        f"Tensor? coefficients=None, {_spread} spread=None, float[] tree=[]) -> ()",
         tags=_TAGS,
     )
-    _LIBRARY.impl(f"{_name}_4", partial(_run_operator, _name), "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{_name}_5", partial(_run_operator, _name), "CompositeExplicitAutograd")
     # On tensors without data there is nothing to do: it only writes into its arguments.
-    torch.library.register_fake(f"adasum::{_name}_4", lambda *_: None, lib=_LIBRARY)
-    torch.library.register_vmap(f"adasum::{_name}_4", partial(_no_vmap, _name), lib=_LIBRARY)
+    torch.library.register_fake(f"adasum::{_name}_5", lambda *_: None, lib=_LIBRARY)
+    torch.library.register_vmap(f"adasum::{_name}_5", partial(_no_vmap, _name), lib=_LIBRARY)

@@ -77,6 +77,10 @@ class Library:
             function.argtypes, function.restype = (ctypes.c_void_p,), None
         self._team = _team()
 
+    def has(self, call: Call) -> bool:
+        """Whether it has the function of a call."""
+        return call.function in self._functions
+
     def bind(self, call: Call) -> Callable[..., None]:
         """Return what runs a call any number of times, with its scalars.
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from decimal import Context, Decimal, localcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.arguments import Call
-from kernels.arithmetic import CANCELLED, TINY, compute_dtype
+from kernels.arguments import Call, Tree
+from kernels.arithmetic import CANCELLED, SPREAD_LIMIT, TINY, compute_dtype
 from kernels.findings import Findings
 
 # An operation on both cores costs tens of microseconds to start and to end, so blocks are as large
@@ -23,6 +25,8 @@ from kernels.findings import Findings
 _MAP_BLOCK = 1 << 20
 # Two float64 copies in the shared cache.
 _DOT_BLOCK = 1 << 18
+# More digits than double-double has.
+_DIGITS = Context(prec=40)
 _SAFE_LOW, _SAFE_HIGH = 2.0**-60, 2.0**60
 
 
@@ -172,3 +176,160 @@ def _is_safe(coefficient: float) -> bool:
     """Whether the product with any float32 loses nothing to float32's exponent."""
     size = abs(coefficient)
     return size == 0.0 or _SAFE_LOW < size < _SAFE_HIGH or size != size
+
+
+@torch.no_grad()
+def gram(call: Call) -> None:
+    """Write into `out` the matrix of dot products of each segment."""
+    call.out.zero_()
+    flat = [tensor.view(-1) for tensor in call.inputs]
+    step = max(1, 2 * _DOT_BLOCK // len(flat))
+    for segment, (start, stop) in enumerate(itertools.pairwise(call.bounds)):
+        if not _is_chosen(call, segment):
+            continue
+        matrix = call.out[segment]
+        for low in range(start, stop, step):
+            rows = torch.stack([one[low : min(low + step, stop)].double() for one in flat])
+            if call.precise:
+                _add_precisely(matrix, rows, exact=flat[0].dtype != torch.float64)
+            else:
+                matrix += rows @ rows.T
+        # What multiplies matrices does not promise that they are symmetric.
+        size = len(flat)
+        i, j = torch.triu_indices(size, size, offset=1, device="cpu")
+        matrix[j, i] = matrix[i, j]
+
+
+def _is_chosen(call: Call, segment: int) -> bool:
+    """Whether precise matrices are asked for of this segment."""
+    if call.spread is None or not call.precise:
+        return True
+    return call.spread[segment].item() > SPREAD_LIMIT
+
+
+def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rounded sum and what it lost (Knuth)."""
+    total = a + b
+    other = total - a
+    return total, (a - (total - other)) + (b - other)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float64 values as sums of two of 26 bits each (Veltkamp)."""
+    scaled = x * (2.0**27 + 1.0)
+    high = scaled - (scaled - x)
+    return high, x - high
+
+
+def _add_precisely(matrix: Tensor, rows: Tensor, exact: bool) -> None:
+    """Add to a matrix of sums high + low; exact: products of the rows are."""
+    for i, j in itertools.combinations_with_replacement(range(len(rows)), 2):
+        high = rows[i] * rows[j]
+        low = torch.zeros_like(high)
+        if not exact:
+            (a, b), (c, d) = _halves(rows[i]), _halves(rows[j])
+            low = ((a * c - high) + a * d + b * c) + b * d
+        while len(high) > 1:
+            # The last of an odd number waits.
+            half = len(high) // 2
+            total, lost = _two_sum(high[:half], high[half : 2 * half])
+            rest = low[:half] + low[half : 2 * half] + lost
+            high, low = (
+                torch.cat([new, old[2 * half :]]) for new, old in ((total, high), (rest, low))
+            )
+        total, lost = _two_sum(matrix[i, j, 0], high[0])
+        lost = lost + matrix[i, j, 1] + low[0]
+        matrix[i, j, 0] = total + lost
+        matrix[i, j, 1] = lost - (matrix[i, j, 0] - total)
+
+
+@torch.no_grad()
+def adasum_coefficients(call: Call) -> None:
+    """Write into `out` the coefficients of each segment, and find its spread."""
+    for segment, row in enumerate(call.out):
+        if _is_chosen(call, segment):
+            tables = call.inputs[0][:, segment].tolist()
+            found, spread = _replay(tables, call.tree, call.precise)
+            row.copy_(torch.tensor(found, dtype=torch.float64, device="cpu"))
+            if call.writes_spread:
+                assert call.spread is not None
+                call.spread[segment] = spread
+
+
+def _replay(tables: list[Any], tree: Tree, precise: bool) -> tuple[list[float], float]:
+    """Return the coefficients of one segment, and its spread.
+
+    The matrix of the vectors that stand becomes, join by join, that of the vectors that then do.
+    """
+    size, widest = len(tables[0]), Decimal(1)
+    if not all(math.isfinite(entry) for entry in _entries(tables)):
+        return [math.nan] * size, math.nan
+    with localcontext(_DIGITS):
+        matrix = _sum_of(tables, precise)
+        if not all(math.isfinite(float(matrix[i][i])) for i in range(size)):
+            return [math.nan] * size, math.nan
+        lengths = [max(matrix[i][i], Decimal(0)).sqrt() for i in range(size)]
+        leaves = [{i: Decimal(1)} for i in range(size)]
+        last = 0
+        for left, right, p, q in tree:
+            dot, whole = matrix[left][right], Decimal(p) + Decimal(q)
+            factors = []
+            for one, weight in ((left, p), (right, q)):
+                norm, part = matrix[one][one], Decimal(weight) / whole
+                zero = _is_zero(norm, lengths[one], precise)
+                factors.append(Decimal(1) if zero else 1 - part * dot / norm)
+            alpha, beta = factors
+            rows = zip(matrix[left], matrix[right], strict=True)
+            matrix[left] = [alpha * x + beta * y for x, y in rows]
+            for row in matrix:
+                row[left] = alpha * row[left] + beta * row[right]
+            lengths[left] = abs(alpha) * lengths[left] + abs(beta) * lengths[right]
+            leaves[left] = {i: alpha * c for i, c in leaves[left].items()} | {
+                i: beta * c for i, c in leaves[right].items()
+            }
+            widest, last = max(widest, _spread_of(matrix[left][left], lengths[left])), left
+        return [float(leaves[last][i]) for i in range(size)], float(widest)
+
+
+def _entries(tables: list[Any]) -> Iterator[float]:
+    for one in tables:
+        if isinstance(one, list):
+            yield from _entries(one)
+        else:
+            yield one
+
+
+def _sum_of(tables: list[Any], precise: bool) -> list[list[Decimal]]:
+    """The sum of tables of entries, which where precise are pairs themselves."""
+    cells = [list(zip(*rows, strict=True)) for rows in zip(*tables, strict=True)]
+    return [
+        [sum(map(Decimal, itertools.chain(*cell) if precise else cell), Decimal(0)) for cell in row]
+        for row in cells
+    ]
+
+
+def _is_zero(norm: Decimal, length: Decimal, precise: bool) -> bool:
+    """Whether a squared norm is none, or no more than what its matrix rounded away."""
+    return norm < Decimal(TINY) or norm < Decimal(2.0 ** (-92 if precise else -46)) * length**2
+
+
+def _spread_of(norm: Decimal, length: Decimal) -> Decimal:
+    if length**2 < Decimal(TINY):
+        return Decimal(1)
+    return length**2 / norm if norm > 0 else Decimal("inf")
+
+
+@torch.no_grad()
+def weighted_sum(call: Call) -> None:
+    """Write the sum of the tensors, times each segment's row of coefficients."""
+    assert call.coefficients is not None
+    flat = [tensor.view(-1) for tensor in (call.out, *call.inputs)]
+    for row, low, high in zip(
+        call.coefficients.tolist(), call.bounds[:-1], call.bounds[1:], strict=True
+    ):
+        for to, first, *others in _blocks(*[one[low:high] for one in flat]):
+            total = first.double() * row[0]
+            for factor, part in zip(row[1:], others, strict=True):
+                total = torch.add(total, part.double(), alpha=factor)
+            to.copy_(total)
+            report(call.findings, (to,))

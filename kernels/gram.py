@@ -1,0 +1,261 @@
+"""gram, adasum_coefficients and weighted_sum: Adasum of n vectors by one Gram matrix.
+
+Every vector of a tree of pairwise Adasum is a sum of the vectors at its leaves, v = sum c_i g_i,
+and every dot product that the tree asks for is c^T G c' of their Gram matrix, G[i, j] = g_i.g_j.
+So one pass over the vectors gives all coefficients of any tree, and a second one its result::
+
+    matrices = kernels.gram(vectors, segments)                            # [S, n, n]
+    tree = [(0, 1, 1, 1), (2, 3, 1, 1), (0, 2, 2, 2)]                     # of four
+    coefficients = kernels.adasum_coefficients(matrices[None], tree)      # [S, n]
+    result = kernels.weighted_sum(vectors, coefficients, segments)
+
+What rounds G reaches |v|^2 times the spread, (sum |c_i| |g_i|)^2 / |v|^2, which is large where
+vectors cancel: where it is above `SPREAD_LIMIT` take `gram` again with `precise=True`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.arguments import EMPTY, check_equals, check_segments
+from kernels.arithmetic import TINY
+from kernels.findings import Findings
+from kernels.gram_arguments import (
+    check_adasum_coefficients,
+    check_gram,
+    check_table,
+    check_tree,
+    check_weighted_sum,
+)
+from kernels.plans import AdasumCoefficientsPlan, GramPlan, WeightedSumPlan
+from kernels.torch_ops import run
+from kernels.validation import check_sized, check_tensor, read_list
+
+Rows = Sequence[tuple[int, int, float, float]]
+
+
+def gram(
+    tensors: Sequence[Tensor],
+    segments: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+    precise: bool = False,
+    spread: Tensor | None = None,
+) -> Tensor:
+    """Return float64 [S, n, n], the dot products of all pairs of n tensors a segment, symmetric.
+
+    Products of float16, bfloat16 and float32 are exact and sums are float64's, so that no square
+    under- or overflows; NaN and Inf stay in their segment.
+
+    Args:
+        tensors: At least one, equal in shape, dtype and device, taken as flat.
+        segments: Element boundaries (0, ..., numel), None for one segment; an empty segment gives
+            zeros.
+        out: Written and returned. None makes one.
+        precise: Return [S, n, n, 2] instead, each entry an unevaluated sum high + low, with about
+            104 bits. Simple, not fast.
+        spread: With `precise`: float64 [S], what `adasum_coefficients` wrote. Segments whose spread
+            is not above `SPREAD_LIMIT` are not computed and become zeros.
+
+    Raises:
+        TypeError: An argument has another type or dtype. Nothing has been written.
+        ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+    """
+    matrices: Tensor = run(check_gram(tensors, segments, out, precise, spread))
+    return matrices
+
+
+def plan_gram(
+    tensors: Sequence[Tensor],
+    segments: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+    precise: bool = False,
+    spread: Tensor | None = None,
+) -> GramPlan:
+    """Plan `gram` of these tensors: run it as plan(), with what `spread` then holds.
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
+    its own, the same at each run.
+    """
+    return GramPlan(check_gram(tensors, segments, out, precise, spread))
+
+
+def adasum_coefficients(
+    partials: Tensor, tree: Rows, *, out: Tensor | None = None, spread: Tensor | None = None
+) -> Tensor:
+    """Return float64 [S, n]: by which factors the tree's Adasum is the sum of its n vectors.
+
+    Each pair is weighed as `combine` weighs it: v = (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b.
+    All is computed in double-double. A vector is a zero vector, whose factor is 1, where its
+    squared norm is below sqrt(DBL_MIN), or below 2**-46 (sum |c_i| |g_i|)^2, with precise partials
+    2**-92. A segment with a NaN or Inf in its matrix has NaN coefficients.
+
+    Args:
+        partials: float64 [R, S, n, n], R results of `gram` that are added in their order, or
+            [R, S, n, n, 2] of precise ones.
+        tree: Rows (left, right, p, q): what stands at `left` becomes the Adasum of what stands at
+            `left` and at `right`, with these weights. n - 1 of them, which join all vectors; the
+            last one's `left` is the result.
+        out: Written and returned. None makes one.
+        spread: float64 [S]. Of [R, S, n, n] partials it is written: the largest spread,
+            (sum |c_i| |g_i|)^2 / |v|^2, of the tree's vectors v = sum c_i g_i; 1 where all are
+            zero, inf where only v is. Of precise partials it is read: only rows of `out`, needed
+            then, whose spread is above `SPREAD_LIMIT` are written.
+
+    Raises:
+        TypeError: An argument has another type or dtype. Nothing has been written.
+        ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+    """
+    coefficients: Tensor = run(check_adasum_coefficients(partials, tree, out, spread))
+    return coefficients
+
+
+def plan_adasum_coefficients(
+    partials: Tensor, tree: Rows, *, out: Tensor | None = None, spread: Tensor | None = None
+) -> AdasumCoefficientsPlan:
+    """Plan `adasum_coefficients` of these partials: run it as plan(), with what they then hold.
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
+    its own, the same at each run.
+    """
+    return AdasumCoefficientsPlan(check_adasum_coefficients(partials, tree, out, spread))
+
+
+def weighted_sum(
+    tensors: Sequence[Tensor],
+    coefficients: Tensor,
+    segments: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
+) -> Tensor:
+    """Return coefficients[s, 0] * tensors[0] + coefficients[s, 1] * tensors[1] + ... a segment s.
+
+    Accumulated in float64 in list order, products fused with sums, and rounded once to the dtype.
+    A coefficient of 0 multiplies like any other: of NaN it makes NaN.
+
+    Args:
+        tensors: At least one, equal in shape, dtype and device, taken as flat.
+        coefficients: float64 [S, n].
+        segments: As in `gram`.
+        out: Written and returned; may be one of the tensors. None makes one.
+        found_inf: float32 of one element, set to 1 where an output is not finite, else left.
+        max_abs: One element, float64 where the output is, else float32; set to the largest
+            magnitude written, NaN if any is.
+
+    Raises:
+        TypeError: An argument has another type or dtype. Nothing has been written.
+        ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+    """
+    findings = Findings(found_inf, max_abs)
+    total: Tensor = run(check_weighted_sum(tensors, coefficients, segments, out, findings))
+    return total
+
+
+def plan_weighted_sum(
+    tensors: Sequence[Tensor],
+    coefficients: Tensor,
+    segments: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
+) -> WeightedSumPlan:
+    """Plan `weighted_sum` of these tensors: run it as plan(), with what `coefficients` then holds.
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
+    its own, the same at each run.
+    """
+    findings = Findings(found_inf, max_abs)
+    return WeightedSumPlan(check_weighted_sum(tensors, coefficients, segments, out, findings))
+
+
+def gram_bytes(
+    tensors: Sequence[Tensor], segments: Sequence[int] | None = None, *, precise: bool = False
+) -> int:
+    """Least traffic of `gram`, in bytes: every tensor read once, the matrices written."""
+    sized = _sized(tensors)
+    count = len(check_segments(segments, sized[0].numel())) - 1
+    entries = count * len(sized) ** 2 * (2 if precise else 1)
+    return sum(tensor.nbytes for tensor in sized) + 8 * entries
+
+
+def adasum_coefficients_bytes(partials: Tensor) -> int:
+    """Least traffic of `adasum_coefficients`, in bytes: partials read, coefficients written."""
+    given = check_sized("partials", partials)
+    return given.nbytes + 8 * given.shape[1] * given.shape[2]
+
+
+def weighted_sum_bytes(tensors: Sequence[Tensor], segments: Sequence[int] | None = None) -> int:
+    """Least traffic of `weighted_sum`, in bytes: tensors and coefficients read, one written."""
+    sized = _sized(tensors)
+    count = len(check_segments(segments, sized[0].numel())) - 1
+    return sum(tensor.nbytes for tensor in sized) + 8 * count * len(sized) + sized[0].nbytes
+
+
+def _sized(tensors: Sequence[Tensor]) -> list[Tensor]:
+    given = read_list("tensors", tensors)
+    if not given:
+        raise ValueError(EMPTY)
+    return [check_sized(f"tensors[{i}]", tensor) for i, tensor in enumerate(given)]
+
+
+def gram_reference(tensors: Sequence[Tensor], segments: Sequence[int] | None = None) -> Tensor:
+    """`gram` in plain float64 torch; arguments and errors as there."""
+    rows, bounds = _stacked(tensors, segments)
+    parts = [rows[:, low:high] for low, high in itertools.pairwise(bounds)]
+    found = [(part[:, None] * part[None]).sum(2) for part in parts]
+    return torch.stack(found) if found else rows.new_zeros(0, len(rows), len(rows))
+
+
+def adasum_coefficients_reference(partials: Tensor, tree: Rows) -> Tensor:
+    """`adasum_coefficients` of float64 partials in plain float64 torch, as the formula has it."""
+    checked = check_tensor("partials", partials).detach()
+    matrices = checked.sum(0)
+    count, size, _ = matrices.shape
+    vectors = list(torch.eye(size, dtype=torch.float64, device=matrices.device))
+    vectors = [one.expand(count, size) for one in vectors]
+    lengths = matrices.diagonal(dim1=1, dim2=2).sqrt()
+
+    def dot(c: Tensor, d: Tensor) -> Tensor:
+        return (c[:, :, None] * matrices * d[:, None]).sum((1, 2))
+
+    last = 0
+    for left, right, p, q in check_tree(tree, size):
+        c, d = vectors[left], vectors[right]
+        factors = []
+        for one, share in ((c, p / (p + q)), (d, q / (p + q))):
+            norm, reach = dot(one, one), (one.abs() * lengths).sum(1).square()
+            zero = (norm < TINY) | (norm < 2.0**-46 * reach)
+            factors.append(torch.where(zero, 1.0, 1.0 - share * dot(c, d) / norm)[:, None])
+        vectors[left], last = factors[0] * c + factors[1] * d, left
+    lost = ~matrices.isfinite().all(2).all(1, keepdim=True)
+    return vectors[last].masked_fill(lost, torch.nan)
+
+
+def weighted_sum_reference(
+    tensors: Sequence[Tensor], coefficients: Tensor, segments: Sequence[int] | None = None
+) -> Tensor:
+    """`weighted_sum` evaluated in float64 and left there; arguments and errors as there."""
+    rows, bounds = _stacked(tensors, segments)
+    shape = (len(bounds) - 1, len(rows))
+    factors = check_table("coefficients", coefficients, shape, rows.device).detach()
+    total = torch.zeros_like(rows[0])
+    for row, low, high in zip(factors, bounds[:-1], bounds[1:], strict=True):
+        total[low:high] = (row[:, None] * rows[:, low:high]).sum(0)
+    return total.view(tensors[0].shape)
+
+
+def _stacked(
+    tensors: Sequence[Tensor], segments: Sequence[int] | None
+) -> tuple[Tensor, tuple[int, ...]]:
+    """The tensors in float64 and flat, as rows, and the segments' boundaries."""
+    checked = check_equals(tensors)
+    bounds = check_segments(segments, checked[0].numel())
+    return torch.stack([one.detach().double().view(-1) for one in checked]), bounds

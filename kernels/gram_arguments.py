@@ -1,0 +1,145 @@
+"""The arguments of gram, adasum_coefficients and weighted_sum, checked into a `Call`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.arguments import Call, Tree, check_equals, check_segments, check_target
+from kernels.findings import Findings
+from kernels.validation import check_scalar, check_tensor, check_writable
+
+
+def check_gram(
+    tensors: Sequence[Tensor],
+    segments: Sequence[int] | None,
+    out: Tensor | None,
+    precise: bool,
+    spread: Tensor | None,
+) -> Call:
+    """Check the arguments of `gram`; makes the matrices where `out` is None."""
+    inputs = check_equals(tensors)
+    bounds = check_segments(segments, inputs[0].numel())
+    count, device = len(bounds) - 1, inputs[0].device
+    shape = (count, len(inputs), len(inputs))
+    target = _check_written("out", out, (*shape, 2) if precise else shape, device)
+    if spread is not None:
+        if not precise:
+            raise ValueError(
+                "spread chooses among segments for precise=True: drop it, or pass both"
+            )
+        check_table("spread", spread, (count,), device)
+    return Call("gram", inputs, target, bounds, spread=spread, made=out is None)
+
+
+def check_adasum_coefficients(
+    partials: Tensor,
+    tree: Sequence[tuple[int, int, float, float]],
+    out: Tensor | None,
+    spread: Tensor | None,
+) -> Call:
+    """Check the arguments of `adasum_coefficients`; makes the rows where `out` is None."""
+    given = check_tensor("partials", partials)
+    shape, device = given.shape, given.device
+    if given.dtype != torch.float64:
+        raise TypeError(f"partials has dtype {given.dtype}: pass what gram returns, float64")
+    pairs = len(shape) == 5 and shape[4] == 2
+    if not (pairs or len(shape) == 4) or shape[2] != shape[3] or 0 in (shape[0], shape[2]):
+        raise ValueError(
+            f"partials has shape {tuple(shape)}: pass gram's results stacked, [R, S, n, n] or, "
+            "precise, [R, S, n, n, 2]"
+        )
+    rows, count = check_tree(tree, shape[2]), shape[1]
+    target = _check_written("out", out, (count, shape[2]), device)
+    if spread is not None:
+        check_table("spread", spread, (count,), device)
+        if not pairs:
+            check_writable("spread", spread)
+        elif out is None:
+            raise ValueError(
+                "out is None, but of precise partials a spread has only some rows written: pass "
+                "the coefficients of those that are not"
+            )
+    made = out is None
+    return Call("adasum_coefficients", [given], target, (), spread=spread, tree=rows, made=made)
+
+
+def check_weighted_sum(
+    tensors: Sequence[Tensor],
+    coefficients: Tensor,
+    segments: Sequence[int] | None,
+    out: Tensor | None,
+    findings: Findings,
+) -> Call:
+    """Check the arguments of `weighted_sum`; makes the output where `out` is None."""
+    inputs = check_equals(tensors)
+    target = check_target(out, "tensors[0]", inputs[0], any_dtype=False)
+    bounds = check_segments(segments, target.numel())
+    check_table("coefficients", coefficients, (len(bounds) - 1, len(inputs)), target.device)
+    findings.check(target.device, target.dtype)
+    made = out is None
+    return Call(
+        "weighted_sum", inputs, target, bounds, findings, coefficients=coefficients, made=made
+    )
+
+
+def check_table(name: str, table: object, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return `table` if it is a readable float64 tensor of this shape and device."""
+    checked = check_tensor(name, table)
+    if checked.dtype != torch.float64:
+        raise TypeError(f"{name} has dtype {checked.dtype}: pass float64")
+    if checked.shape != shape:
+        raise ValueError(
+            f"{name} has shape {tuple(checked.shape)} but the other arguments ask for {shape}"
+        )
+    if checked.device != device:
+        raise ValueError(f"{name} is on {checked.device} but the others are on {device}: move one")
+    return checked
+
+
+def check_tree(tree: object, count: int) -> Tree:
+    """Return the rows (left, right, p, q) by which `count` vectors become one, as a tuple.
+
+    Raises TypeError for what is no sequence of such rows, and ValueError where they do not join
+    all vectors, each once, or a weight is not positive and finite.
+    """
+    if isinstance(tree, (str, Tensor)) or not isinstance(tree, Sequence):
+        raise TypeError(f"tree must be a list or tuple of rows, not {type(tree).__name__}")
+    standing, rows, left = set(range(count)), [], 0
+    for i, row in enumerate(tree):
+        if not isinstance(row, (tuple, list)) or len(row) != 4:
+            raise TypeError(f"tree[{i}] must be four numbers (left, right, p, q), not {row!r}")
+        left, right = row[:2]
+        p, q = (check_scalar(f"tree[{i}][{at}]", row[at]) for at in (2, 3))
+        for one in (left, right):
+            if type(one) is not int:
+                raise TypeError(f"tree[{i}] must name vectors by ints, not {type(one).__name__}")
+            if one not in standing:
+                raise ValueError(
+                    f"tree[{i}] joins vector {one}, which is none of the {count}, or was joined to "
+                    "another before"
+                )
+        if left == right:
+            raise ValueError(f"tree[{i}] joins vector {left} to itself")
+        if not (p > 0.0 and q > 0.0 and p + q < math.inf):
+            raise ValueError(f"tree[{i}] has weights {(p, q)}: pass positive and finite ones")
+        standing.remove(right)
+        rows.append((left, right, p, q))
+    if standing != {left}:
+        raise ValueError(
+            f"tree joins {len(rows)} pairs of {count} vectors: {count - 1} make them one, the left "
+            "one of the last"
+        )
+    return tuple(rows)
+
+
+def _check_written(
+    name: str, table: Tensor | None, shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """Return a table to write, made where it is None."""
+    if table is None:
+        return torch.empty(shape, dtype=torch.float64, device=device)
+    return check_writable(name, check_table(name, table, shape, device))
