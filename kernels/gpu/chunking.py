@@ -108,5 +108,6 @@ class Aligned:
         self._copies = [(copy, one) for copy, one in pairs if copy is not one]
 
     def refresh(self) -> None:
+        """Copy what is not aligned, in the order of the current stream."""
         for copy, one in self._copies:
             copy.copy_(one.detach())

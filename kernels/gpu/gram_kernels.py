@@ -1,9 +1,15 @@
 """gram on a GPU: all dot products of n tensors in one pass over memory and one launch.
 
-Products of float16, bfloat16 and float32 are exact in float64, and all sums are float64, an entry's
-in each thread by itself: n(n+1)/2 of them, which for n up to 8 a thread holds in its registers. More
-tensors are taken in groups of four, every two groups by programs of their own: a *range* of them.
-What they read again, the groups beside them have just left in L2.
+Products of float16, bfloat16 and float32 are exact in float64, in which all sums are, in every
+thread one for each of the n(n+1)/2 entries: for n up to 8 they stay in its registers. More tensors
+are taken in groups of four, every two groups by programs of their own: a *range* of them. What they
+read again, the programs beside them have just left in L2.
+
+Where float64 is slow, two results a cycle and multiprocessor on sm_103 and sm_120, its units and no
+memory bound it: of 8 tensors they have 36 multiply-adds and 8 conversions for every 8 elements, 22
+cycles in which memory moves 96 bytes (sm_120) or 640 (sm_103) and not 32. Sums of float32 pairs
+would take about ten instructions a product, 3 cycles, but hold 48 bits: too few for the 2**-46 by
+which `adasum_coefficients` tells a zero vector. So it is float64 there as well.
 
 As in projection_kernels.py, chunks follow from segments, size and dtype alone, and their partials
 are added in one order, by the last program to arrive, so the bits never depend on timing. There are
@@ -22,9 +28,11 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import Call
-from kernels.gpu import launcher
+from kernels.gpu import chunking, launcher
 from kernels.gpu.chunking import Aligned, chunks_of
 from kernels.gpu.device_tables import TABLES, AddressTable, Scratch, upload
+from kernels.gpu.dot_products import is_last
+from kernels.gpu.double_double_kernels import precise_gram
 from kernels.gpu.launcher import Kernel, jit, tl, triton
 from kernels.gpu.tiles import THREADS, convert, load_edges, load_tile, whole_vectors
 
@@ -84,10 +92,10 @@ def _store_sums(row, sums, PAIRS: tl.constexpr):
     """Store the sums over all threads at `row`, four at once, which share their barriers."""
     column = tl.arange(0, 4)
     zero = tl.zeros([THREADS], tl.float64)
-    padded = sums + (zero, zero, zero)
+    sums += (zero, zero, zero)
     for k in tl.static_range(0, PAIRS, 4):
-        even = tl.join(padded[k], padded[k + 2])
-        odd = tl.join(padded[k + 1], padded[k + 3])
+        even = tl.join(sums[k], sums[k + 2])
+        odd = tl.join(sums[k + 1], sums[k + 3])
         four = tl.reshape(tl.join(even, odd), [THREADS, 4])
         tl.store(row + k + column, tl.sum(four, axis=0), mask=k + column < PAIRS)
 
@@ -99,21 +107,6 @@ def _add_rows(partials, stride, count, PAIRS: tl.constexpr, ROW: tl.constexpr):
     inside = (k < count) & (column < PAIRS)
     row = partials + k * stride * PAIRS + column
     return tl.sum(tl.load(row, mask=inside, other=0.0, cache_modifier=".cg"), axis=0)
-
-
-@jit
-def _arrive(arrivals, expected):
-    """Count this program in; returns whether none of those expected is missing.
-
-    Protocol: a program stores its partials, then counts them (release). The one that finds all
-    others counted (acquire) sees all partials. It sets the counter back to zero, ready for the next
-    launch on this scratch memory.
-    """
-    tl.debug_barrier()
-    last = tl.atomic_add(arrivals, 1, sem="acq_rel") + 1 == expected
-    if last:
-        tl.store(arrivals, tl.full([], 0, tl.int64))
-    return last
 
 
 @jit
@@ -143,7 +136,7 @@ def _finish(
     # The set's sums take the place of the partials of its first chunk.
     head = first + (chunk - first) // SET * SET
     held = tl.minimum(first + count - head, SET)
-    if _arrive(arrivals + head, held):
+    if is_last(arrivals + head, held):
         total = _add_rows(partials + head * PAIRS, 1, held, PAIRS, ROW)
         complete = count <= SET
         if count > SET:
@@ -151,7 +144,7 @@ def _finish(
             tl.debug_barrier()
             tl.store(partials + head * PAIRS + column, total, mask=column < PAIRS)
             sets = (count + SET - 1) // SET
-            complete = _arrive(arrivals + chunks + segment, sets)
+            complete = is_last(arrivals + chunks + segment, sets)
             if complete:
                 total = _add_rows(partials + first * PAIRS, SET, sets, PAIRS, ROW)
         if complete:
@@ -165,7 +158,7 @@ def _gram_kernel(
     addresses,
     table,
     places,
-    out,
+    matrices,
     n: tl.int32,
     ranges: tl.int32,
     segments: tl.int32,
@@ -212,7 +205,7 @@ def _gram_kernel(
     share = table + 3 * chunks + 2 * segment
     arrivals += mine * (chunks + segments)
     places += mine * ROW
-    _finish(partials, arrivals, out, places, n, chunk, chunks, segment, share, PAIRS, ROW)
+    _finish(partials, arrivals, matrices, places, n, chunk, chunks, segment, share, PAIRS, ROW)
 
 
 def _ranges(n: int) -> list[list[int]]:
@@ -244,8 +237,24 @@ def _places_of(n: int, row: int, device: torch.device) -> Tensor:
     return found[0]
 
 
+def tile_of(count: int, numel: int, itemsize: int) -> tuple[int, int]:
+    """(elements a tile, warps) where a program takes `count` tensors.
+
+    Of few a thread loads several vectors each before it uses the first.
+    """
+    block, warps = chunking.tile_of(numel, itemsize)
+    return min(block, 128 * (16 // itemsize) * max(1, 4 // count)), warps
+
+
+def row_of(count: int) -> int:
+    """Sums of `count` tensors, up to a power of two."""
+    return launcher.power_of_two_above(count * (count + 1) // 2)
+
+
 def gram(call: Call, table: AddressTable) -> Callable[[], None]:
     """Bind out = float64 [S, n, n], the dot products of the segments, in one launch."""
+    if call.precise:
+        return precise_gram(call, table)
     segments, n, device = len(call.bounds) - 1, len(call.inputs), call.out.device
     if segments == 0:
         return launcher.nothing
@@ -253,10 +262,8 @@ def gram(call: Call, table: AddressTable) -> Callable[[], None]:
     ranges, dtype = _ranges(n), call.inputs[0].dtype
     places = [tensor.data_ptr() for tensor in aligned.tensors]
     count = len(ranges[0])
-    pairs = count * (count + 1) // 2
-    row = launcher.power_of_two_above(pairs)
-    # Of few tensors a thread loads several vectors each before it uses the first.
-    step = min(chunks.block, 128 * (16 // dtype.itemsize) * max(1, 4 // count))
+    pairs, row = count * (count + 1) // 2, row_of(count)
+    block, warps = tile_of(count, call.inputs[0].numel(), dtype.itemsize)
     launch = _gram_kernel.bind(
         chunks.chunks * len(ranges),
         (call.out, chunks.table),
@@ -270,8 +277,8 @@ def gram(call: Call, table: AddressTable) -> Callable[[], None]:
         DTYPE=dtype,
         COUNT=count,
         ROW=row,
-        BLOCK=step,
-        num_warps=chunks.warps,
+        BLOCK=block,
+        num_warps=warps,
     )
     floats = len(ranges) * chunks.chunks * pairs
     counters = len(ranges) * (chunks.chunks + segments)
