@@ -75,6 +75,6 @@ def use_torch(why: str) -> None:
 
 def bind(call: Call) -> Callable[..., None]:
     """Return what runs a call any number of times, with its scalars."""
-    if (found := library()) is not None and found.has(call):
+    if (found := library()) is not None:
         return found.bind(call)
     return partial(getattr(torch_fallback, call.function), call)

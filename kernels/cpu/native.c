@@ -25,6 +25,11 @@ const char compiled_from[] = COMPILED_FROM;
 enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
 /* Elements; up to ALONE are not worth a second thread. */
 enum { TILE = 1024, LANES = 8, ALONE = 32768 };
+/* Tensors that are read side by side, elements of each, and by how many these are padded. */
+enum { GROUP = 8, STRIP = 512, STEP = 16 };
+
+#define INLINE static inline __attribute__((always_inline))
+
 
 /* What is written to may be what is read, element by element; nothing else overlaps. */
 #ifdef __clang__
@@ -72,6 +77,15 @@ static uint64_t largest_bits(const void *from, int dtype, int64_t at, int64_t n)
     if (dtype == FLOAT32)
         return LARGEST(int32_t, INT32_MAX);
     return LARGEST(int16_t, INT16_MAX);
+}
+
+/* Eight of float16 or bfloat16. */
+static inline void floats_of_16_bits(float *to, const uint16_t *from, int dtype)
+{
+    if (dtype == BFLOAT16)
+        floats_of_bfloats(to, from);
+    else
+        floats_of_halves(to, from);
 }
 
 /* Raise the double at `largest` to these bits of `dtype`. Threads meet here. */
@@ -159,17 +173,27 @@ static void walk_blocks(visitor *visit, const struct task *t)
         walk_part(&walk, 0, 1);
 }
 
-#define REAL float
-#define NATIVE FLOAT32
-#define IN(name) name##_float
-#include "real.h"
-#undef REAL
-#undef NATIVE
-#undef IN
+/* Of a block's dot products that of tensors i <= j, row by row. */
+static double *entry(const struct task *t, int64_t number, int64_t i, int64_t j)
+{
+    int64_t pairs = t->count * (t->count + 1) / 2, at = i * t->count - i * (i - 1) / 2 + j - i;
+    return t->partials + (pairs * number + at) * (t->precise ? 2 : 1);
+}
+
 #define REAL double
 #define NATIVE FLOAT64
 #define IN(name) name##_double
 #include "real.h"
+#include "gram.h"
+#undef REAL
+#undef NATIVE
+#undef IN
+#define REAL float
+#define NATIVE FLOAT32
+#define IN(name) name##_float
+#include "real.h"
+#include "gram.h"
+#include "replay.h"
 
 static int has_double(int64_t a, int64_t b)
 {
@@ -244,13 +268,15 @@ void scaled_add(const struct task *t)
 /* dots: (a.b, |a|^2, |b|^2) of each segment. partials: room for three doubles a block. */
 void dot_and_norms(const struct task *t)
 {
-    walk_blocks(has_double(t->dtypes[0], t->dtypes[1]) ? dots_block_double : dots_block_float, t);
+    /* Where `gram` has them: |a|^2, a.b, |b|^2. */
+    static const int places[] = {1, 0, 2};
+    walk_blocks(t->dtypes[0] == FLOAT64 ? gram_block_double : gram_block_float, t);
     double *partials = t->partials, *row = t->dots;
     for (int64_t segment = 0; segment < t->segments; segment++, row += 3) {
         row[0] = row[1] = row[2] = 0;
         for (int64_t k = 0; k < blocks_of(t->bounds, segment); k++, partials += 3)
             for (int i = 0; i < 3; i++)
-                row[i] += partials[i];
+                row[i] += partials[places[i]];
     }
 }
 
@@ -278,4 +304,43 @@ void adasum(const struct task *t)
 {
     dot_and_norms(t);
     combine(t);
+}
+
+/* out: the matrix of dot products of each segment, whose blocks are added in their order. */
+void gram(const struct task *t)
+{
+    visitor *visit = t->dtypes[0] == FLOAT64 ? gram_block_double : gram_block_float;
+    walk_blocks(t->precise ? precise_block : visit, t);
+    int64_t size = t->count, step = t->precise ? 2 : 1, number = 0;
+    double *out = t->out;
+    memset(out, 0, t->segments * size * size * step * sizeof *out);
+    for (int64_t segment = 0; segment < t->segments; segment++, out += size * size * step) {
+        int64_t blocks = is_chosen(t, segment) ? blocks_of(t->bounds, segment) : 0;
+        for (int64_t k = 0; k < blocks; k++)
+            for (int64_t i = 0; i < size; i++)
+                for (int64_t j = i; j < size; j++)
+                    add_entry(out + (i * size + j) * step, entry(t, number + k, i, j), t->precise);
+        for (int64_t i = 0; i < size; i++)
+            for (int64_t j = i + 1; j < size; j++)
+                memcpy(out + (j * size + i) * step, out + (i * size + j) * step, 8 * step);
+        number += blocks_of(t->bounds, segment);
+    }
+}
+
+/* out: the factors of the vectors at the leaves of the tree, by which it is their sum. */
+void adasum_coefficients(const struct task *t)
+{
+    struct replay r = {.matrix = (struct wide *)t->partials};
+    r.factors = r.matrix + t->count * t->count;
+    r.lengths = (lanes *)(r.factors + t->count);
+    r.places = (int64_t *)(r.lengths + t->count);
+    for (int64_t segment = 0; segment < t->segments; segment += 4)
+        if (is_any_chosen(t, segment))
+            replay_segments(t, segment, &r);
+}
+
+/* out = coefficients[0] * tensors[0] + coefficients[1] * tensors[1] + ..., of a row a segment. */
+void weighted_sum(const struct task *t)
+{
+    walk_blocks(t->dtypes[0] == FLOAT64 ? weigh_block_double : weigh_block_float, t);
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import platform
 from array import array
 from collections.abc import Callable
@@ -26,13 +27,15 @@ _ANEW = (
     "with gcc, or what $CC names, run `make build` in a checkout, else "
     "`pip install --force-reinstall --no-cache-dir --no-deps adasum`"
 )
-FUNCTIONS = ("sum_n", "copy", "scaled_add", "dot_and_norms", "combine", "adasum")
+FUNCTIONS = (
+    *("sum_n", "copy", "scaled_add", "dot_and_norms", "combine", "adasum"),
+    *("gram", "adasum_coefficients", "weighted_sum"),
+)
 _OPENMP = {
     "parallel": "GOMP_parallel",
     "thread_num": "omp_get_thread_num",
     "num_threads": "omp_get_num_threads",
 }
-_WITH_PARTIALS = ("dot_and_norms", "adasum")
 _NONE = array("q")
 
 
@@ -56,6 +59,10 @@ class Task(ctypes.Structure):
         ("coefficients", ctypes.c_void_p),
         ("partials", ctypes.c_void_p),
         ("dots", ctypes.c_void_p),
+        ("precise", ctypes.c_int64),
+        ("spread", ctypes.c_void_p),
+        ("tables", ctypes.c_int64),
+        ("tree", ctypes.c_void_p),
         ("found_inf", ctypes.c_void_p),
         ("largest", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
@@ -77,10 +84,6 @@ class Library:
             function.argtypes, function.restype = (ctypes.c_void_p,), None
         self._team = _team()
 
-    def has(self, call: Call) -> bool:
-        """Whether it has the function of a call."""
-        return call.function in self._functions
-
     def bind(self, call: Call) -> Callable[..., None]:
         """Return what runs a call any number of times, with its scalars.
 
@@ -92,12 +95,12 @@ class Library:
             numels, bounds = _NONE, array("q", call.bounds)
         else:
             numels, bounds = call.packed.layout.in_c
-        segments = len(bounds) - 1
+        segments = call.out.shape[0] if name == "adasum_coefficients" else len(bounds) - 1
         codes = array("q", map(_CODES.__getitem__, call.dtypes))
         # One after the other: coefficients, the largest value, dots of its own, partials.
         largest = 2 * max(1, segments)
-        rows = segments + bounds[-1] // BLOCK + segments if name in _WITH_PARTIALS else 0
-        scratch = array("d", bytes(8 * (largest + 1 + 3 * rows)))
+        own = 3 * segments if name == "adasum" else 0
+        scratch = array("d", bytes(8 * (largest + 1 + own + _room(call, segments))))
         start = scratch.buffer_info()[0]
         own_dots = start + 8 * (largest + 1)
         out = call.out.data_ptr()
@@ -105,21 +108,27 @@ class Library:
             dots = call.dots.data_ptr()
         else:
             dots = own_dots if name == "adasum" else out
-        arrays = call.addresses, codes, bounds, numels
-        tensors, dtypes, starts, elements = [one.buffer_info()[0] for one in arrays]
+        tree = array("d", itertools.chain.from_iterable(call.tree))
+        arrays = call.addresses, codes, bounds, numels, tree
+        tensors, dtypes, starts, elements, rows = [one.buffer_info()[0] for one in arrays]
+        given, spread = call.coefficients, call.spread
         task = Task(
             tensors=tensors,
             dtypes=dtypes,
-            count=len(codes),
+            count=call.out.shape[1] if name == "adasum_coefficients" else len(codes),
             out=out,
             out_dtype=_CODES[call.out.dtype],
             bounds=starts,
             segments=segments,
             numels=elements,
             packing=call.packing,
-            coefficients=start,
-            partials=own_dots + 24 * segments,
+            coefficients=start if given is None else given.data_ptr(),
+            partials=own_dots + 8 * own,
             dots=dots,
+            precise=name in ("gram", "adasum_coefficients") and call.precise,
+            spread=0 if spread is None else spread.data_ptr(),
+            tables=call.inputs[0].shape[0] if name == "adasum_coefficients" else 0,
+            tree=rows,
             found_inf=0 if found_inf is None else found_inf.data_ptr(),
             largest=0 if max_abs is None else start + 8 * largest,
             **self._team,
@@ -135,6 +144,22 @@ class Library:
                 max_abs.detach().fill_(scratch[largest])
 
         return run
+
+
+def _room(call: Call, segments: int) -> int:
+    """The doubles that a function needs for what it adds up, and to work in."""
+    size = len(call.inputs)
+    if call.function == "adasum_coefficients":
+        # Of four segments at once: matrix and factors in double-double, lengths; places.
+        size = call.out.shape[1]
+        return 4 * (2 * size * size + 2 * size + size) + size
+    if call.function == "gram":
+        entries = size * (size + 1) // 2 * (2 if call.precise else 1)
+    elif call.function in ("dot_and_norms", "adasum"):
+        entries = 3
+    else:
+        return 0
+    return entries * (call.bounds[-1] // BLOCK + segments)
 
 
 def load() -> Library:

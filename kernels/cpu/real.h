@@ -13,27 +13,19 @@ static const REAL *IN(read)(const void *from, int dtype, int64_t at, int64_t n, 
         const float *source = (const float *)from + at;
         for (int64_t i = 0; i < n; i++)
             tile[i] = source[i];
-    } else if (dtype == BFLOAT16) {
-        const uint16_t *source = (const uint16_t *)from + at;
-        for (int64_t i = 0; i < n; i++) {
-            uint32_t bits = (uint32_t)source[i] << 16;
-            float value;
-            memcpy(&value, &bits, sizeof value);
-            tile[i] = value;
-        }
     } else {
         const uint16_t *source = (const uint16_t *)from + at;
         int64_t whole = n - n % 8;
+        uint16_t last[8] = {0};
         float value[8];
         for (int64_t i = 0; i < whole; i += 8) {
-            floats_of_halves(value, source + i);
+            floats_of_16_bits(value, source + i, dtype);
             for (int j = 0; j < 8; j++)
                 tile[i + j] = value[j];
         }
         if (whole < n) {
-            uint16_t half[8] = {0};
-            memcpy(half, source + whole, (n - whole) * sizeof *half);
-            floats_of_halves(value, half);
+            memcpy(last, source + whole, (n - whole) * sizeof *last);
+            floats_of_16_bits(value, last, dtype);
             for (int64_t i = whole; i < n; i++)
                 tile[i] = value[i - whole];
         }
@@ -167,46 +159,5 @@ static void IN(blend)(const struct task *t, struct block block, REAL alpha, REAL
                                           : __builtin_fma(beta, y[i], alpha * x[i]));
         IN(write)(t->out, t->out_dtype, low, n, total);
         report(t, t->out, t->out_dtype, low, n);
-    }
-}
-
-/* Adds to `sums` the products of x and y, x and x, y and y, in double, where those of two floats are
- * exact. An element's place in its block says in which of the lanes it is added. */
-static void IN(add_dots)(const REAL *x, const REAL *y, int64_t n, double sums[3][LANES])
-{
-    quad lanes[3][LANES / 4];
-    memcpy(lanes, sums, sizeof lanes);
-    int64_t whole = n - n % LANES;
-    for (int64_t i = 0; i < whole; i += LANES)
-        for (int j = 0; j < LANES / 4; j++) {
-            quad u = IN(quad_of)(x + i + 4 * j), v = IN(quad_of)(y + i + 4 * j);
-            lanes[0][j] = add_product(lanes[0][j], u, v);
-            lanes[1][j] = add_product(lanes[1][j], u, u);
-            lanes[2][j] = add_product(lanes[2][j], v, v);
-        }
-    memcpy(sums, lanes, sizeof lanes);
-    for (int64_t i = whole; i < n; i++) {
-        int at = i - whole;
-        double u = x[i], v = y[i];
-        sums[0][at] = __builtin_fma(u, v, sums[0][at]);
-        sums[1][at] = __builtin_fma(u, u, sums[1][at]);
-        sums[2][at] = __builtin_fma(v, v, sums[2][at]);
-    }
-}
-
-static void IN(dots_block)(const struct task *t, struct block block)
-{
-    double sums[3][LANES] = {{0}}, *row = t->partials + 3 * block.number;
-    for (int64_t low = block.low; low < block.high; low += TILE) {
-        REAL left[TILE], right[TILE];
-        int64_t n = least(TILE, block.high - low);
-        const REAL *x = IN(read)(t->tensors[0], t->dtypes[0], low, n, left);
-        const REAL *y = IN(read)(t->tensors[1], t->dtypes[1], low, n, right);
-        IN(add_dots)(x, y, n, sums);
-    }
-    for (int k = 0; k < 3; k++) {
-        row[k] = 0;
-        for (int i = 0; i < LANES; i++)
-            row[k] += sums[k][i];
     }
 }

@@ -4,6 +4,10 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Four doubles that the compiler computes on, at any address, and what their comparisons give. */
+typedef double lanes __attribute__((vector_size(32), aligned(8), may_alias));
+typedef int64_t masks __attribute__((vector_size(32)));
+
 #ifdef __aarch64__
 #include <arm_neon.h>
 
@@ -23,10 +27,26 @@ static inline quad quad_of_double(const double *from)
     return (quad){vld1q_f64(from), vld1q_f64(from + 2)};
 }
 
+static inline void put_quad(double *to, quad from)
+{
+    vst1q_f64(to, from.low);
+    vst1q_f64(to + 2, from.high);
+}
+
+static inline quad quad_of_one(double value)
+{
+    return (quad){vdupq_n_f64(value), vdupq_n_f64(value)};
+}
+
 /* sum + u * v */
 static inline quad add_product(quad sum, quad u, quad v)
 {
     return (quad){vfmaq_f64(sum.low, u.low, v.low), vfmaq_f64(sum.high, u.high, v.high)};
+}
+
+static inline quad root_of(quad u)
+{
+    return (quad){vsqrtq_f64(u.low), vsqrtq_f64(u.high)};
 }
 
 /* Eight of each. */
@@ -35,6 +55,13 @@ static inline void floats_of_halves(float *to, const uint16_t *from)
     float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16(from));
     vst1q_f32(to, vcvt_f32_f16(vget_low_f16(halves)));
     vst1q_f32(to + 4, vcvt_high_f32_f16(halves));
+}
+
+static inline void floats_of_bfloats(float *to, const uint16_t *from)
+{
+    uint16x8_t bits = vld1q_u16(from);
+    vst1q_f32(to, vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(bits), 16)));
+    vst1q_f32(to + 4, vreinterpretq_f32_u32(vshll_high_n_u16(bits, 16)));
 }
 
 static inline void halves_of_floats(uint16_t *to, const float *from)
@@ -66,14 +93,35 @@ static inline quad quad_of_double(const double *from)
     return _mm256_loadu_pd(from);
 }
 
+static inline void put_quad(double *to, quad from)
+{
+    _mm256_storeu_pd(to, from);
+}
+
+static inline quad quad_of_one(double value)
+{
+    return _mm256_set1_pd(value);
+}
+
 static inline quad add_product(quad sum, quad u, quad v)
 {
     return _mm256_fmadd_pd(u, v, sum);
 }
 
+static inline quad root_of(quad u)
+{
+    return _mm256_sqrt_pd(u);
+}
+
 static inline void floats_of_halves(float *to, const uint16_t *from)
 {
     _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)));
+}
+
+static inline void floats_of_bfloats(float *to, const uint16_t *from)
+{
+    __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+    _mm256_storeu_ps(to, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16)));
 }
 
 static inline void halves_of_floats(uint16_t *to, const float *from)
@@ -82,3 +130,18 @@ static inline void halves_of_floats(uint16_t *to, const float *from)
     _mm_storeu_si128((__m128i *)to, halves);
 }
 #endif
+
+/* u * v + w, of each its own. */
+static inline lanes fused(lanes u, lanes v, lanes w)
+{
+    quad sum = add_product(quad_of_double((double *)&w), quad_of_double((double *)&u),
+                           quad_of_double((double *)&v));
+    put_quad((double *)&w, sum);
+    return w;
+}
+
+static inline lanes root(lanes u)
+{
+    put_quad((double *)&u, root_of(quad_of_double((double *)&u)));
+    return u;
+}

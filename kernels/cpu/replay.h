@@ -1,0 +1,236 @@
+/* Double-double arithmetic (Dekker, Knuth), four numbers at a time; precise Gram matrices; and the
+ * replay of a tree of Adasum on them.
+ */
+
+/* Unevaluated sums high + low, where low is beneath the last bit of high. */
+struct wide {
+    lanes high, low;
+};
+
+static inline lanes all(double value)
+{
+    return (lanes){value, value, value, value};
+}
+
+/* Of two numbers, of which the second may be as large. */
+static inline struct wide two_sum(lanes a, lanes b)
+{
+    lanes sum = a + b, other = sum - a;
+    return (struct wide){sum, (a - (sum - other)) + (b - other)};
+}
+
+static inline struct wide normal(lanes high, lanes low)
+{
+    lanes sum = high + low;
+    return (struct wide){sum, low - (sum - high)};
+}
+
+/* Off by 2^-105 of the summands, which is all that is asked of a sum of dot products. */
+static inline struct wide plus(struct wide a, struct wide b)
+{
+    struct wide sum = two_sum(a.high, b.high);
+    return normal(sum.high, sum.low + (a.low + b.low));
+}
+
+static inline struct wide times(struct wide a, struct wide b)
+{
+    lanes high = a.high * b.high, low = fused(a.high, b.high, -high);
+    return normal(high, low + (a.high * b.low + a.low * b.high));
+}
+
+static inline struct wide negative(struct wide a)
+{
+    return (struct wide){-a.high, -a.low};
+}
+
+static inline struct wide over(struct wide a, struct wide b)
+{
+    lanes first = a.high / b.high;
+    struct wide rest = plus(a, negative(times((struct wide){first, all(0)}, b)));
+    lanes second = rest.high / b.high;
+    rest = plus(rest, negative(times((struct wide){second, all(0)}, b)));
+    struct wide both = normal(first, second);
+    return plus(both, (struct wide){rest.high / b.high, all(0)});
+}
+
+static inline lanes choose(masks where, lanes one, lanes other)
+{
+    return (lanes)((where & (masks)one) | (~where & (masks)other));
+}
+
+static inline lanes magnitude(lanes a)
+{
+    return choose(a < 0, -a, a);
+}
+
+/* Whether a segment is one of those whose precise matrix is asked for. */
+static int is_chosen(const struct task *t, int64_t segment)
+{
+    return !t->spread || !t->precise || t->spread[segment] > SPREAD_LIMIT;
+}
+
+/* Adds to the sums the products of n elements, a multiple of STEP, of x and y. */
+static void add_precisely(struct wide *sums, const double *x, const double *y, int64_t n)
+{
+    for (int64_t at = 0; at < n; at += 8)
+        for (int k = 0; k < 2; k++) {
+            lanes u = *(const lanes *)(x + at + 4 * k), v = *(const lanes *)(y + at + 4 * k);
+            lanes product = u * v;
+            struct wide sum = two_sum(sums[k].high, product);
+            sums[k].high = sum.high;
+            sums[k].low += sum.low + fused(u, v, -product);
+        }
+}
+
+/* The pairs of a block one after the other, each with two of its tensors at a time. */
+static void precise_block(const struct task *t, struct block block)
+{
+    double left[STRIP], right[STRIP];
+    if (!is_chosen(t, block.segment))
+        return;
+    for (int64_t i = 0; i < t->count; i++)
+        for (int64_t j = i; j < t->count; j++) {
+            struct wide sums[2] = {{all(0), all(0)}, {all(0), all(0)}};
+            for (int64_t low = block.low; low < block.high; low += STRIP) {
+                int64_t n = least(STRIP, block.high - low);
+                const double *x = read_whole_double(t, i, low, n, left);
+                const double *y = i == j ? x : read_whole_double(t, j, low, n, right);
+                add_precisely(sums, x, y, n + (-n & (STEP - 1)));
+            }
+            struct wide sum = plus(sums[0], sums[1]), whole = {all(0), all(0)};
+            for (int k = 0; k < 4; k++)
+                whole = plus(whole, (struct wide){all(sum.high[k]), all(sum.low[k])});
+            double *pair = entry(t, block.number, i, j);
+            pair[0] = whole.high[0];
+            pair[1] = whole.low[0];
+        }
+}
+
+/* Adds to one entry of a matrix that of a block. */
+static void add_entry(double *to, const double *from, int64_t precise)
+{
+    if (!precise) {
+        *to += *from;
+        return;
+    }
+    struct wide sum = plus((struct wide){all(to[0]), all(to[1])},
+                           (struct wide){all(from[0]), all(from[1])});
+    to[0] = sum.high[0];
+    to[1] = sum.low[0];
+}
+
+/* Whether one of four segments is. */
+static int is_any_chosen(const struct task *t, int64_t segment)
+{
+    int chosen = 0;
+    for (int64_t k = segment; k < least(segment + 4, t->segments); k++)
+        chosen |= is_chosen(t, k);
+    return chosen;
+}
+
+/* What is known of four segments while their tree is replayed: of the vectors that stand the matrix
+ * of dot products and the sums of |c_i| |g_i|, and of each leaf its factor and where it stands. */
+struct replay {
+    struct wide *matrix, *factors;
+    lanes *lengths;
+    int64_t *places;
+    lanes widest;
+};
+
+/* The sum of all tables' matrices of four segments, those from the last one on that. */
+static void add_tables(const struct task *t, int64_t segment, struct wide *matrix)
+{
+    int64_t size = t->count, step = t->precise ? 2 : 1, entries = size * size * step;
+    int64_t last = t->segments - 1 - segment, b = least(1, last) * entries;
+    int64_t c = least(2, last) * entries, d = least(3, last) * entries;
+    for (int64_t i = 0; i < size; i++)
+        for (int64_t j = i; j < size; j++) {
+            struct wide sum = {all(0), all(0)};
+            const double *from = (const double *)t->tensors[0] + segment * entries;
+            from += (i * size + j) * step;
+            for (int64_t k = 0; k < t->tables; k++, from += t->segments * entries) {
+                struct wide part = {{from[0], from[b], from[c], from[d]}, all(0)};
+                if (t->precise)
+                    part.low = (lanes){from[1], from[b + 1], from[c + 1], from[d + 1]};
+                sum = plus(sum, part);
+            }
+            matrix[i * size + j] = matrix[j * size + i] = sum;
+        }
+}
+
+/* 1 - share d / A; 1 where A, the squared norm, is none, or is what its matrix rounded away. */
+static struct wide factor_of(const struct task *t, struct wide dot, struct wide norm, lanes length,
+                             struct wide share)
+{
+    lanes least_norm = length * length * all(t->precise ? 0x1p-92 : 0x1p-46);
+    masks zero = (norm.high < TINY) | (norm.high < least_norm);
+    struct wide one = {all(1), all(0)};
+    struct wide factor = plus(one, negative(times(share, over(dot, norm))));
+    return (struct wide){choose(zero, one.high, factor.high), choose(zero, one.low, factor.low)};
+}
+
+/* What stands at `left` becomes the sum with these factors of itself and what stands at `right`. */
+static void join(struct replay *r, int64_t size, int64_t left, int64_t right, struct wide alpha,
+                 struct wide beta)
+{
+    struct wide *row = r->matrix + left * size, *other = r->matrix + right * size;
+    struct wide dot = row[right], two = {all(2), all(0)};
+    struct wide norm = plus(times(times(alpha, alpha), row[left]),
+                            times(times(beta, beta), other[right]));
+    norm = plus(norm, times(two, times(times(alpha, beta), dot)));
+    for (int64_t j = 0; j < size; j++)
+        if (r->places[j] == j && j != left && j != right)
+            row[j] = r->matrix[j * size + left] =
+                plus(times(alpha, row[j]), times(beta, other[j]));
+    row[left] = norm;
+    for (int64_t i = 0; i < size; i++) {
+        if (r->places[i] == left)
+            r->factors[i] = times(alpha, r->factors[i]);
+        if (r->places[i] == right) {
+            r->factors[i] = times(beta, r->factors[i]);
+            r->places[i] = left;
+        }
+    }
+    lanes length = magnitude(alpha.high) * r->lengths[left] +
+                   magnitude(beta.high) * r->lengths[right];
+    r->lengths[left] = length;
+    lanes reach = length * length;
+    lanes spread = choose(norm.high > 0, reach / norm.high, all(INFINITY));
+    spread = choose(reach < TINY, all(1), spread);
+    r->widest = choose(spread > r->widest, spread, r->widest);
+}
+
+static void replay_segments(const struct task *t, int64_t segment, struct replay *r)
+{
+    int64_t size = t->count;
+    lanes finite = all(0);
+    r->widest = all(1);
+    add_tables(t, segment, r->matrix);
+    for (int64_t i = 0; i < size; i++) {
+        r->places[i] = i;
+        r->factors[i] = (struct wide){all(1), all(0)};
+        lanes norm = r->matrix[i * size + i].high;
+        r->lengths[i] = root(choose(norm > 0, norm, all(0)));
+        for (int64_t j = i; j < size; j++)
+            /* Zero, or NaN of NaN and Inf. */
+            finite += r->matrix[i * size + j].high * 0;
+    }
+    for (int64_t k = 0; k < size - 1; k++) {
+        const double *joined = t->tree + 4 * k;
+        int64_t left = joined[0], right = joined[1];
+        struct wide p = {all(joined[2]), all(0)}, q = {all(joined[3]), all(0)};
+        struct wide whole = two_sum(p.high, q.high), dot = r->matrix[left * size + right];
+        struct wide alpha = factor_of(t, dot, r->matrix[left * size + left], r->lengths[left],
+                                      over(p, whole));
+        struct wide beta = factor_of(t, dot, r->matrix[right * size + right], r->lengths[right],
+                                     over(q, whole));
+        join(r, size, left, right, alpha, beta);
+    }
+    for (int k = 0; k < 4 && segment + k < t->segments; k++)
+        if (is_chosen(t, segment + k)) {
+            for (int64_t i = 0; i < size; i++)
+                ((double *)t->out)[(segment + k) * size + i] = r->factors[i].high[k] + finite[k];
+            if (t->spread && !t->precise)
+                t->spread[segment + k] = r->widest[k] + finite[k];
+        }
+}
