@@ -44,9 +44,15 @@ SET = 64 if triton is None else tl.constexpr(64)
 
 
 @jit
+def _no_tiles():
+    """An empty tuple, to which tiles of any kind are added."""
+    return ()
+
+
+@jit
 def _halve(parts, WIDTH: tl.constexpr):
     """Cut each of `parts`, tiles whose threads hold 2 * WIDTH neighbours, in even and odd ones."""
-    halves = ()
+    halves = _no_tiles()
     for k in tl.static_range(len(parts)):
         x = parts[k]
         if WIDTH > 1:
@@ -72,14 +78,14 @@ def _by_element(x, VECTOR: tl.constexpr):
 @jit
 def _add_products(sums, tiles, VECTOR: tl.constexpr, COUNT: tl.constexpr):
     """Add to each thread's sums [(i, j) for j <= i] what its elements of the tiles have."""
-    parts = ()
+    parts = _no_tiles()
     for i in tl.static_range(COUNT):
         parts += (_by_element(tiles[i], VECTOR),)
     for v in tl.static_range(VECTOR):
-        x = ()
+        x = _no_tiles()
         for i in tl.static_range(COUNT):
             x += (convert(parts[i][v], tl.float64),)
-        added = ()
+        added = _no_tiles()
         for i in tl.static_range(COUNT):
             for j in tl.static_range(i + 1):
                 added += (tl.fma(x[i], x[j], sums[i * (i + 1) // 2 + j]),)
@@ -179,24 +185,24 @@ def _gram_kernel(
     length = tl.load(table + 3 * chunk + 1)
     segment = tl.load(table + 3 * chunk + 2)
     before, inner = whole_vectors(start, length, VECTOR)
-    at = ()
+    at = _no_tiles()
     for i in tl.static_range(COUNT):
         at += (tl.load(addresses + mine * COUNT + i) + start * BYTES,)
-    wide = ()
+    wide = _no_tiles()
     for _ in tl.static_range(PAIRS):
         wide += (tl.zeros([BLOCK // VECTOR], tl.float64),)
     for done in range(0, inner, BLOCK):
-        tiles = ()
+        tiles = _no_tiles()
         for i in tl.static_range(COUNT):
             here = at[i] + (before + done) * BYTES
             tiles += (load_tile(here, inner - done, DTYPE, True, BLOCK),)
         wide = _add_products(wide, tiles, VECTOR, COUNT)
-    sums = ()
+    sums = _no_tiles()
     for k in tl.static_range(PAIRS):
         by_thread = tl.reshape(wide[k], [BLOCK // VECTOR // THREADS, THREADS])
         sums += (tl.sum(by_thread, axis=0),)
     if inner != length:
-        edges = ()
+        edges = _no_tiles()
         for i in tl.static_range(COUNT):
             edges += (load_edges(at[i], before, inner, length, DTYPE),)
         sums = _add_products(sums, edges, 1, COUNT)

@@ -255,6 +255,7 @@ def weighted_sum(call: Call, table: AddressTable) -> Callable[[], None]:
     addresses, out = call.addresses, call.out
     if out.numel() == 0:
         return launcher.nothing
+    assert call.coefficients is not None
     chunks = chunks_of(out, call.bounds)
     block, warps = weighted_tile_of(out.numel(), out.element_size())
     return _weighted_sum_kernel.bind(
