@@ -1,62 +1,159 @@
-"""gram, adasum_coefficients and weighted_sum against float64, and their chain against fractions."""
+"""gram: the dot products of all pairs, in float64 and in double-double."""
 
 from __future__ import annotations
+
+import itertools
+import math
+from decimal import Decimal
 
 import pytest
 import torch
 from torch import Tensor
 
 import kernels
-from tests.kernels.cases import DTYPES, misaligned, poisoned, random
+from tests.kernels.cases import BLOCK, DTYPES, bits, misaligned, poisoned, random
+from tests.kernels.trees import dot, exactly
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
 EPS = torch.finfo(torch.float64).eps
-Rows = list[tuple[int, int, int, int]]
-
-
-def balanced(count: int) -> Rows:
-    """The contract's tree: of no power of two the first pairs fold, then adjacent ones pair."""
-    power = 1 << (count.bit_length() - 1)
-    extra, rows, weights = count - power, [], dict.fromkeys(range(count), 1)
-
-    def join(left: int, right: int) -> int:
-        rows.append((left, right, weights[left], weights[right]))
-        weights[left] += weights[right]
-        return left
-
-    standing = [join(2 * i, 2 * i + 1) for i in range(extra)] + list(range(2 * extra, count))
-    while len(standing) > 1:
-        standing = [join(*pair) for pair in zip(standing[::2], standing[1::2], strict=True)]
-    return rows
-
-
-def in_line(count: int) -> Rows:
-    return [(0, i, i, 1) for i in range(1, count)]
-
-
-def unweighted(rows: Rows) -> Rows:
-    return [(left, right, 1, 1) for left, right, _, _ in rows]
 
 
 def several(count: int, numel: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
     return [random(numel, dtype, "cpu", 100 * seed + i) for i in range(count)]
 
 
+def reach_of(matrices: Tensor) -> Tensor:
+    """|g_i| |g_j|, which bounds the sum of the magnitudes of their products."""
+    lengths = matrices.diagonal(dim1=1, dim2=2).sqrt()
+    return lengths[:, :, None] * lengths[:, None]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [*range(1, 18), 33])
 def test_gram_of_segments_cut_anywhere(dtype: torch.dtype, count: int) -> None:
     numel = 1511 if count < 18 else 700
-    tensors, segments = several(count, numel, dtype, count), (0, 0, 3, 4, 700, numel)
-    got = kernels.gram(tensors, segments)
+    tensors, segments = several(count, numel, dtype, count), (0, 0, 3, 4, 700, 700, numel)
     expected = kernels.gram_reference(tensors, segments)
-    assert got.dtype == torch.float64 and got.shape == (5, count, count)
-    assert torch.equal(got, got.mT) and not got[0].any()
     # Each of the products and sums of one entry rounds once, in both.
-    lengths = expected.diagonal(dim1=1, dim2=2).sqrt()
-    reach = lengths[:, :, None] * lengths[:, None]
-    assert ((got - expected).abs() <= 2 * numel * EPS * reach).all()
-    out = poisoned((5, count, count), torch.float64, "cpu")
-    assert kernels.gram(list(map(misaligned, tensors)), segments, out=out) is out
-    if dtype != torch.float64:
-        assert ((out - got).abs() <= 2 * numel * EPS * reach).all()
+    bound = 2 * numel * EPS * reach_of(expected)
+    out = poisoned((6, count, count), torch.float64, "cpu")
+    assert kernels.gram(tensors, segments, out=out) is out
+    assert ((out - expected).abs() <= bound).all()
+    assert torch.equal(out, out.mT) and not out[0].any() and not out[4].any()
+    again = kernels.gram([*map(misaligned, tensors)], segments)
+    assert ((again - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 15, 16, 17, 511, 513, BLOCK - 1, 2 * BLOCK + 517])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_gram_of_every_length(dtype: torch.dtype, numel: int, count: int) -> None:
+    tensors = several(count, numel, dtype, numel)
+    expected = kernels.gram_reference(tensors)
+    bound = 2 * numel * EPS * reach_of(expected)
+    assert ((kernels.gram(tensors) - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_precise_gram_is_exact_to_double_double(dtype: torch.dtype, count: int) -> None:
+    numel, segments = 700, (0, 0, 1, 3, 600, 700)
+    tensors = several(count, numel, dtype, count)
+    # Sums that cancel, which float64 has few bits of.
+    tensors[-1][3:300] = -tensors[0][3:300]
+    tensors[-1][300:600] = tensors[0][300:600]
+    out = poisoned((5, count, count, 2), torch.float64, "cpu")
+    assert kernels.gram(tensors, segments, precise=True, out=out) is out
+    assert torch.equal(out, out.transpose(1, 2))
+    for matrix, low, high in zip(out, segments[:-1], segments[1:], strict=True):
+        parts = [exactly(tensor[low:high]) for tensor in tensors]
+        for i, j in itertools.combinations_with_replacement(range(count), 2):
+            pair = exactly(matrix[i, j])
+            minus = [*pair, dot(parts[i], parts[j]).copy_negate()]
+            magnitudes = float(
+                dot([x.copy_abs() for x in parts[i]], [y.copy_abs() for y in parts[j]])
+            )
+            # A sum of two doubles has 2**-106 of its own, and each addition may lose twice that.
+            assert abs(float(dot(minus, [Decimal(1)] * 3))) <= 2.0**-104 * numel * magnitudes
+            assert matrix[i, j, 0] == matrix[i, j].sum()
+
+
+def test_precise_gram_takes_the_segments_whose_spread_is_above_the_limit() -> None:
+    segments = (0, 100, 200, 300, 400, 500)
+    tensors = several(3, 500, torch.float32)
+    spread = torch.tensor([1.0, 2.0**30, 2.0**31, math.nan, math.inf], dtype=torch.float64)
+    whole = kernels.gram(tensors, segments, precise=True)
+    out = poisoned((5, 3, 3, 2), torch.float64, "cpu")
+    kernels.gram(tensors, segments, precise=True, spread=spread, out=out)
+    assert bits(out[[2, 4]]) == bits(whole[[2, 4]]) and not out[[0, 1, 3]].any()
+
+
+@pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-30, 1e19, 3e37])
+@pytest.mark.parametrize("count", [2, 6])
+def test_squares_that_leave_float32_are_whole(scale: float, count: int) -> None:
+    tensors = [(random(3000, torch.float64, "cpu", i) * scale).float() for i in range(count)]
+    expected = kernels.gram_reference(tensors)
+    assert ((kernels.gram(tensors) - expected).abs() <= 6000 * EPS * reach_of(expected)).all()
+    assert expected.diagonal(dim1=1, dim2=2).all() and expected.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_in_its_segment_and_its_rows(
+    dtype: torch.dtype, precise: bool, poison: float
+) -> None:
+    segments = (0, 1100, 1300, 2400)
+    tensors = several(5, 2400, dtype)
+    clean = kernels.gram(tensors, segments, precise=precise)
+    tensors[3][1200] = poison
+    got = kernels.gram(tensors, segments, precise=precise)
+    for segment in (0, 2):
+        assert bits(got[segment]) == bits(clean[segment])
+    found = got[1].sum(-1) if precise else got[1]
+    finite = found.isfinite()
+    assert not finite[3].any() and not finite[:, 3].any() and finite.sum() == 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 11])
+def test_bits_depend_on_neither_place_nor_threads_nor_neighbours(
+    dtype: torch.dtype, count: int, cpu_path: str
+) -> None:
+    if cpu_path == "cpu_torch":
+        pytest.skip("those of torch's products depend on all")
+    numel = 5 * BLOCK + 1029
+    cuts = (0, 3, 2 * BLOCK + 1, numel)
+    tensors = several(count, numel, dtype)
+    threads, seen = torch.get_num_threads(), set()
+    try:
+        for place, used in itertools.product((0, 3, 8), (1, 2, 3)):
+            torch.set_num_threads(used)
+            moved = [torch.empty(numel + 32, dtype=dtype)[place + i :][:numel] for i in range(2)]
+            moved = [moved[i % 2].copy_(one) if i < 2 else one for i, one in enumerate(tensors)]
+            for precise in (False, True) if count < 4 else (False,):
+                seen.add((precise, bits(kernels.gram(moved, cuts, precise=precise))))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(seen) == (2 if count < 4 else 1)
+    alone = kernels.gram([one[3 : cuts[2]] for one in tensors])
+    assert bits(alone[0]) == bits(kernels.gram(tensors, cuts)[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gram_of_two_has_the_bits_of_dot_and_norms(dtype: torch.dtype, cpu_path: str) -> None:
+    if cpu_path == "cpu_torch":
+        pytest.skip("torch multiplies matrices in another order than vectors")
+    segments = (0, 5, 5, 3 * BLOCK, 4 * BLOCK + 100)
+    a, b = several(2, segments[-1], dtype)
+    dots = kernels.dot_and_norms(a, b, segments)
+    matrices = kernels.gram([a, b], segments)
+    rows = torch.stack([matrices[:, 0, 1], matrices[:, 0, 0], matrices[:, 1, 1]], 1)
+    assert bits(rows) == bits(dots)
+
+
+def test_gram_bytes_are_the_tensors_and_the_matrices() -> None:
+    tensors = several(3, 100, torch.float16)
+    assert kernels.gram_bytes(tensors) == 3 * 200 + 72
+    assert kernels.gram_bytes(tensors, (0, 10, 100), precise=True) == 3 * 200 + 2 * 144
