@@ -93,7 +93,7 @@ def adasum_coefficients(
 
     Each pair is weighed as `combine` weighs it: v = (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b.
     All is computed in double-double. A vector is a zero vector, whose factor is 1, where its
-    squared norm is below sqrt(DBL_MIN), or below 2**-46 (sum |c_i| |g_i|)^2, with precise partials
+    squared norm is below sqrt(DBL_MIN), or below `2**-46 (sum |c_i| |g_i|)^2`, with precise partials
     2**-92. A segment with a NaN or Inf in its matrix has NaN coefficients.
 
     Args:
@@ -104,7 +104,7 @@ def adasum_coefficients(
             last one's `left` is the result.
         out: Written and returned. None makes one.
         spread: float64 [S]. Of [R, S, n, n] partials it is written: the largest spread,
-            (sum |c_i| |g_i|)^2 / |v|^2, of the tree's vectors v = sum c_i g_i; 1 where all are
+            `(sum |c_i| |g_i|)^2 / |v|^2`, of the tree's vectors v = sum c_i g_i; 1 where all are
             zero, inf where only v is. Of precise partials it is read: only rows of `out`, needed
             then, whose spread is above `SPREAD_LIMIT` are written.
 
