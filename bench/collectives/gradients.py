@@ -13,12 +13,11 @@ timed on the slowest rank; contenders take turns. Nothing is reported where a re
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -51,20 +50,17 @@ Contender = tuple[list[Tensor], Callable[[], None]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on every rank; rank 0 prints. Return 1 where a result was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ranks.make_parser("gradients", __doc__, iters=9)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["resnet50", "bert_large"])
     parser.add_argument("--op", choices=OPS, default="sum")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("-n", "--iters", type=int, default=9)
-    parser.add_argument("-J", "--json", type=ranks.output_file, help="write the rows there")
     args = parser.parse_args(argv)
-    ranks.require_ranks(parser, "bench.collectives.gradients")
-    with ranks.started() as group:
-        facts = ranks.environment(group, torch.device("cpu"))
+    with ranks.started(parser) as (group, device):
+        facts = ranks.environment(group, device)
         rows = [row for model in args.models for row in _rows(group, model, args)]
     wrong = [f"{row['model']}, {row['way']}" for row in rows if not row["right"]]
     if group.rank == 0:
-        print("# " + ", ".join(f"{key} {value}" for key, value in facts.items()))
+        print(ranks.heading(facts))
         print(f"{'model':16} {'op':7} {'way':22} {'ms':>9} {'quartiles':>17}  one by one / this")
         for row in rows:
             low, high = row["quartiles"]
@@ -72,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{row['model']:16} {row['op']:7} {row['way']:22} {row['ms']:9.2f} "
                 f"{f'{low:.2f}-{high:.2f}':>17}  {row['speedup']:.2f}"
             )
-        ranks.write(args.json, {"environment": facts, "rows": rows})
+        ranks.write(args.output_file, {"environment": facts, "rows": rows})
         if wrong:
             print(f"wrong: {wrong}", file=sys.stderr)
     return int(bool(wrong))
@@ -97,8 +93,7 @@ def _rows(group: collectives.Group, model: str, args: Any) -> list[dict[str, Any
         torch._foreach_copy_(tensors, source)
         return step
 
-    prepare = {name: partial(prepared, name) for name in contenders}
-    taken = ranks.slowest(ranks.in_turns(prepare, args.iters))
+    taken = ranks.slowest(ranks.in_turns(contenders, prepared, args.iters))
     times = {name: Times.of(seconds) for name, seconds in taken.items()}
     return [
         {
@@ -126,35 +121,33 @@ def _contenders(
     """Return each contender's gradients, and a step that reduces them in place."""
     mine = [each.clone() for each in source]
     buckets = [FusedBuffer([source[i] for i in members]) for members in plan]
-    places = {
-        i: view
-        for members, bucket in zip(plan, buckets, strict=True)
-        for i, view in zip(members, bucket.views, strict=True)
-    }
-    inside = [places[i] for i in range(len(source))]
+    views = [view for bucket in buckets for view in bucket.views]
+    order = [i for members in plan for i in members]
+    inside = [view for _, view in sorted(zip(order, views, strict=True), key=itemgetter(0))]
     torch._foreach_copy_(inside, mine)
 
     def one_by_one() -> None:
-        _wait([group.all_reduce(each, op, async_op=True) for each in mine])
+        ranks.wait_for(group.all_reduce(each, op, async_op=True) for each in mine)
 
     def small_packed() -> None:
         packed, packing = collectives.pack_small_tensors(mine, SMALL_BYTES, SMALL_GROUP)
         ranges = packing.ranges if packing is not None else ()
-        works = []
-        for i, tensor in enumerate(packed):
-            bounds = None
-            if i < len(ranges):
-                first, last = ranges[i]
-                bounds = [0, *accumulate(each.numel() for each in mine[first : last + 1])]
-            works.append(group.all_reduce(tensor, op, segments=bounds, async_op=True))
-        _wait(works)
+        bounds: list[list[int] | None] = [
+            [0, *accumulate(each.numel() for each in mine[first : last + 1])]
+            for first, last in ranges
+        ]
+        bounds += [None] * (len(packed) - len(bounds))
+        ranks.wait_for(
+            group.all_reduce(tensor, op, segments=segments, async_op=True)
+            for tensor, segments in zip(packed, bounds, strict=True)
+        )
         torch._foreach_copy_(mine, collectives.unpack_small_tensors(packed, packing))
 
     def grouped(groups: Sequence[Sequence[Tensor]]) -> None:
-        _wait([group.grouped_all_reduce(each, op, async_op=True) for each in groups])
+        ranks.wait_for(group.grouped_all_reduce(each, op, async_op=True) for each in groups)
 
     def torch_reduces(tensors: Sequence[Tensor]) -> None:
-        _wait([dist.all_reduce(each, async_op=True) for each in tensors])
+        ranks.wait_for(dist.all_reduce(each, async_op=True) for each in tensors)
 
     return {
         BASE: (mine, one_by_one),
@@ -164,11 +157,6 @@ def _contenders(
         "torch, one by one": (mine, lambda: torch_reduces(mine)),
         "torch, flat buckets": (inside, lambda: torch_reduces([each.buffer for each in buckets])),
     }
-
-
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _check(
@@ -194,9 +182,7 @@ def _check(
             group.grouped_all_reduce(scale, collectives.Sum)
             for i, each, size in zip(members, exact, scale, strict=True):
                 good &= bool((tensors[i].double() - each).norm() <= slack * size.norm())
-        verdict = torch.tensor([int(good)])
-        dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
-        right[name] = bool(verdict.item())
+        right[name] = ranks.slowest({name: [not good]})[name] == [0.0]
     return right
 
 

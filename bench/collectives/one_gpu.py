@@ -11,7 +11,6 @@ ranks that differ from float64 by more than roundings explain. "vs torch" is NCC
 
 from __future__ import annotations
 
-import argparse
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ import collectives
 from adasum import Adasum
 from adasum.check.checks import NO_GPU
 from adasum.check.ranks import expected
-from bench.collectives.ranks import in_turns, output_file, write
+from bench.collectives.ranks import in_turns, make_parser, write
 from bench.collectives.row import Row, header, line
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
@@ -46,23 +45,14 @@ WARM_UP = 2
 
 
 class Rank:
-    """One thread's part: its group, its buffer, and a barrier with the others.
-
-    Args:
-        transport: Its own.
-        meet: All ranks' barrier.
-        numel: Elements of its vector.
-        device: Where that lies.
-    """
+    """One thread's part: its group, its vector of `numel` elements, a barrier with the others."""
 
     def __init__(
         self, transport: Transport, meet: threading.Barrier, numel: int, device: torch.device
     ) -> None:
         rank, size = transport.rank, transport.size
-        topology = Topology(size, size)
-        self.group = collectives.Group(
-            transport, timeout=SECONDS, local_rank=rank, local_size=size, topology=topology
-        )
+        own = {"local_rank": rank, "local_size": size, "topology": Topology(size, size)}
+        self.group = collectives.Group(transport, timeout=SECONDS, **own)
         self._meet, self._device = meet, device
         # float32 on the CPU, known to all.
         seeds = [torch.Generator().manual_seed(each) for each in range(size)]
@@ -82,9 +72,8 @@ class Rank:
 
     def seconds(self, algorithms: Sequence[str], iterations: int) -> dict[str, list[float]]:
         """Return this rank's seconds of each contender, by iteration."""
-        prepare = {name: partial(self._prepared, name) for name in algorithms}
-        barrier = partial(self._meet.wait, SECONDS)
-        taken = in_turns(prepare, WARM_UP + iterations, self._wait, barrier=barrier)
+        barrier, turns = partial(self._meet.wait, SECONDS), WARM_UP + iterations
+        taken = in_turns(algorithms, self._prepared, turns, self._wait, barrier=barrier)
         return {name: values[WARM_UP:] for name, values in taken.items()}
 
     def _prepared(self, algorithm: str) -> Callable[[], object]:
@@ -161,13 +150,9 @@ def run(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 1 where an element was wrong, 2 without a GPU."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.collectives.one_gpu", description=__doc__.splitlines()[0]
-    )
+    parser = make_parser("one_gpu", __doc__, iters=20)
     parser.add_argument("--ranks", type=int, choices=[2, 4, 8], default=2, help="threads (2)")
     parser.add_argument("-b", "--bytes", default="64M", help="of a rank's vector (64M)")
-    parser.add_argument("-n", "--iters", type=int, default=20, help="iterations (20)")
-    parser.add_argument("-J", "--output_file", type=output_file, help="write JSON, too")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print(f"bench.collectives.one_gpu: {NO_GPU}", file=sys.stderr)

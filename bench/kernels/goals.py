@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 
+from bench.kernels.case import DIRECT
 from bench.kernels.inputs import FRESH, PLANNED, WALL
 from bench.kernels.judging import Goal
-from bench.kernels.measure import DIRECT, EMPTY, ONE_DOT, ONE_SEGMENT, OURS, TWO, TWO_APART, Row
+from bench.kernels.measure import EMPTY, ONE_DOT, ONE_SEGMENT, OURS, TWO, TWO_APART, Row
 from bench.kernels.peers_compiled import COMPILED
 from bench.kernels.peers_elementwise import CHAIN
 from bench.kernels.peers_projection import EAGER, THREE_DOTS

@@ -14,7 +14,7 @@ from bench.kernels.timing import DEVICE, Call, Limits, Times
 
 OURS, COPY, READ, EMPTY = "ours", "copy", "sum", "empty launch"
 # Timed beside some rows; they are no peers.
-ONE_SEGMENT, ONE_DOT, DIRECT = "one segment", "one torch.dot", "direct call"
+ONE_SEGMENT, ONE_DOT = "one segment", "one torch.dot"
 TWO, TWO_APART = "two launches", "two launches, the second when the first has ended"
 # Calls of less traffic are also replayed from a graph; the fastest GPU moves this in some 15 us.
 REPLAY_BELOW = 64 << 20

@@ -10,11 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.kernels.case import DIRECT
 from bench.kernels.goals import GOALS
 from bench.kernels.inputs import FRESH, WALL, size_label
 from bench.kernels.judging import Goal, Verdict, judge
-from bench.kernels.measure import COPY, DIRECT, OURS, READ, Row, geometric_mean
+from bench.kernels.measure import COPY, OURS, READ, Row, geometric_mean
 from bench.kernels.timing import Times
+from bench.tables import table
 
 # The rows measured so far, a line each, until the report is written.
 UNFINISHED = "rows.jsonl"
@@ -30,20 +32,6 @@ _ROOFS = {
     "cpu": "The roof is a copy of as much traffic as the row's, at most that large one.",
 }
 KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
-
-
-def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table, legible as plain text; all columns but the first right-aligned."""
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *others = cells
-        padded = [first.ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        return f"| {' | '.join(padded)} |"
-
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return [line(header), line(rule), *map(line, lines)]
 
 
 def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
