@@ -31,7 +31,8 @@ from torch import Tensor
 import collectives
 from adasum import Adasum
 from bench.collectives import all_reduce, ranks
-from bench.turns import in_turns
+from bench.processes import in_turns
+from bench.tables import table
 from collectives.schedules.topology import Topology
 
 # Not bound, as in Horovod's documentation. Two threads of a rank wait by spinning, so they must
@@ -79,11 +80,12 @@ class Line:
     torch: list[float]
     ratio: float
 
-    def __str__(self) -> str:
+    def cells(self) -> list[str]:
+        """Return medians, their ratio, and the span of the turns' ratios."""
         ratios = [theirs / mine for theirs, mine in zip(self.horovod, self.ours, strict=True)]
+        times = [f"{median(us):.1f}" for us in (self.horovod, self.ours, self.torch)]
         spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
-        times = " ".join(f"{median(us):12.1f}" for us in (self.horovod, self.ours, self.torch))
-        return f"  {self.size:12d} {self.redop:>7} {times} {self.ratio:12.2f} {spread:>12}"
+        return [str(self.size), self.redop, *times, f"{self.ratio:.2f}", spread]
 
 
 def lines(turns: Sequence[Mapping[str, Any]]) -> list[Line]:
@@ -99,17 +101,6 @@ def lines(turns: Sequence[Mapping[str, Any]]) -> list[Line]:
         ratio = median(theirs) / median(mine)
         found.append(Line(row["size"], row["redop"], theirs, mine, torchs, ratio))
     return found
-
-
-def table(found: Sequence[Line]) -> list[str]:
-    names = f"{'Horovod':>12} {'ours':>12} {'torch sum':>12} {'Horovod/ours':>12} {'by turn':>12}"
-    slower = [f"{line.redop} at {line.size} ({line.ratio:.2f})" for line in found if line.ratio < 1]
-    return [
-        f"# {'size':>12} {'redop':>7} {names}",
-        f"# {'(B)':>12} {'':>7} {'(us)':>12} {'(us)':>12} {'(us)':>12}",
-        *(str(line) for line in found),
-        f"# Ours is slower: {', '.join(slower)}" if slower else "# Ours is never slower",
-    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,7 +128,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         load = result["environment"]["load"]
         print(f"# turn {turn + 1}, {name}: load {load:.1f}", flush=True)
     found = lines(turns)
-    print(*table(found), sep="\n")
+    header = ["bytes", "op", "Horovod us", "ours us", "torch sum us", "Horovod/ours", "by turn"]
+    print(*table(header, [line.cells() for line in found]), sep="\n")
+    slower = [f"{line.redop} at {line.size} ({line.ratio:.2f})" for line in found if line.ratio < 1]
+    print(f"# Ours is slower: {', '.join(slower)}" if slower else "# Ours is never slower")
     record = {"commands": commands, "variables": variables, "turns": turns}
     record["lines"] = [asdict(line) for line in found]
     ranks.write(args.output_file, record)

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _rank(args)
         return 0
     # Not at the top: a rank of the other checkout may have no such module.
-    from bench.turns import in_turns
+    from bench.processes import in_turns
 
     trees = {"this": HERE.parents[2]}
     if args.against is not None:

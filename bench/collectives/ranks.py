@@ -88,15 +88,10 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Time each contender from a barrier on; return this rank's seconds of a call by name.
 
-    Each takes the lead in turn, so that a machine that slows down slows all of them.
-
-    Args:
-        names: The contenders.
-        prepare: From a name; makes ready, untimed, and returns what is timed.
-        iterations: Samples of each.
-        wait: For what was started and runs on, before the clock is read.
-        calls: By name, how many calls a sample is; one where it is not given.
-        barrier: Of all ranks; torch's unless given.
+    Each takes the lead in turn, so that a machine that slows down slows all of them. prepare: from
+    a name, makes ready, untimed, and returns what is timed; wait: for what was started and runs on,
+    before the clock is read; calls: by name, how many calls a sample is, one where it is not given;
+    barrier: of all ranks, torch's unless given.
     """
     names = [*names]
     samples = {name: list[float]() for name in names}

@@ -14,8 +14,9 @@ from typing import Any
 from bench.gpu import page
 from bench.gpu.machine import facts, source_of
 from bench.gpu.plan import stages
-from bench.gpu.stages import FAILED, NO_GPU, NO_TIME, OVERRUN, ROOT, Runner
+from bench.gpu.stages import FAILED, NO_GPU, NO_TIME, OVERRUN, Runner
 from bench.kernels.report import slug
+from bench.processes import ROOT
 from bench.provenance import commit
 
 

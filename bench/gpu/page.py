@@ -96,13 +96,7 @@ def _page(
 def write(folder: Path, records: Sequence[Record], meta: Mapping[str, Any]) -> list[Path]:
     """Write page.md, page.json and, of what rows there are, results.json, tables.md and plots.
 
-    Args:
-        folder: Where the stages have written.
-        records: How they ended.
-        meta: Of the machine; `device`, `torch` and `date` at least.
-
-    Returns:
-        The files written.
+    meta: of the machine; `device`, `torch` and `date` at least. Returns the files written.
     """
     rows, ranks = rows_of(folder), _ranks_of(folder)
     predictions = look(rows, ranks)

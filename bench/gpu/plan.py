@@ -84,9 +84,7 @@ def _sanitizers() -> list[Stage]:
 def stages(facts: Mapping[str, Any], nccl: str | None) -> list[Stage]:
     """Return all stages of a machine.
 
-    Args:
-        facts: `machine.facts`, found with LD_PRELOAD set to `nccl`.
-        nccl: A newer libnccl.so.2 than torch's, None for that one.
+    facts: `machine.facts`, found with LD_PRELOAD set to `nccl`, a newer libnccl.so.2 than torch's.
     """
     python = (sys.executable, "-m")
     sharing, why_not = _sharing(facts, nccl)

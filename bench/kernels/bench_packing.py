@@ -27,14 +27,9 @@ SCALE = 1 / 3
 
 @dataclass(frozen=True)
 class Spec(case.Spec):
-    """One row.
+    """One row: dtypes of the tensors and of the buffer, and the factor.
 
-    Attributes:
-        shapes: Of the tensors.
-        tensor: Dtype of the tensors.
-        buffer: Dtype of the buffer.
-        scale: The factor.
-        misaligned: Whether tensors start one element off a 16-byte boundary.
+    misaligned: whether tensors start one element off a 16-byte boundary.
     """
 
     shapes: tuple[Shape, ...]

@@ -31,14 +31,10 @@ LISTS = {"cuda": ["ResNet-50", "BERT-large"], "cpu": ["ResNet-50"]}[DEVICE]
 
 @dataclass(frozen=True)
 class Spec(case.Spec):
-    """One row.
+    """One row: bytes and dtype of one operand.
 
-    Attributes:
-        size: Bytes of one operand.
-        dtype: Dtype of the operands.
-        model: The model whose tensors are the segments, "" for one segment or equal ones.
-        parts: How many equal segments, of `part` elements each; 0 for one, or a model's.
-        part: Elements of such a segment.
+    model: the model whose tensors are the segments, "" for one segment or equal ones; parts: how
+    many equal segments, of `part` elements each, 0 for one, or a model's.
     """
 
     size: int = 0

@@ -27,14 +27,7 @@ SCALE = 1 / 3
 
 @dataclass(frozen=True)
 class Spec(case.Spec):
-    """One row.
-
-    Attributes:
-        size: Bytes of the first tensor.
-        tensors: Dtypes of the tensors.
-        out: Dtype of the output.
-        scale: The factor of sum_n.
-    """
+    """One row: bytes of the first tensor, dtypes of tensors and output, sum_n's factor."""
 
     size: int
     tensors: tuple[torch.dtype, ...]

@@ -31,16 +31,11 @@ class WrongAnswer(AssertionError):
 class Contender:
     """One way to do the job of a row.
 
-    Attributes:
-        name: Its name in the tables.
-        call: The function that is timed.
-        bound: An element may be off by this times its magnitude, plus one subnormal of its dtype.
-        pieces: From what `call` returns to the tensors of the answer.
-        written: Memory that `call` writes; it is filled with NaN before each check.
-        flag: found_inf, and a tensor in which an Inf must set it; None where it is not asked for.
-        also: Checks more, and raises WrongAnswer.
-        capturable: Whether a CUDA graph may capture it.
-        caveat: Why its answer is worth less, if it is.
+    An element may be off by `bound` times its magnitude, plus one subnormal of its dtype. `pieces`
+    gets the tensors of the answer from what `call`, the function that is timed, returns. `written`,
+    the memory that it writes, is filled with NaN before each check. flag: found_inf, and a tensor
+    in which an Inf must set it; also: checks more, and raises WrongAnswer; capturable: whether a
+    CUDA graph may capture it; caveat: why its answer is worth less, if it is.
     """
 
     name: str
@@ -54,14 +49,9 @@ class Contender:
     caveat: str = ""
 
     def check(self, expected: Expected, replay: tuple[Call, Any] | None = None) -> None:
-        """Run once on outputs of NaN and compare.
+        """Run once on outputs of NaN and compare; WrongAnswer if an element is off.
 
-        Args:
-            expected: The answer.
-            replay: A graph's replay and its static result, used in place of `call`.
-
-        Raises:
-            WrongAnswer: An element is off.
+        replay: a graph's replay and its static result, used in place of `call`.
         """
         for tensor in self.written:
             tensor.fill_(math.nan)
@@ -130,15 +120,10 @@ def _take(pieces: list[Tensor], count: int) -> Tensor:
 class Spec:
     """What one row is about. Kernel and label are its name.
 
-    Attributes:
-        kernel: The kernel's name.
-        series: Rows of one series differ in size alone.
-        label: The row's name in the kernel's table.
-        checked: Whether found_inf is asked for.
-        planned: Whether a plan is timed, with the direct call beside it.
-        wall: Whether it is timed on CUDA until the device is done, the host's time included, and
-            never replayed.
-        sets: How many lists of tensors take turns.
+    series: rows of one series differ in size alone; checked: whether found_inf is asked for;
+    planned: whether a plan is timed, with the direct call beside it; wall: whether it is timed on
+    CUDA until the device is done, the host's time included, and never replayed; sets: lists of
+    tensors that take turns.
     """
 
     kernel: str
@@ -158,19 +143,11 @@ class Spec:
 class Case:
     """One row.
 
-    Attributes:
-        spec: What it is about.
-        size: Bytes of the payload, the x axis of the plots.
-        traffic: The least bytes moved, by the kernel's `*_bytes`.
-        elements: How many the payload has.
-        tensors: How many the payload has.
-        ours: The kernel.
-        peers: What it is compared with.
-        expected: The answer.
-        beside: Calls that are timed in the same rounds and are no peers.
-        reads: Whether it hardly writes; on CUDA a sum is its roof then, and no copy.
-        plan: Makes a plan and returns its run, None where a row has none.
-        compiled: Makes torch.compile's contenders.
+    size: bytes of the payload, the x axis of the plots; traffic: the least bytes moved, by the
+    kernel's `*_bytes`; elements, tensors: of the payload; beside: calls that are timed in the same
+    rounds and are no peers; reads: whether it hardly writes, on CUDA a sum is its roof then, and no
+    copy; plan: makes a plan and returns its run, None where a row has none; compiled: makes
+    torch.compile's contenders.
     """
 
     spec: Spec
@@ -190,9 +167,8 @@ class Case:
 def completed(cases: Iterator[Case], compiled: bool) -> Case:
     """Return a row's case, with its plan in place of the direct call where the spec says so.
 
-    Args:
-        cases: Yields it with direct calls, and others, on copies, of which `spec.sets` take turns.
-        compiled: Whether torch.compile is a peer: minutes on a CPU.
+    cases: yields it with direct calls, and others, on copies, of which `spec.sets` take turns;
+    compiled: whether torch.compile is a peer, which takes minutes on a CPU.
     """
     case = next(cases)
     ours, peers, beside = case.ours, case.peers, dict(case.beside)

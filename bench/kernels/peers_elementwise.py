@@ -26,12 +26,9 @@ CHAIN = "chain of adds"
 class Job:
     """What a peer is to do beside moving or adding.
 
-    Attributes:
-        target: 1-D: the output, or the buffer, with the tensors end to end without padding.
-        scale: The factor.
-        flag: float32 of one element, set for non-finite values; None where not asked for.
-        bound: The kernel's.
-        tensors: The tensors.
+    target: 1-D, the output, or the buffer, with the tensors end to end without padding; scale: the
+    factor; flag: float32 of one element, set for non-finite values, None where not asked for;
+    bound: the kernel's.
     """
 
     target: Tensor
@@ -138,8 +135,7 @@ def unpack(job: Packing) -> list[Contender]:
 class Reduction(Job):
     """The job of the reduction peers: what `kernels.sum_n` and `kernels.scaled_add` are given.
 
-    Attributes:
-        coarse: The bound of a peer that rounds to a narrow dtype in between.
+    coarse: the bound of a peer that rounds to a narrow dtype in between.
     """
 
     coarse: float
@@ -147,10 +143,7 @@ class Reduction(Job):
     def contender(self, name: str, fill: Call, rounds: bool) -> Contender:
         """Return `fill` of the output, then a second pass where the job has a scale or a flag.
 
-        Args:
-            name: Its name.
-            fill: The call that fills the output.
-            rounds: Whether `fill` rounds more than once to a dtype narrower than float32.
+        rounds: whether `fill` rounds more than once to a dtype narrower than float32.
         """
         second = self.scale != 1.0 or self.flag is not None
         rounds = rounds or (second and _narrow(self.target))

@@ -191,7 +191,7 @@ def test_horovods_times_stand_beside_ours_by_turn() -> None:
         }
 
     (line,) = horovod_all_reduce.lines([turn(40, 20, 5), turn(10, 20, 6), turn(30, 10, 9)])
-    assert str(line).split() == ["4096", "sum", "30.0", "20.0", "6.0", "1.50", "0.50-3.00"]
+    assert line.cells() == ["4096", "sum", "30.0", "20.0", "6.0", "1.50", "0.50-3.00"]
 
 
 def _printed(rank: int, module: str, arguments: list[str]) -> str:

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench import processes
 from bench.gpu import machine, page, plan, predictions, stages
-from bench.gpu.stages import FAILED, NO_GPU, NO_TIME, OK, OVERRUN, ROOT, Record, Runner, Stage
+from bench.gpu.stages import FAILED, NO_GPU, NO_TIME, OK, OVERRUN, Record, Runner, Stage
 from bench.kernels import report
 from bench.kernels.judging import MET, NOT_MEASURED, NOT_MET
+from bench.processes import ROOT
 from tests.bench.kernels.test_measure import row_of
 
 FACTS: dict[str, Any] = {"device": "NVIDIA Made-Up 1", "torch": "0", "nccl of cupy": 23004}
@@ -86,7 +88,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Run stages in a folder of results; impatient ends."""
     monkeypatch.setattr(stages, "RESERVE", 0.0)
     ends = [(number, 0.5) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)]
-    monkeypatch.setattr(stages, "_ENDINGS", ends)
+    monkeypatch.setattr(processes, "ENDINGS", ends)
 
     def run(*given: Stage, seconds: float | None = None, source: str = "1") -> list[Record]:
         return Runner(tmp_path, "a GPU", source, seconds, lambda line: None).run(given)
