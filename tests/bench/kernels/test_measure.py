@@ -7,10 +7,17 @@ import dataclasses
 import pytest
 import torch
 
-from bench.kernels import bench_packing, bench_projection, bench_reduction, peers_compiled, report
+from bench.kernels import (
+    bench_packing,
+    bench_projection,
+    bench_reduction,
+    case,
+    peers_compiled,
+    report,
+)
 from bench.kernels.bench_packing import Spec
 from bench.kernels.bench_reduction import _spec
-from bench.kernels.case import Case, WrongAnswer
+from bench.kernels.case import WrongAnswer
 from bench.kernels.goals import GOALS
 from bench.kernels.judging import MET, NOT_MEASURED, NOT_MET, PARTLY, judge
 from bench.kernels.measure import COPY, EMPTY, OURS, Row, measure
@@ -21,50 +28,45 @@ SHAPES = ((5, 3), (), (70,))
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def cases(compiled: bool = False) -> list[Case]:
-    """Return small cases: each kernel, direct and planned; scale, cast, flag; what a GPU alone has.
-
-    With `compiled`, only those that torch.compile is a peer of.
-    """
-    packing = [
+COMPILED = [
+    *(
         Spec(kernel, "all", "at once", SHAPES, buffer=BF16, scale=1 / 3, checked=True)
         for kernel in ("pack", "unpack")
-    ]
-    reduction = [
-        _spec("sum_n", "bf16", 4000, (BF16,) * 3, out=BF16, scale=0.3, checked=True),
-        _spec("scaled_add", "mixed", 4000, (BF16, FP32)),
-    ]
-    projection = [
-        bench_projection.Spec("dot_and_norms", "fp32", "small", 40_000),
-        bench_projection.Spec("combine", "fp32", "small", 40_000),
-        bench_projection.Spec("adasum", "segments", "small", parts=2, part=1000),
-    ]
-    if not compiled:
-        for kernel in ("pack", "unpack"):
-            packing += [
-                Spec(kernel, "aligned", "small", SHAPES),
-                Spec(kernel, "planned", "planned", SHAPES, scale=1 / 3, planned=True),
-                Spec(kernel, "fresh addresses", "fresh", SHAPES, wall=True, sets=3),
-            ]
-        packing.append(Spec("pack", "misaligned", "misaligned", SHAPES, misaligned=True))
-        reduction += [
-            _spec("sum_n", "planned", 4000, (FP32,) * 2, planned=True),
-            _spec("scaled_add", "planned", 4000, (FP32,) * 2, planned=True),
-            _spec("sum_n", "fresh", 4000, (FP32,) * 3, sets=3, wall=True),
-        ]
-        projection += [
-            bench_projection.Spec(kernel, "fp32", "planned", 40_000, planned=True)
-            for kernel in ("dot_and_norms", "combine", "adasum")
-        ]
-    return [
-        *(bench_packing.case_of(spec, compiled) for spec in packing),
-        *(bench_reduction.case_of(spec, compiled) for spec in reduction),
-        *(bench_projection.case_of(spec, compiled) for spec in projection),
-    ]
+    ),
+    _spec("sum_n", "bf16", 4000, (BF16,) * 3, out=BF16, scale=0.3, checked=True),
+    _spec("scaled_add", "mixed", 4000, (BF16, FP32)),
+    bench_projection.Spec("dot_and_norms", "fp32", "small", 40_000),
+    bench_projection.Spec("combine", "fp32", "small", 40_000),
+    bench_projection.Spec("adasum", "segments", "small", parts=2, part=1000),
+]
+# Each kernel, direct and planned; scale, cast, flag; and what a GPU alone has.
+SPECS = [
+    *COMPILED,
+    Spec("pack", "misaligned", "misaligned", SHAPES, misaligned=True),
+    _spec("sum_n", "fresh", 4000, (FP32,) * 3, sets=3, wall=True),
+    *(_spec(each, "planned", 4000, (FP32,) * 2, planned=True) for each in ("sum_n", "scaled_add")),
+    *(
+        bench_projection.Spec(kernel, "fp32", "planned", 40_000, planned=True)
+        for kernel in ("dot_and_norms", "combine", "adasum")
+    ),
+    *(Spec(kernel, "aligned", "small", SHAPES) for kernel in ("pack", "unpack")),
+    *(
+        Spec(kernel, "planned", "planned", SHAPES, scale=1 / 3, planned=True)
+        for kernel in ("pack", "unpack")
+    ),
+    *(Spec(each, "fresh", "fresh", SHAPES, wall=True, sets=3) for each in ("pack", "unpack")),
+]
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: str(case.spec))
-def test_measure_times_a_right_kernel_beside_all_its_peers_and_refuses_a_wrong_one(case):
+def case_of(spec: case.Spec, compiled: bool = False) -> case.Case:
+    modules = bench_packing, bench_reduction, bench_projection
+    (module,) = (each for each in modules if isinstance(spec, each.Spec))
+    return module.case_of(spec, compiled)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_measure_times_a_right_kernel_beside_all_its_peers_and_refuses_a_wrong_one(spec):
+    case = case_of(spec)
     row, samples = measure(case, FAST)
     left_out = {name: note for name, note in row.notes.items() if note.startswith("left out")}
     # On CUDA torch has no _chunk_cat from every dtype to every other.
@@ -93,14 +95,15 @@ def test_measure_times_a_right_kernel_beside_all_its_peers_and_refuses_a_wrong_o
 
 
 @pytest.mark.slow
-def test_torch_compile_is_a_right_peer_of_every_kernel():
-    for case in cases(compiled=True):
-        assert case.peers[-1].name == peers_compiled.COMPILED
-        case.peers[-1].check(case.expected)
+@pytest.mark.parametrize("spec", COMPILED, ids=str)
+def test_torch_compile_is_a_right_peer_of_every_kernel(spec):
+    case = case_of(spec, compiled=True)
+    assert case.peers[-1].name == peers_compiled.COMPILED
+    case.peers[-1].check(case.expected)
 
 
 def test_peer_that_is_wrong_or_fails_is_left_out_and_named():
-    case = cases()[2]
+    case = case_of(Spec("pack", "aligned", "small", SHAPES))
 
     def fail() -> None:
         raise RuntimeError("not built in\nwith details")
