@@ -13,7 +13,7 @@ from inspect import unwrap
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 
 from adasum.modes import outside_modes
 from adasum.optimizer.buckets.delta_buffers import DeltaBuffers
@@ -30,19 +30,9 @@ from adasum.real_pairs import as_reals
 MAX_IN_FLIGHT = 2
 # Those of torch's optimizers whose step treats every parameter by itself.
 _BY_PARAMETER = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adafactor,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-    torch.optim.SparseAdam,
+    *(optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW),
+    *(optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+    optim.SparseAdam,
 )
 
 

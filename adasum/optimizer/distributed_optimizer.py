@@ -14,13 +14,12 @@ from adasum.horovod.arguments import require
 from adasum.horovod.capabilities import warn_of_scaled_rate
 from adasum.horovod.process_sets import ProcessSet, global_process_set, group_of
 from adasum.optimizer.arguments import (
-    require_check_every,
+    require_count,
     require_groups,
     require_local_steps,
     require_operator,
     require_optimizer,
     require_owners,
-    require_passes,
 )
 from adasum.optimizer.buckets.planning import Groups, Named, name_parameters, plan_buckets
 from adasum.optimizer.buckets.reduction import BucketReducer
@@ -136,13 +135,13 @@ class DistributedOptimizer(DistributedMixin):
         require_optimizer(optimizer)
         require_operator(op, weighted, gradient_predivide_factor)
         require_compressor(compression)
-        require_passes(backward_passes_per_step)
+        require_count("backward_passes_per_step", backward_passes_per_step, 1)
         require("algorithm", algorithm, str, type(None))
         require("sparse_as_dense", sparse_as_dense, bool)
         require("step_in_backward", step_in_backward, bool)
         require("check_parameters", check_parameters, bool, type(None))
         require("gradient_as_bucket_view", gradient_as_bucket_view, bool)
-        require_check_every(check_every)
+        require_count("check_every", check_every, 0, ", 0 for never")
         require_local_steps(
             local_steps, op, method, mode, step_in_backward, backward_passes_per_step
         )

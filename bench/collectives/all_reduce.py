@@ -73,16 +73,7 @@ class Bench:
         wrong = self._wrong(calls, source, tensor, op) if args.check else dict.fromkeys(calls)
         seconds = self._time(calls, source, tensor)
         return [
-            Row(
-                size=count * dtype.itemsize,
-                count=count,
-                type=args.datatype,
-                redop=_redop(op, name),
-                algorithm=name,
-                ranks=group.size,
-                seconds=seconds[name],
-                wrong=wrong[name],
-            )
+            Row(count, dtype, _redop(op, name), name, group.size, seconds[name], wrong[name])
             for name in calls
         ]
 
@@ -164,13 +155,12 @@ def _check(
 ) -> None:
     """Raise ValueError for what cannot be run on this group."""
     group.transport.check_device(device)
-    for op, names in ops.items():
-        for name in names:
-            for spec in parse_all_reduce_spec(name):
-                if spec.outer != "auto":
-                    phases_of(spec, OPS[op], group.topology)
-            if args.model:
-                model.check(name, op, group.topology)
+    for op, name in ((op, name) for op, names in ops.items() for name in names):
+        for spec in parse_all_reduce_spec(name):
+            if spec.outer != "auto":
+                phases_of(spec, OPS[op], group.topology)
+        if args.model:
+            model.check(name, op, group.topology)
 
 
 def run(
@@ -207,13 +197,9 @@ def run(
     if args.model:
         say("", *model.report(compared))
     if group.rank == 0:
-        record = {
-            "arguments": vars(args),
-            "environment": facts,
-            "results": [row.record() for row in found],
-            "model": [each.record() for each in compared],
-        }
-        ranks.write(args.output_file, record)
+        record: dict[str, Any] = {"arguments": vars(args), "environment": facts}
+        record |= {"results": [row.record() for row in found]}
+        ranks.write(args.output_file, record | {"model": [each.record() for each in compared]})
     return int(wrong > 0)
 
 

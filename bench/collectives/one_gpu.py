@@ -133,19 +133,13 @@ def run(
 
     with futures.ThreadPoolExecutor(ranks) as pool:
         found = list(pool.map(main, range(ranks)))
-    return [
-        Row(
-            size=4 * numel,
-            count=numel,
-            type="float32",
-            redop="adasum" if CONTENDERS[name] is Adasum else "sum",
-            algorithm=name,
-            ranks=ranks,
-            seconds=[max(each) for each in zip(*(taken[name] for _, taken in found), strict=True)],
-            wrong=sum(wrong[name] for wrong, _ in found),
-        )
-        for name in algorithms
-    ]
+    rows = []
+    for name in algorithms:
+        slowest = [max(each) for each in zip(*(taken[name] for _, taken in found), strict=True)]
+        wrong = sum(wrong[name] for wrong, _ in found)
+        redop = "adasum" if CONTENDERS[name] is Adasum else "sum"
+        rows.append(Row(numel, torch.float32, redop, name, ranks, slowest, wrong))
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import kernels
 from adasum.check.one_gpu import rounding
 from bench.kernels import case, inputs, peers_compiled
 from bench.kernels import peers_elementwise as in_torch
-from bench.kernels.case import Answer, Case, Contender
+from bench.kernels.case import Case, Contender
 from bench.kernels.inputs import PLANNED, normal, size_label
 from bench.kernels.timing import DEVICE
 from bench.shapes import MODELS, Shape
@@ -98,89 +98,69 @@ def case_of(spec: Spec, compiled: bool = DEVICE == "cuda") -> Case:
     buffer = normal(layout.numel, layout.dtype)
     # Lists that take turns share one buffer.
     lists = (tensors if not i else [each.clone() for each in tensors] for i in range(spec.sets))
-    make = _pack if spec.kernel == "pack" else _unpack
-    return case.completed((make(spec, each, layout, buffer) for each in lists), compiled)
+    return case.completed((_make(spec, each, layout, buffer) for each in lists), compiled)
 
 
-def _pack(spec: Spec, tensors: list[Tensor], layout: kernels.Layout, out: Tensor) -> Case:
-    flag = torch.zeros((), device=DEVICE) if spec.checked else None
-    options: dict[str, Any] = {"layout": layout, "out": out, "found_inf": flag}
-
-    def check_padding() -> None:
-        parts = zip(layout.offsets, layout.numels, layout.segments[1:], strict=True)
-        padding = [out[offset + count : end] for offset, count, end in parts]
-        if torch.cat(padding).count_nonzero():
-            raise case.WrongAnswer("ours: the padding is not zero")
-
-    def expected() -> Iterator[Answer]:
-        for group in _groups(tensors):
-            end_to_end = kernels.layout_of(group, dtype=torch.float64, alignment=8)
-            yield kernels.pack_reference(group, layout=end_to_end, scale=spec.scale), None
-
-    ours = Contender(
-        "ours",
-        partial(kernels.pack, tensors, scale=spec.scale, **options),
-        _bound(spec, spec.tensor, spec.buffer),
-        layout.views,
-        [out],
-        None if flag is None else (flag, tensors[-1]),
-        check_padding,
-    )
-    # In the same memory, so that all find the same in the caches.
-    job = in_torch.Packing(out[: sum(layout.numels)], spec.scale, flag, ours.bound, tensors)
-    return Case(
-        spec,
-        size=spec.size,
-        traffic=kernels.pack_bytes(tensors, layout=layout),
-        elements=sum(layout.numels),
-        tensors=len(tensors),
-        ours=ours,
-        peers=in_torch.pack(job),
-        expected=expected,
-        plan=lambda: partial(kernels.plan_pack(tensors, **options), spec.scale),
-        compiled=lambda: [peers_compiled.pack(job)],
-    )
-
-
-def _unpack(spec: Spec, tensors: list[Tensor], layout: kernels.Layout, buffer: Tensor) -> Case:
+def _make(spec: Spec, tensors: list[Tensor], layout: kernels.Layout, buffer: Tensor) -> Case:
     flag = torch.zeros((), device=DEVICE) if spec.checked else None
     options: dict[str, Any] = {"layout": layout, "found_inf": flag}
-    views, tight = layout.views(buffer), buffer
-    if sum(layout.numels) < layout.numel:
-        tight = torch.cat([view.reshape(-1) for view in views])
-
-    def expected() -> Iterator[Answer]:
-        for group in _groups(views):
-            joined = torch.cat(group)
-            whole = kernels.layout_of([joined], alignment=joined.element_size())
-            yield kernels.unpack_reference(joined, whole, scale=spec.scale)[0], None
+    views, count = layout.views(buffer), sum(layout.numels)
+    if spec.kernel == "pack":
+        given: list[Any] = [tensors]
+        options["out"] = buffer
+        source, target, sent = spec.tensor, spec.buffer, tensors
+        # In the same memory as ours, so that all find the same in the caches.
+        tight, reference, peers = buffer[:count], _packed, in_torch.pack
+        traffic = kernels.pack_bytes(tensors, layout=layout)
+    else:
+        given = [buffer, tensors]
+        source, target, sent = spec.buffer, spec.tensor, views
+        tight = buffer if count == layout.numel else torch.cat([view.view(-1) for view in views])
+        reference, peers = _unpacked, in_torch.unpack
+        traffic = kernels.unpack_bytes(buffer, tensors, layout=layout)
+    exact = spec.scale == 1.0 and target.itemsize >= source.itemsize
+    bound = 0.0 if exact else rounding(target, 1)
+    call, plan = (getattr(kernels, name) for name in (spec.kernel, f"plan_{spec.kernel}"))
 
     ours = Contender(
         "ours",
-        partial(kernels.unpack, buffer, tensors, scale=spec.scale, **options),
-        _bound(spec, spec.buffer, spec.tensor),
-        list,
-        tensors,
-        None if flag is None else (flag, views[-1]),
+        partial(call, *given, scale=spec.scale, **options),
+        bound,
+        layout.views if sent is tensors else list,
+        [buffer] if sent is tensors else tensors,
+        None if flag is None else (flag, sent[-1]),
+        partial(_check_padding, layout, buffer) if sent is tensors else None,
     )
-    job = in_torch.Packing(tight, spec.scale, flag, ours.bound, tensors)
+    job = in_torch.Packing(tight, spec.scale, flag, bound, tensors)
     return Case(
         spec,
         size=spec.size,
-        traffic=kernels.unpack_bytes(buffer, tensors, layout=layout),
-        elements=sum(layout.numels),
+        traffic=traffic,
+        elements=count,
         tensors=len(tensors),
         ours=ours,
-        peers=in_torch.unpack(job),
-        expected=expected,
-        plan=lambda: partial(kernels.plan_unpack(buffer, tensors, **options), spec.scale),
-        compiled=lambda: [peers_compiled.unpack(job)],
+        peers=peers(job),
+        expected=lambda: ((reference(group, spec.scale), None) for group in _groups(sent)),
+        plan=lambda: partial(plan(*given, **options), spec.scale),
+        compiled=lambda: [getattr(peers_compiled, spec.kernel)(job)],
     )
 
 
-def _bound(spec: Spec, source: torch.dtype, target: torch.dtype) -> float:
-    exact = spec.scale == 1.0 and target.itemsize >= source.itemsize
-    return 0.0 if exact else rounding(target, 1)
+def _check_padding(layout: kernels.Layout, buffer: Tensor) -> None:
+    parts = zip(layout.offsets, layout.numels, layout.segments[1:], strict=True)
+    if torch.cat([buffer[at + numel : end] for at, numel, end in parts]).count_nonzero():
+        raise case.WrongAnswer("ours: the padding is not zero")
+
+
+def _packed(group: list[Tensor], scale: float) -> Tensor:
+    layout = kernels.layout_of(group, dtype=torch.float64, alignment=8)
+    return kernels.pack_reference(group, layout=layout, scale=scale)
+
+
+def _unpacked(group: list[Tensor], scale: float) -> Tensor:
+    joined = torch.cat(group)
+    layout = kernels.layout_of([joined], alignment=joined.element_size())
+    return kernels.unpack_reference(joined, layout, scale=scale)[0]
 
 
 def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -60,10 +60,6 @@ def _on_chip(row: Row) -> bool:
     return _one_segment(row) and row.elements <= ON_CHIP
 
 
-def _beyond(row: Row) -> bool:
-    return _one_segment(row) and row.elements > ON_CHIP
-
-
 def _series(kernel: str, series: str) -> Callable[[Row], bool]:
     return lambda row: row.kernel == kernel and row.series == series
 
@@ -94,11 +90,6 @@ def _over_three_units_and_launch(row: Row) -> float | None:
     return row.seconds / (row.traffic / row.roof + empty.median) if empty else None
 
 
-def _of_five_units(row: Row) -> float:
-    """Return the fraction of the roof with five units of traffic; `adasum_bytes` counts three."""
-    return row.fraction * 5 / 3
-
-
 def _slowdown(name: str) -> Callable[[Row], float | None]:
     """Return the figure: our time over that of `name`."""
 
@@ -126,7 +117,6 @@ def _beside_tensors(row: Row) -> float | None:
 
 
 _ratio, _fraction = attrgetter("ratio"), attrgetter("fraction")
-
 
 GPU = (
     Goal(
@@ -187,7 +177,9 @@ GPU = (
     ),
     Goal(
         "adasum beyond: fraction of the five-unit roof",
-        *(_beyond, _of_five_units, 0.93),
+        lambda row: _one_segment(row) and not _on_chip(row),
+        # Five units of traffic move there; `adasum_bytes` counts three.
+        *(lambda row: row.fraction * 5 / 3, 0.93),
         predicted="adasum beyond the chip, a bucket of 25 MiB say, moves 0.93 of the roof of five "
         "units.",
     ),

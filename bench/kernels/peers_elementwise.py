@@ -171,10 +171,8 @@ def sum_n(job: Reduction) -> list[Contender]:
     def in_place() -> None:
         if widens:
             total = out.copy_(tensors[0]).add_(tensors[1])
-        elif narrows:
-            total = torch.add(tensors[0], tensors[1])
         else:
-            total = torch.add(tensors[0], tensors[1], out=out)
+            total = torch.add(tensors[0], tensors[1], out=None if narrows else out)
         for tensor in tensors[2:]:
             total.add_(tensor)
         if narrows:
@@ -189,13 +187,8 @@ def sum_n(job: Reduction) -> list[Contender]:
 def scaled_add(job: Reduction, alpha: float, beta: float) -> list[Contender]:
     (a, b), out = job.tensors, job.target
 
-    def multiply_add() -> None:
-        torch.mul(a, alpha, out=out).add_(b, alpha=beta)
-
-    def add_product() -> None:
-        torch.add(a * alpha, b, alpha=beta, out=out)
-
-    return [
-        job.contender("mul, add_", multiply_add, _narrow(a, out)),
-        job.contender("add of a product", add_product, _narrow(a, out)),
-    ]
+    ways: dict[str, Call] = {
+        "mul, add_": lambda: torch.mul(a, alpha, out=out).add_(b, alpha=beta),
+        "add of a product": lambda: torch.add(a * alpha, b, alpha=beta, out=out),
+    }
+    return [job.contender(name, fill, _narrow(a, out)) for name, fill in ways.items()]
