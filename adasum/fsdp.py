@@ -178,9 +178,8 @@ class _Hook:
         states = self.group.modules[0]._get_fsdp_state()._state_ctx.all_states
         groups = [group for state in states for group in state._fsdp_param_groups]
         hooked = [group for group in groups if isinstance(group._all_reduce_hook, _Hook)]
-        others = [
-            p for group in groups if group._all_reduce_hook is None for p in group.fsdp_params
-        ]
+        without = [group for group in groups if group._all_reduce_hook is None]
+        others = [p for group in without for p in group.fsdp_params]
         names = [p._param_fqn for p in others if p.sharded_param.requires_grad]
         if names and hooked[0] is self.group:
             _logger.warning(
@@ -233,9 +232,8 @@ class _Hook:
 
     def _check_parameters(self) -> None:
         """Raise on every replica of this shard where the replicas' shards differ; collective."""
-        named = [
-            (p._param_fqn, p.sharded_param.detach().to_local()) for p in self.group.fsdp_params
-        ]
+        shards = [(p._param_fqn, p.sharded_param.detach()) for p in self.group.fsdp_params]
+        named = [(name, shard.to_local()) for name, shard in shards]
         fix = (
             ": seed replicas alike or load the same checkpoint; HookState(check_parameters=False) "
             "or ADASUM_CHECK_PARAMETERS=0 leaves this check out"

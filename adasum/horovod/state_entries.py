@@ -119,9 +119,8 @@ def _difference(by_rank: dict[int, list[tuple[str, str]]]) -> str:
 def _hint(names: Sequence[str], others: Sequence[str]) -> str:
     """Return what to do where only a wrapper's prefixes are between two ranks' names."""
     for prefix, wrapper in _WRAPPERS.items():
-        if sorted(n.replace(prefix, "") for n in names) == sorted(
-            n.replace(prefix, "") for n in others
-        ):
+        bare, theirs = (sorted(n.replace(prefix, "") for n in each) for each in (names, others))
+        if bare == theirs:
             return (
                 f": {prefix!r} is what {wrapper} puts before names; wrap the model on every rank "
                 "or on none before this call"

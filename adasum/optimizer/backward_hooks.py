@@ -193,12 +193,11 @@ class BackwardHooks:
         if not self._early:
             return []
         optimizer = self._optimizer()
-        others = [entry for entry in self.named if entry[1] not in self._taken]
-        return [
-            (name, parameter)
-            for name, parameter in others
-            if parameter.requires_grad or (optimizer is not None and optimizer._wants(parameter))
-        ]
+
+        def wanted(p: Tensor) -> bool:
+            return p.requires_grad or (optimizer is not None and optimizer._wants(p))
+
+        return [(n, p) for n, p in self.named if p not in self._taken and wanted(p)]
 
     def _unhooked(self) -> list[Named]:
         """Return the trainable parameters without a hook: made trainable since `restart`."""
@@ -292,11 +291,8 @@ class BackwardHooks:
         members = bucket.members
         if self._early:
             # One frozen since backward has a gradient of this rank alone.
-            members = [
-                (name, parameter)
-                for name, parameter in members
-                if parameter in self._hooks and (parameter.requires_grad or self.reached(parameter))
-            ]
+            hooked = [each for each in members if each[1] in self._hooks]
+            members = [(n, p) for n, p in hooked if p.requires_grad or self.reached(p)]
         return members, bucket.name
 
     def _start(self, members: Sequence[Named], name: str) -> None:

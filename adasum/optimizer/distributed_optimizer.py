@@ -149,13 +149,8 @@ class DistributedOptimizer(DistributedMixin):
         groups = require_groups(num_groups, groups)
         named = name_parameters(optimizer, named_parameters)
         members = default_group() if process_set is None else group_of(process_set)
-        reducer = _reducer(
-            members or default_group(),
-            op if weighted else UNWEIGHTED,
-            compression,
-            algorithm,
-            gradient_predivide_factor,
-        )
+        group, reduces_by = members or default_group(), op if weighted else UNWEIGHTED
+        reducer = _reducer(group, reduces_by, compression, algorithm, gradient_predivide_factor)
         by_size = partial(plan_buckets, memory_size=memory_size, groups_size=groups_size)
         settings = Settings(
             reducer,
@@ -170,7 +165,7 @@ class DistributedOptimizer(DistributedMixin):
         )
         comparing = checks_parameters(check_parameters) and not settings.one_rank
         asked = [
-            ("op", str(op if weighted else UNWEIGHTED)),
+            ("op", str(reduces_by)),
             ("the method", kind.__name__),
             ("local_steps", str(local_steps)),
             ("compression", describe_value(compression)),
@@ -184,12 +179,8 @@ class DistributedOptimizer(DistributedMixin):
         if settings.one_rank and kind is OwnersMethod:
             kind = SoleOwnerMethod
         wrap(self, optimizer, kind, named, by_size(named, groups), settings)
-        self._adasum_check = ParameterCheck(
-            settings.reducer.group,
-            partial(_settings_of, weakref.ref(self), asked),
-            every=check_every,
-            compares=comparing,
-        )
+        said = partial(_settings_of, weakref.ref(self), asked)
+        self._adasum_check = ParameterCheck(group, said, every=check_every, compares=comparing)
         self._adasum_check.add(named)
 
 
@@ -236,9 +227,8 @@ def _method(
     if mode not in (None, "owners"):
         raise ValueError(f"mode must be 'owners' or None, not {mode!r}")
     if mode is not None:
-        by_parameter = steps_by_parameter(type(optimizer)) or isinstance(
-            optimizer, torch.optim.Muon
-        )
+        kind = type(optimizer)
+        by_parameter = steps_by_parameter(kind) or issubclass(kind, torch.optim.Muon)
         require_owners(optimizer, method, step_in_backward, by_parameter)
         return OwnersMethod
     if local_steps > 1:

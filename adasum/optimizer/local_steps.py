@@ -78,10 +78,8 @@ class LocalStepsMethod(DeltaMethod):
         Raises:
             ValueError: A parameter has left the optimizer with local steps that are not reduced.
         """
-        stepped = [
-            each for each in change.gone if self._adasum_taken and each in self._adasum_start
-        ]
-        if stepped:
+        stepped = [each for each in change.gone if each in self._adasum_start]
+        if stepped and self._adasum_taken:
             raise ValueError(
                 f"{self._adasum_hooks.names[stepped[0]]} was taken out of param_groups after "
                 f"{self._adasum_taken} local steps that are not reduced: call "

@@ -314,11 +314,8 @@ class OwnersMethod(GradientMethod):
         states = state_dict["state"]
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = self._adasum_parameters()
-        foreign = {
-            number
-            for number, parameter in zip(saved, parameters, strict=False)
-            if not self._is_mine(parameter)
-        }
+        pairs = zip(saved, parameters, strict=False)
+        foreign = {number for number, parameter in pairs if not self._is_mine(parameter)}
         mine = {key: value for key, value in states.items() if key not in foreign}
         super().load_state_dict({**state_dict, "state": mine})
         # For a state_dict() or a broadcast before the next step.

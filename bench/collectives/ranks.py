@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 import collectives
 from adasum import Adasum
+from bench import provenance
 
 OPS: dict[str, collectives.Reducer] = {
     "sum": collectives.Sum,
@@ -59,23 +59,16 @@ def _output_file(text: str) -> Path:
     """Return the path if it can be written to, which should be known before a long run."""
     path = Path(text)
     try:
-        _part_of(path).touch()
+        provenance.unfinished(path).touch()
     except OSError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return path
 
 
-def _part_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.part")
-
-
 def write(path: Path | None, record: Any) -> None:
     """Write JSON, where a path was given."""
     if path is not None:
-        # Whoever waits for the file gets all of it.
-        part = _part_of(path)
-        part.write_text(json.dumps(record, indent=1, default=str) + "\n")
-        part.rename(path)
+        provenance.write(path, record)
 
 
 def in_turns(

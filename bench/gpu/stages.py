@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench import processes
+from bench.provenance import write
 
 OK, FAILED, OVERRUN, LEFT_OUT = "ok", "failed", "ended: took too long", "left out"
 NO_TIME, RUNNING, NO_GPU = "not begun: no time", "interrupted", "no GPU"
@@ -99,10 +100,7 @@ class Runner:
         return record if same else None
 
     def _write(self, record: Record) -> Record:
-        path = self._stages / f"{record.name}.json"
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(asdict(record), indent=1) + "\n")
-        unfinished.replace(path)
+        write(self._stages / f"{record.name}.json", asdict(record))
         return record
 
     def _run(self, stage: Stage, earlier: Record | None) -> Record:

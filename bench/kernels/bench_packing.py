@@ -96,32 +96,34 @@ def case_of(spec: Spec, compiled: bool = DEVICE == "cuda") -> Case:
     tensors = [normal(shape, spec.tensor, spec.misaligned) for shape in spec.shapes]
     layout = kernels.layout_of(tensors, dtype=spec.buffer)
     buffer = normal(layout.numel, layout.dtype)
+    # What peers pack into is a part of our buffer, so that all find the same in the caches.
+    tight = buffer[: sum(layout.numels)]
+    if spec.kernel == "unpack" and tight.numel() < layout.numel:
+        tight = torch.cat([view.reshape(-1) for view in layout.views(buffer)])
     # Lists that take turns share one buffer.
     lists = (tensors if not i else [each.clone() for each in tensors] for i in range(spec.sets))
-    return case.completed((_make(spec, each, layout, buffer) for each in lists), compiled)
+    return case.completed((_make(spec, each, layout, buffer, tight) for each in lists), compiled)
 
 
-def _make(spec: Spec, tensors: list[Tensor], layout: kernels.Layout, buffer: Tensor) -> Case:
+def _make(
+    spec: Spec, tensors: list[Tensor], layout: kernels.Layout, buffer: Tensor, tight: Tensor
+) -> Case:
     flag = torch.zeros((), device=DEVICE) if spec.checked else None
     options: dict[str, Any] = {"layout": layout, "found_inf": flag}
-    views, count = layout.views(buffer), sum(layout.numels)
     if spec.kernel == "pack":
         given: list[Any] = [tensors]
         options["out"] = buffer
         source, target, sent = spec.tensor, spec.buffer, tensors
-        # In the same memory as ours, so that all find the same in the caches.
-        tight, reference, peers = buffer[:count], _packed, in_torch.pack
+        reference, peers = _packed, in_torch.pack
         traffic = kernels.pack_bytes(tensors, layout=layout)
     else:
         given = [buffer, tensors]
-        source, target, sent = spec.buffer, spec.tensor, views
-        tight = buffer if count == layout.numel else torch.cat([view.view(-1) for view in views])
+        source, target, sent = spec.buffer, spec.tensor, layout.views(buffer)
         reference, peers = _unpacked, in_torch.unpack
         traffic = kernels.unpack_bytes(buffer, tensors, layout=layout)
     exact = spec.scale == 1.0 and target.itemsize >= source.itemsize
     bound = 0.0 if exact else rounding(target, 1)
     call, plan = (getattr(kernels, name) for name in (spec.kernel, f"plan_{spec.kernel}"))
-
     ours = Contender(
         "ours",
         partial(call, *given, scale=spec.scale, **options),
@@ -136,7 +138,7 @@ def _make(spec: Spec, tensors: list[Tensor], layout: kernels.Layout, buffer: Ten
         spec,
         size=spec.size,
         traffic=traffic,
-        elements=count,
+        elements=tight.numel(),
         tensors=len(tensors),
         ours=ours,
         peers=peers(job),

@@ -110,19 +110,15 @@ class GradientBucket:
             and len(parameters) == len(self._parameters)
             and all(map(is_, parameters, self._parameters))
             and self._kinds == kinds
-            and not (self._is_foreign and not self._holds_all())
-            and not any(
-                slot.is_kept(parameter.grad)
-                for slot, parameter in zip(self._slots, parameters, strict=True)
-            )
+            and all(map(self._is_free, self._parameters, self._slots))
         )
 
-    def _holds_all(self) -> bool:
-        """Return whether every gradient lies here."""
-        return all(
-            parameter.grad is not None and slot.holds(parameter.grad)
-            for parameter, slot in zip(self._parameters, self._slots, strict=True)
-        )
+    def _is_free(self, parameter: Tensor, slot: _Slot) -> bool:
+        """Return whether nobody keeps a gradient in the slot, and one lies in a foreign buffer."""
+        gradient = parameter.grad
+        if slot.is_kept(gradient):
+            return False
+        return not self._is_foreign or (gradient is not None and slot.holds(gradient))
 
     def shares(self, parameters: Sequence[Tensor]) -> bool:
         """Return whether one of the parameters is among its own."""
@@ -134,11 +130,8 @@ class GradientBucket:
         On the CPU alone: there fresh memory for every gradient costs more than to add to zeros, on
         a GPU the addition does.
         """
-        here = (
-            self.fused.buffer.is_cpu
-            and not self._is_foreign
-            and self.fused.buffer.data_ptr() == self._address
-        )
+        buffer = self.fused.buffer
+        here = buffer.is_cpu and not self._is_foreign and buffer.data_ptr() == self._address
         self._is_zero = here and all(
             parameter.grad is None and not slot.is_kept(None)
             for parameter, slot in zip(self._parameters, self._slots, strict=True)

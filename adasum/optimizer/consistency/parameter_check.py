@@ -221,9 +221,8 @@ class ParameterCheck:
         """
         self._steps += 1
         self._due += 1
-        if not self._every or self._due < self._every or not equal:
-            return
-        if not self._compared or _is_capturing(self._compared):
+        is_time = self._every and self._due >= self._every and equal
+        if not is_time or not self._compared or _is_capturing(self._compared):
             return
         self._due = 0
         require_equal_parameters(
@@ -261,11 +260,7 @@ class ParameterCheck:
 
     def warn_without_gradients(self) -> None:
         """Warn before the first step, where nothing has a gradient: the model may have changed."""
-        if (
-            not self._compares
-            or self._begun
-            or any(parameter.grad is not None for parameter in self._new)
-        ):
+        if not self._compares or self._begun or any(p.grad is not None for p in self._new):
             return
         _logger.warning(
             "rank %d: no parameter of this optimizer has a gradient at its first step: backward "

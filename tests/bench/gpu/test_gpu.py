@@ -151,8 +151,7 @@ def test_page_has_stages_tests_rows_and_predictions(tmp_path: Path) -> None:
     record = Record("check", FAILED, 12.0, "status 1", "d", "s", [], "now")
     page.write(tmp_path, [record], {**FACTS, "date": "never"})
     text = (tmp_path / "page.md").read_text()
-    for part in ("| check | failed | 12 | status 1 |", "1 passed, 1 failed", "`t::bad`: not right"):
-        assert part in text, part
+    assert "| check | failed | 12 | status 1 |" in text and "`t::bad`: not right" in text
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert {row["kernel"] for row in rows} == {"pack", "unpack"}
     found = json.loads((tmp_path / "page.json").read_text())["predictions"]
