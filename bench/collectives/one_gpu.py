@@ -87,16 +87,6 @@ class Rank:
             torch.cuda.current_stream(self._device).synchronize()
 
 
-def over_nccl(ranks: int, device: torch.device) -> Callable[[int], Transport]:
-    """Return what makes a rank's transport, in its thread."""
-    world, store = ThreadWorld(ranks), dist.HashStore()
-
-    def make(rank: int) -> Transport:
-        return NcclTransport(world.transport(rank), CupyBackend(store, device), timeout=SECONDS)
-
-    return make
-
-
 def run(
     ranks: int,
     numel: int,
@@ -153,7 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     numel = parse_general_int(args.bytes.upper()) // 4
-    rows = run(args.ranks, numel, args.iters, device, over_nccl(args.ranks, device))
+    world, store = ThreadWorld(args.ranks), dist.HashStore()
+
+    def over_nccl(rank: int) -> Transport:
+        return NcclTransport(world.transport(rank), CupyBackend(store, device), timeout=SECONDS)
+
+    rows = run(args.ranks, numel, args.iters, device, over_nccl)
     print(*header(9), *(line(row, rows[0], 9) for row in rows), sep="\n", flush=True)
     results = [{**row.record(), "ranks": row.ranks, "median": row.median} for row in rows]
     write(args.output_file, {"device": torch.cuda.get_device_name(device), "results": results})

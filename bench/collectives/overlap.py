@@ -101,10 +101,8 @@ def _measure(group: collectives.Group, args: Any) -> dict[str, Any]:
 
 def _model(args: Any) -> torch.nn.Module:
     torch.manual_seed(0)
-    layers: list[torch.nn.Module] = []
-    for _ in range(args.layers):
-        layers += [torch.nn.Linear(args.width, args.width), torch.nn.Tanh()]
-    return torch.nn.Sequential(*layers)
+    pairs = ((torch.nn.Linear(args.width, args.width), torch.nn.Tanh()) for _ in range(args.layers))
+    return torch.nn.Sequential(*(layer for pair in pairs for layer in pair))
 
 
 if __name__ == "__main__":

@@ -114,7 +114,10 @@ class GradientBucket:
         )
 
     def _is_free(self, parameter: Tensor, slot: _Slot) -> bool:
-        """Return whether nobody keeps a gradient in the slot, and one lies in a foreign buffer."""
+        """Return whether nobody keeps an earlier gradient that lies in the parameter's slot.
+
+        Of somebody else's memory it also has to be where the gradient lies now.
+        """
         gradient = parameter.grad
         if slot.is_kept(gradient):
             return False
