@@ -97,85 +97,28 @@ from collectives import (
 )
 from kernels import logs
 
-__all__ = [
-    "Adasum",
-    "AdasumReducer",
-    "Average",
-    "CollectiveError",
-    "CollectiveMismatchError",
-    "CollectiveTimeoutError",
-    "Compression",
-    "DistributedOptimizer",
-    "HookState",
-    "Max",
-    "Min",
-    "OptimizerOrderError",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "TransportError",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "ddp_hook",
-    "get_process_set_ids_and_ranks",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "orthogonality",
-    "poll",
-    "process_set_by_id",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "register_fsdp_hook",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
+__all__ = ["Adasum", "AdasumReducer", "Average", "Compression", "DistributedOptimizer", "HookState"]
+__all__ += ["Max", "Min", "Product", "Sum"]
+__all__ += ["CollectiveError", "CollectiveMismatchError", "CollectiveTimeoutError"]
+__all__ += ["OptimizerOrderError", "TransportError"]
+__all__ += ["ddp_hook", "orthogonality", "register_fsdp_hook"]
+__all__ += ["allgather", "allgather_async", "allgather_object", "grouped_allgather"]
+__all__ += ["grouped_allgather_async"]
+__all__ += ["allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce"]
+__all__ += ["grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"]
+__all__ += ["sparse_allreduce_async"]
+__all__ += ["alltoall", "alltoall_async", "broadcast", "broadcast_", "broadcast_async"]
+__all__ += ["broadcast_async_", "broadcast_object", "broadcast_optimizer_state"]
+__all__ += ["broadcast_parameters"]
+__all__ += ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter"]
+__all__ += ["reducescatter_async"]
+__all__ += ["ProcessSet", "add_process_set", "get_process_set_ids_and_ranks", "global_process_set"]
+__all__ += ["process_set_by_id", "remove_process_set"]
+__all__ += ["ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "mpi_built"]
+__all__ += ["mpi_enabled", "mpi_threads_supported", "nccl_built", "rocm_built"]
+__all__ += ["barrier", "cross_rank", "cross_size", "init", "is_homogeneous", "is_initialized"]
+__all__ += ["join", "local_rank", "local_size", "poll", "rank", "shutdown", "size"]
+__all__ += ["start_timeline", "stop_timeline", "synchronize"]
 
 logs.show(__name__)
 

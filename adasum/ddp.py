@@ -128,15 +128,8 @@ class HookState:
     ) -> StartedRequest:
         """Start reducing a buffer of whole segments in place, by `op` where it is given."""
         group, op = self.group, op or self.op
-        make = partial(
-            group.all_reduce_init,
-            buffer,
-            op,
-            algorithm=self.algorithm,
-            name=name,
-            segments=segments,
-            negotiate=False,
-        )
+        options: Any = {"name": name, "segments": segments, "algorithm": self.algorithm}
+        make = partial(group.all_reduce_init, buffer, op, negotiate=False, **options)
         # A request keeps its operator alive, whose id is therefore no other's.
         key = name, tuple(segments), buffer.dtype, buffer.device, id(op), self.algorithm
         return self._requests.start(group, key, make, buffer)

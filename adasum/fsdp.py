@@ -81,11 +81,7 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
 
 
 def _groups_of(model: nn.Module, state: HookState, kind: type) -> list[tuple[Any, Any, Any]]:
-    """Return (unit, group of parameters, mesh) of all that FSDP reduces together in the model.
-
-    Raises:
-        TypeError, ValueError: As `register_fsdp_hook`.
-    """
+    """Return (unit, group of parameters, mesh) of all that FSDP reduces together; or raise."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if state.process_group is None:
@@ -131,17 +127,12 @@ def _mesh_of(group: Any) -> Any:
 
 @dataclass(eq=False)
 class _Hook:
-    """What FSDP calls with a unit's reduce-scattered gradients, flattened into one tensor.
+    """What FSDP calls with the reduce-scattered gradients of a group of parameters, flattened.
 
-    Attributes:
-        group: FSDP's, of the unit's parameters.
-        state: How to reduce.
-        shards: The ranks that hold a replica.
-        over_shards: The operator whose dot products are summed over them, once there is one.
-        began: Whether it has been called.
-        checked: Whether the replicas have compared their parameters.
-        partial: The sum of what was not yet reduced over the replicas.
-        backward: The number of the backward pass that added to it last.
+    shards: the ranks that hold a replica; over_shards: the operator whose dot products are summed
+    over them, once there is one; began: whether it has been called; checked: whether the replicas
+    have compared their parameters; partial: the sum of what was not yet reduced over the replicas,
+    to which the backward pass with the number `backward` added last.
     """
 
     group: Any
@@ -187,9 +178,8 @@ class _Hook:
         states = self.group.modules[0]._get_fsdp_state()._state_ctx.all_states
         groups = [group for state in states for group in state._fsdp_param_groups]
         hooked = [group for group in groups if isinstance(group._all_reduce_hook, _Hook)]
-        others = [
-            p for group in groups if group._all_reduce_hook is None for p in group.fsdp_params
-        ]
+        without = [group for group in groups if group._all_reduce_hook is None]
+        others = [p for group in without for p in group.fsdp_params]
         names = [p._param_fqn for p in others if p.sharded_param.requires_grad]
         if names and hooked[0] is self.group:
             _logger.warning(
@@ -242,9 +232,8 @@ class _Hook:
 
     def _check_parameters(self) -> None:
         """Raise on every replica of this shard where the replicas' shards differ; collective."""
-        named = [
-            (p._param_fqn, p.sharded_param.detach().to_local()) for p in self.group.fsdp_params
-        ]
+        shards = [(p._param_fqn, p.sharded_param.detach()) for p in self.group.fsdp_params]
+        named = [(name, shard.to_local()) for name, shard in shards]
         fix = (
             ": seed replicas alike or load the same checkpoint; HookState(check_parameters=False) "
             "or ADASUM_CHECK_PARAMETERS=0 leaves this check out"

@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-
-class Waitable(Protocol):
-    """An operation that has been started."""
-
-    def wait(self) -> Any:
-        """Block until the operation is done and return its result."""
-        ...
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return without blocking."""
-        ...
+from collectives import Work
 
 
 class Handle:
@@ -26,7 +16,7 @@ class Handle:
         finish: Called with the works' results; returns the operation's.
     """
 
-    def __init__(self, works: Sequence[Waitable | Any], finish: Callable[..., Any]) -> None:
+    def __init__(self, works: Sequence[Any], finish: Callable[..., Any]) -> None:
         self._works = works
         self._finish = finish
 
@@ -48,17 +38,17 @@ def wait_for_all(handles: Sequence[Handle]) -> Handle:
     return Handle(handles, lambda *results: list(results))
 
 
-def synchronize(handle: Waitable) -> Any:
+def synchronize(handle: Handle | Work[Any]) -> Any:
     """Wait for an asynchronous operation and return its result."""
     return _checked(handle).wait()
 
 
-def poll(handle: Waitable) -> bool:
+def poll(handle: Handle | Work[Any]) -> bool:
     """Return whether `synchronize(handle)` would return without blocking."""
     return _checked(handle).is_completed()
 
 
-def _checked(handle: Waitable) -> Waitable:
+def _checked(handle: Any) -> Any:
     if not (hasattr(handle, "wait") and hasattr(handle, "is_completed")):
         raise TypeError(
             f"handle must be what an _async function returned, not {type(handle).__name__}"

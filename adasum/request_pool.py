@@ -33,13 +33,10 @@ class RequestPool:
     ) -> StartedRequest:
         """Start the request of a holder and a key, which is made unless it is here.
 
-        Args:
-            holder: With what the request ends: its buffer or, where that changes, its group.
-            key: What tells the holder's requests apart.
-            make: Makes the request.
-            buffer: What it reduces this time alone: afterwards it holds no buffer, so that the pool
-                keeps no memory alive that DDP or FSDP has replaced or freed. None where it keeps
-                the buffer that it was made for.
+        The request ends with its holder: its buffer or, where that changes, its group. A `buffer`
+        is reduced this time alone: afterwards the request holds none, so that the pool keeps no
+        memory alive that DDP or FSDP has replaced or freed. Without one it keeps the buffer that it
+        was made for.
         """
         free = self._free.setdefault(holder, {})
         # Taken out while it is in flight: a second start of the same kind gets one of its own.
@@ -59,12 +56,9 @@ class RequestPool:
 
 
 class StartedRequest(NamedTuple):
-    """A request in flight.
+    """A request in flight: its Work, for callbacks and for whoever else waits, and `wait`.
 
-    Attributes:
-        work: Its Work, for callbacks and for whoever else waits.
-        wait: Blocks until the buffer holds the result, and gives the request back; raises what
-            failed.
+    That blocks until the buffer holds the result, and gives the request back; raises what failed.
     """
 
     work: Work[Any]

@@ -6,5 +6,6 @@
     static_analysis/   what the compiler makes of each kernel: `make bench-compiled`, no GPU needed
     results/           tables of whole runs
 
-NOTES.md has what was learnt. shapes.py has the parameter shapes of real models.
+NOTES.md has what was learnt. shapes.py has the parameter shapes of real models, processes.py runs
+commands to their end or in turns, tables.py prints.
 """

@@ -1,10 +1,12 @@
-"""Where figures come from: the commit, and versions of packages."""
+"""Where figures come from, and where they go: commits, versions of packages, JSON."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 
 def commit() -> str:
@@ -31,3 +33,14 @@ def version(*packages: str) -> str:
         except metadata.PackageNotFoundError:
             continue
     return "none"
+
+
+def unfinished(path: Path) -> Path:
+    """Return where a file lies until it is whole."""
+    return path.with_name(f"{path.name}.part")
+
+
+def write(path: Path, record: Any) -> None:
+    """Write JSON; whoever waits for the file, or finds it after a kill, gets all of it or none."""
+    unfinished(path).write_text(json.dumps(record, indent=1, default=str) + "\n")
+    unfinished(path).replace(path)

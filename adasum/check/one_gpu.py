@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -60,90 +61,86 @@ def dots_bound(dtype: torch.dtype, numel: int) -> float:
     return (33 + math.log2(numel)) * _wide_eps(dtype)
 
 
-def _cases(
-    device: str, sizes: Sequence[int]
-) -> Iterator[tuple[str, Tensor, Tensor, Tensor, tuple[int, ...]]]:
-    """Yield what it is, two inputs, an output of NaN and odd segments."""
+# Of each result: what came out, what float64 gives, a scale, and the bound of the error over it.
+Found = Iterator[tuple[Tensor, Tensor, Tensor, float]]
+# Takes two tensors, an output of NaN and odd segments.
+Kernel = Callable[[Tensor, Tensor, Tensor, tuple[int, ...]], Found]
+
+
+def _check_all(kernel: Kernel, device: str, sizes: Sequence[int]) -> None:
+    """Hold a kernel against float64 in all dtypes and sizes, aligned and not."""
     for dtype in kernels.DTYPES:
         for numel in sizes:
             for misaligned in (False, True):
                 a, b = (_normal(numel, dtype, device, misaligned) for _ in range(2))
-                what = f"{dtype}, {numel} elements, {'mis' * misaligned}aligned"
                 cuts = (0, numel // 7, numel // 7, numel // 2, numel)
-                yield what, a, b, _nan_like(a, misaligned), cuts
+                what = f"{dtype}, {numel} elements, {'mis' * misaligned}aligned"
+                for found in kernel(a, b, _nan_like(a, misaligned), cuts):
+                    _compare(what, *found)
 
 
-def _pack(device: str, sizes: Sequence[int]) -> None:
-    for what, a, b, _, _ in _cases(device, sizes):
-        tensors = [a, b, a[: a.numel() // 3]]
-        layout = kernels.layout_of(tensors)
-        out = _nan_like(a.new_empty(layout.numel), False)
-        kernels.pack(tensors, layout=layout, out=out, scale=0.3)
-        want = kernels.pack_reference(tensors, layout=layout, scale=0.3)
-        _compare(what, out, want, want, rounding(a.dtype, 1))
+def _pack(a: Tensor, b: Tensor, _: Tensor, cuts: tuple[int, ...]) -> Found:
+    tensors = [a, b, a[: a.numel() // 3]]
+    layout = kernels.layout_of(tensors)
+    out = _nan_like(a.new_empty(layout.numel), False)
+    kernels.pack(tensors, layout=layout, out=out, scale=0.3)
+    want = kernels.pack_reference(tensors, layout=layout, scale=0.3)
+    yield out, want, want, rounding(a.dtype, 1)
 
 
-def _unpack(device: str, sizes: Sequence[int]) -> None:
-    for what, a, b, out, _ in _cases(device, sizes):
-        layout = kernels.layout_of([a, b])
-        buffer = _normal(layout.numel, a.dtype, device)
-        outs = [out, _nan_like(b, False)]
-        kernels.unpack(buffer, outs, layout=layout, scale=0.3)
-        wants = kernels.unpack_reference(buffer, layout, scale=0.3)
-        for got, want in zip(outs, wants, strict=True):
-            _compare(what, got, want.view(-1), want.view(-1), rounding(a.dtype, 1))
+def _unpack(a: Tensor, b: Tensor, out: Tensor, cuts: tuple[int, ...]) -> Found:
+    layout = kernels.layout_of([a, b])
+    buffer = _normal(layout.numel, a.dtype, str(a.device))
+    outs = [out, _nan_like(b, False)]
+    kernels.unpack(buffer, outs, layout=layout, scale=0.3)
+    wants = kernels.unpack_reference(buffer, layout, scale=0.3)
+    for got, want in zip(outs, wants, strict=True):
+        yield got, want.view(-1), want.view(-1), rounding(a.dtype, 1)
 
 
-def _sum_n(device: str, sizes: Sequence[int]) -> None:
-    for what, a, b, out, _ in _cases(device, sizes):
-        tensors = [a, b, _normal(a.numel(), a.dtype, device)]
-        found = torch.zeros((), device=device)
-        kernels.sum_n(tensors, out=out, scale=0.3, found_inf=found)
-        want = kernels.sum_n_reference(tensors, scale=0.3)
-        scale = kernels.sum_n_reference([each.abs() for each in tensors], scale=0.3)
-        _compare(what, out, want, scale, rounding(a.dtype, 3))
-        if found.item():
-            raise AssertionError(f"{what}: found_inf is set, and every value is finite")
+def _sum_n(a: Tensor, b: Tensor, out: Tensor, cuts: tuple[int, ...]) -> Found:
+    tensors = [a, b, _normal(a.numel(), a.dtype, str(a.device))]
+    found = torch.zeros((), device=a.device)
+    kernels.sum_n(tensors, out=out, scale=0.3, found_inf=found)
+    want = kernels.sum_n_reference(tensors, scale=0.3)
+    scale = kernels.sum_n_reference([each.abs() for each in tensors], scale=0.3)
+    yield out, want, scale, rounding(a.dtype, 3)
+    if found.item():
+        raise AssertionError(f"{a.dtype}: found_inf is set, and every value is finite")
 
 
-def _scaled_add(device: str, sizes: Sequence[int]) -> None:
-    for what, a, b, out, _ in _cases(device, sizes):
-        kernels.scaled_add(a, b, alpha=0.3, beta=-0.6, out=out)
-        want = kernels.scaled_add_reference(a, b, alpha=0.3, beta=-0.6)
-        scale = kernels.scaled_add_reference(a.abs(), b.abs(), alpha=0.3, beta=0.6)
-        _compare(what, out, want, scale, rounding(a.dtype, 2))
+def _scaled_add(a: Tensor, b: Tensor, out: Tensor, cuts: tuple[int, ...]) -> Found:
+    kernels.scaled_add(a, b, alpha=0.3, beta=-0.6, out=out)
+    want = kernels.scaled_add_reference(a, b, alpha=0.3, beta=-0.6)
+    scale = kernels.scaled_add_reference(a.abs(), b.abs(), alpha=0.3, beta=0.6)
+    yield out, want, scale, rounding(a.dtype, 2)
 
 
-def _dot_and_norms(device: str, sizes: Sequence[int]) -> None:
-    for what, a, b, _, cuts in _cases(device, sizes):
-        for segments in (None, cuts):
-            want = kernels.dot_and_norms_reference(a, b, segments)
-            scale = want.clone()
-            scale[:, 0] = (want[:, 1] * want[:, 2]).sqrt()
-            bound = dots_bound(a.dtype, a.numel())
-            _compare(what, kernels.dot_and_norms(a, b, segments), want, scale, bound)
+def _dot_and_norms(a: Tensor, b: Tensor, _: Tensor, cuts: tuple[int, ...]) -> Found:
+    for segments in (None, cuts):
+        want = kernels.dot_and_norms_reference(a, b, segments)
+        scale = want.clone()
+        scale[:, 0] = (want[:, 1] * want[:, 2]).sqrt()
+        yield kernels.dot_and_norms(a, b, segments), want, scale, dots_bound(a.dtype, a.numel())
 
 
-def _combine(device: str, sizes: Sequence[int]) -> None:
-    for what, a, b, out, cuts in _cases(device, sizes):
-        for segments in (None, cuts):
-            dots = kernels.dot_and_norms_reference(a, b, segments)
-            kernels.combine(a, b, dots, segments, out=out.fill_(math.nan))
-            want = kernels.combine_reference(a, b, dots, segments)
-            scale = magnitudes(a, b, dots, segments)
-            _compare(what, out, want, scale, rounding(a.dtype, 2))
+def _combine(a: Tensor, b: Tensor, out: Tensor, cuts: tuple[int, ...]) -> Found:
+    for segments in (None, cuts):
+        dots = kernels.dot_and_norms_reference(a, b, segments)
+        kernels.combine(a, b, dots, segments, out=out.fill_(math.nan))
+        want = kernels.combine_reference(a, b, dots, segments)
+        yield out, want, magnitudes(a, b, dots, segments), rounding(a.dtype, 2)
 
 
-def _adasum(device: str, sizes: Sequence[int]) -> None:
-    for what, a, b, out, cuts in _cases(device, sizes):
-        # Segments that begin on 16-byte boundaries may take one launch where others take two.
-        even = (0, *(each // 8 * 8 for each in cuts[1:-1]), a.numel())
-        for segments in (None, even, cuts):
-            kernels.adasum(a, b, segments, out=out.fill_(math.nan))
-            dots = kernels.dot_and_norms_reference(a, b, segments)
-            want = kernels.combine_reference(a, b, dots, segments)
-            bound = rounding(a.dtype, 2) + dots_bound(a.dtype, a.numel())
-            _compare(what, out, want, magnitudes(a, b, dots, segments), bound)
+def _adasum(a: Tensor, b: Tensor, out: Tensor, cuts: tuple[int, ...]) -> Found:
+    # Segments that begin on 16-byte boundaries may take one launch where others take two.
+    even = (0, *(each // 8 * 8 for each in cuts[1:-1]), a.numel())
+    for segments in (None, even, cuts):
+        kernels.adasum(a, b, segments, out=out.fill_(math.nan))
+        dots = kernels.dot_and_norms_reference(a, b, segments)
+        want = kernels.combine_reference(a, b, dots, segments)
+        bound = rounding(a.dtype, 2) + dots_bound(a.dtype, a.numel())
+        yield out, want, magnitudes(a, b, dots, segments), bound
 
 
 def magnitudes(a: Tensor, b: Tensor, dots: Tensor, segments: Sequence[int] | None) -> Tensor:
@@ -171,23 +168,19 @@ def _plans(flat: Tensor, layout: kernels.Layout) -> Iterator[tuple[str, _Planned
     dots, cuts = kernels.dot_and_norms_reference(a, b), (0, a.numel() // 3, a.numel())
     unpack = kernels.plan_unpack(flat, targets, layout=layout)
     yield "unpack", _Planned(unpack, targets, lambda: (a, b))
-    plans: dict[str, tuple[Any, Callable[[], Tensor]]] = {
-        "pack": (kernels.plan_pack([b, a]), lambda: kernels.pack([b, a])),
-        "sum_n": (kernels.plan_sum_n([a, b, a]), lambda: kernels.sum_n([a, b, a])),
-        "scaled_add": (kernels.plan_scaled_add(a, b), lambda: kernels.scaled_add(a, b)),
-        "dot_and_norms": (
-            kernels.plan_dot_and_norms(a, b, cuts),
-            lambda: kernels.dot_and_norms(a, b, cuts),
-        ),
-        "combine": (kernels.plan_combine(a, b, dots), lambda: kernels.combine(a, b, dots)),
-        "adasum": (kernels.plan_adasum(a, b), lambda: kernels.adasum(a, b)),
-        "adasum in segments": (
-            kernels.plan_adasum(a, b, cuts),
-            lambda: kernels.adasum(a, b, cuts),
-        ),
+    given: dict[str, tuple[Any, ...]] = {
+        "pack": ([b, a],),
+        "sum_n": ([a, b, a],),
+        "scaled_add": (a, b),
+        "dot_and_norms": (a, b, cuts),
+        "combine": (a, b, dots),
+        "adasum": (a, b),
+        "adasum in segments": (a, b, cuts),
     }
-    for name, (plan, direct) in plans.items():
-        yield name, _Planned(plan, [plan.out], direct)
+    for name, arguments in given.items():
+        function = name.partition(" ")[0]
+        plan = getattr(kernels, f"plan_{function}")(*arguments)
+        yield name, _Planned(plan, [plan.out], partial(getattr(kernels, function), *arguments))
 
 
 def _pair(numel: int, device: str) -> tuple[Tensor, kernels.Layout]:
@@ -253,16 +246,10 @@ def two_streams(device: str, sizes: Sequence[int]) -> None:
 
 def second_gpu(device: str, sizes: Sequence[int]) -> None:
     """Run adasum on tensors of a GPU that is not the current one."""
-    _adasum("cuda:1", sizes[:2])
+    _check_all(_adasum, "cuda:1", sizes[:2])
 
 
 KERNELS: dict[str, Check] = {
-    "pack": _pack,
-    "unpack": _unpack,
-    "sum_n": _sum_n,
-    "scaled_add": _scaled_add,
-    "dot_and_norms": _dot_and_norms,
-    "combine": _combine,
-    "adasum": _adasum,
-    "plans": _planned,
-}
+    kernel.__name__[1:]: partial(_check_all, kernel)
+    for kernel in (_pack, _unpack, _sum_n, _scaled_add, _dot_and_norms, _combine, _adasum)
+} | {"plans": _planned}

@@ -41,12 +41,8 @@ class NotInstalledError(ImportError):
 def start(kind: str, ranks: int) -> str:
     """Run a power of two of processes of this module, each in the caller's process group.
 
-    Returns:
-        What the first one found.
-
-    Raises:
-        AssertionError: One failed, with the last line it wrote.
-        NotInstalledError: There is no cupy.
+    Returns what the first one found. AssertionError: one failed, with the last line it wrote.
+    NotInstalledError: there is no cupy.
     """
     if not dist.is_available():
         raise AssertionError("torch.distributed is not in this build of torch")
@@ -57,13 +53,8 @@ def start(kind: str, ranks: int) -> str:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "adasum.check.ranks", kind]
     # In place of what a job has set in which this runs.
-    common = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
+    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with ExitStack() as stack:
         errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
         found = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]

@@ -29,11 +29,8 @@ def supervise(
 ) -> bool:
     """Run the checks in other processes, a new one after each failure; return whether all passed.
 
-    Args:
-        names: Of the checks.
-        say: Gets each line.
-        limit: Seconds for a check.
-        command: Runs those whose names follow, as `run_here` does.
+    `say` gets each line; a check has `limit` seconds; `command` runs those whose names follow it,
+    as `run_here` does.
     """
     left, passed = [*names], True
     while left:

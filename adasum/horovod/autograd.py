@@ -30,10 +30,8 @@ def with_gradient(
 ) -> Handle:
     """Return the handle of a started operation; gradients flow where autograd records its tensors.
 
-    Args:
-        handle: Its result is a tensor, a tuple of tensors or a list of them, all of them new.
-        backward_from: Called with that result. What it returns must not hold the result.
-        *tensors: The operation's inputs.
+    The handle's result is a tensor, a tuple of tensors or a list of them, all of them new.
+    `backward_from` is called with it; what that returns must not hold the result.
     """
     if not differentiable(*tensors):
         return handle

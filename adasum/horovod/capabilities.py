@@ -17,10 +17,8 @@ def warn_of_scaled_rate(algorithm: str | None) -> None:
     """Warn, on rank 0 and once a process, where Adasum's rate may be `local_size()` times too high.
 
     A rate does not tell how it was made. What can be seen is that the script has asked what
-    Horovod's scripts ask before they multiply, and that the factor is not 1.
-
-    Args:
-        algorithm: The optimizer's; one of two levels averages within a host, as Horovod does.
+    Horovod's scripts ask before they multiply, and that the factor is not 1. With an algorithm of
+    two levels, which averages within a host as Horovod does, the factor is right.
     """
     global _answered_nccl
     group = default_group()

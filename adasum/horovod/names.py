@@ -15,16 +15,11 @@ _under_way: weakref.WeakKeyDictionary[Group, weakref.WeakValueDictionary[tuple[s
 
 
 def start_named(kind: str, name: str | None, group: Group, start: Callable[[], Any]) -> Any:
-    """Start a call and return its work.
+    """Start a call, asynchronously, and return its work.
 
-    Args:
-        kind: The function's name: calls of different functions may share a name.
-        name: None for a call that the script has not named.
-        group: The ranks that take part.
-        start: Starts it, asynchronously.
-
-    Raises:
-        ValueError: A call of this kind and name is under way in the group; nothing was started.
+    Calls of different kinds, which are the functions' names, may share a name; None is a call that
+    the script has not named. ValueError: a call of this kind and name is under way in the group;
+    nothing was started.
     """
     if not isinstance(name, str):
         return start()

@@ -65,14 +65,7 @@ def allgather_object(
 
 
 def broadcast_bytes(group: Group, root: int, sent: bytes, name: str) -> bytes:
-    """Return the root's bytes on every rank; collective.
-
-    Args:
-        group: The ranks.
-        root: The root's number in the group.
-        sent: What the root sends; ignored on the other ranks.
-        name: Names the collectives in errors.
-    """
+    """Return the bytes of the root, by its number in the group, on every rank; collective."""
     length = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
     group.broadcast(length, root=root, name=f"{name}: length")
     if int(length) < 1:
@@ -114,11 +107,7 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(received: bytes, what: str) -> Any:
-    """Return the object of what `encode` has returned, with tensors on the CPU.
-
-    Raises:
-        TypeError: It cannot be sent; the text begins with `what`.
-    """
+    """Return the object that was encoded, tensors on the CPU; TypeError, with `what`, for none."""
     if not received[0]:
         raise TypeError(f"{what}: {received[1:].decode()}")
     return _decode(received[1:])

@@ -164,14 +164,9 @@ def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
 
 
 def group_of(process_set: ProcessSet | None) -> Group | None:
-    """Return the group of a set's ranks, None on a rank that is not in it.
+    """Return the group of a set's ranks, or the default group for None; None on other ranks.
 
-    Args:
-        process_set: None stands for the default group.
-
-    Raises:
-        TypeError: The argument is not a ProcessSet.
-        ValueError: The set was not added.
+    TypeError: the argument is not a ProcessSet. ValueError: the set was not added.
     """
     if process_set is None or process_set is global_process_set:
         return default_group()

@@ -106,16 +106,9 @@ def _reduce(options: ReductionOptions, tensor: Tensor) -> Handle:
     if options.op not in (Sum, Average):
         refuse_gradient(f"reducescatter with op={options.op}", tensor)
     (sent,), decompress = options.compress([tensor])
-    start = partial(
-        options.group.reduce_scatter,
-        sent,
-        options.op,
-        by_rows=True,
-        name=options.name,
-        prescale=options.prescale,
-        postscale=options.postscale,
-        async_op=True,
-    )
+    scales: Any = {"prescale": options.prescale, "postscale": options.postscale}
+    start = partial(options.group.reduce_scatter, sent, options.op, by_rows=True, async_op=True)
+    start = partial(start, name=options.name, **scales)
     work = start_named("reducescatter", options.name, options.group, start)
 
     def backward(gradient: Tensor) -> list[Tensor]:

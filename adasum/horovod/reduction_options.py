@@ -15,16 +15,7 @@ from collectives import Average, Group, Reducer, Sum, validation
 
 
 class ReductionOptions(NamedTuple):
-    """The arguments of a reduction beside its tensors.
-
-    Attributes:
-        group: The ranks.
-        op: How to reduce.
-        name: Names the collective in errors.
-        compression: Casts what is sent.
-        prescale: Multiplies what is sent.
-        postscale: Multiplies the result.
-    """
+    """The arguments of a reduction beside its tensors, by the meaning they have in `allreduce`."""
 
     group: Group
     op: Reducer
@@ -68,21 +59,10 @@ def options_of(
     average: bool | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> ReductionOptions:
-    """Check what one of Horovod's functions was called with.
+    """Check what one of Horovod's functions was called with; `op` is Average unless given.
 
-    Args:
-        name: Of the collective.
-        op: Average unless given.
-        prescale: Horovod's prescale_factor.
-        postscale: Horovod's postscale_factor.
-        process_set: The ranks; all unless given.
-        average: Deprecated by Horovod in favour of `op`: True is Average, False is Sum.
-        compression: Casts what is sent.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: Both `op` and `average` are given, a factor is not finite, or this rank is not
-            in the process set.
+    TypeError: an argument has the wrong type. ValueError: both `op` and `average` are given, a
+    factor is not finite, or this rank is not in the process set.
     """
     require_compressor(compression)
     if average is not None:

@@ -139,12 +139,7 @@ def broadcast_optimizer_state(
 
 
 class _Tensors:
-    """The tensors of a state_dict, which are sent each by itself.
-
-    Attributes:
-        entries: Theirs.
-        devices: The kind of device that each is on at the root.
-    """
+    """The tensors of a state_dict, each sent by itself, and their kinds of devices at the root."""
 
     def __init__(self, device: torch.device) -> None:
         self.entries: list[Entry] = []

@@ -25,11 +25,9 @@ _ERRORS = {b"\1": TypeError, b"\2": ValueError}
 class Entry(NamedTuple):
     """A tensor of a state.
 
-    Attributes:
-        name: Its name in the state.
-        target: Its memory, each element once: of an expanded tensor the part that is expanded.
-        sent: The same values, contiguous; the target itself where that is.
-        kind: Dtype, shape and device, as ranks compare them.
+    target: its memory, each element once: of an expanded tensor the part that is expanded; sent:
+    the same values, contiguous, or the target itself where that is; kind: dtype, shape and device,
+    as ranks compare them.
     """
 
     name: str
@@ -44,11 +42,7 @@ class Entry(NamedTuple):
 
 
 def entry_of(name: str, argument: str, tensor: Tensor) -> Entry:
-    """Return a tensor's entry.
-
-    Raises:
-        TypeError, ValueError: It cannot be sent; the text names `argument`.
-    """
+    """Return a tensor's entry; TypeError or ValueError, with `argument`, if it cannot be sent."""
     if is_lazy(tensor):
         validation.entry(argument, tensor)
     validation.plain(argument, tensor)
@@ -75,17 +69,9 @@ def agreed(
 ) -> list[Entry]:
     """Return this rank's entries once all ranks have such; collective.
 
-    Ranks that have joined take no part.
-
-    Args:
-        group: The ranks.
-        ranks: Their global numbers.
-        call: What the user called.
-        entries: Makes this rank's; may raise TypeError or ValueError.
-
-    Raises:
-        TypeError, ValueError: On every rank, where making the entries raised it on one.
-        CollectiveMismatchError: On every rank, naming the first entry that differs.
+    Ranks that have joined take no part. `ranks` are the global numbers of the group's, `call` is
+    what the user called. TypeError, ValueError: on every rank, where making the entries raised it
+    on one. CollectiveMismatchError: on every rank, naming the first entry that differs.
     """
     mine: list[Entry] = []
     rows: list[tuple[str, str]] = []
@@ -133,9 +119,8 @@ def _difference(by_rank: dict[int, list[tuple[str, str]]]) -> str:
 def _hint(names: Sequence[str], others: Sequence[str]) -> str:
     """Return what to do where only a wrapper's prefixes are between two ranks' names."""
     for prefix, wrapper in _WRAPPERS.items():
-        if sorted(n.replace(prefix, "") for n in names) == sorted(
-            n.replace(prefix, "") for n in others
-        ):
+        bare, theirs = (sorted(n.replace(prefix, "") for n in each) for each in (names, others))
+        if bare == theirs:
             return (
                 f": {prefix!r} is what {wrapper} puts before names; wrap the model on every rank "
                 "or on none before this call"

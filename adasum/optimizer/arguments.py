@@ -51,11 +51,6 @@ def require_operator(op: Reducer, weighted: bool, predivide_factor: float) -> No
         )
 
 
-def require_check_every(check_every: int) -> None:
-    """Raise ValueError unless it is a number of steps, or 0 for never."""
-    _require_count("check_every", check_every, 0, ", 0 for never")
-
-
 def require_local_steps(
     local_steps: int,
     op: Reducer,
@@ -65,7 +60,7 @@ def require_local_steps(
     backward_passes_per_step: int,
 ) -> None:
     """Raise ValueError where local steps do not go together with another argument."""
-    _require_count("local_steps", local_steps, 1)
+    require_count("local_steps", local_steps, 1)
     if local_steps == 1:
         return
     steps = f"local_steps={local_steps}"
@@ -91,7 +86,7 @@ def require_groups(num_groups: int, groups: Groups) -> Groups:
 
     `num_groups` is Horovod's older name of `groups`.
     """
-    _require_count("num_groups", num_groups, 0)
+    require_count("num_groups", num_groups, 0)
     if num_groups == 0:
         return groups
     if groups is not None:
@@ -127,11 +122,7 @@ def require_owners(
         )
 
 
-def require_passes(passes: int) -> None:
-    """Raise ValueError unless it is a number of backward passes."""
-    _require_count("backward_passes_per_step", passes, 1)
-
-
-def _require_count(argument: str, value: object, least: int, meaning: str = "") -> None:
+def require_count(argument: str, value: object, least: int, meaning: str = "") -> None:
+    """Raise ValueError unless the value is an int of at least that."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{argument} must be an int >= {least}{meaning}, not {value!r}")

@@ -38,24 +38,14 @@ class BackwardHooks:
 
     A bucket is complete when each of its trainable parameters has seen `passes` backward passes
     since `restart`. Buckets are started in one order on every rank: a complete one waits for those
-    before it. Hooks may run in any of autograd's threads.
+    before it. Hooks may run in any of autograd's threads. Of several objects that are alive and
+    have a parameter in common the newest reduces its gradient.
 
-    Of several that are alive and have a parameter in common the newest reduces its gradient.
-
-    Args:
-        optimizer: What reduces, as long as somebody holds it.
-        named: (name, parameter) of every parameter, in registration order.
-        buckets: The same pairs, divided into buckets in the order in which they start.
-        passes: Backward passes of a step.
-        one_rank: Count only: there is nobody to reduce with.
-        early: Start buckets while backward runs, and not only in `synchronize`.
-        final: Let backward return only when what it started is done, so that the gradients it
-            leaves are final.
-        before: Call the optimizer before backward gives a parameter on the CPU its gradient.
-
-    Attributes:
-        names: Of every parameter, in registration order.
-        passes: As given.
+    The optimizer reduces as long as somebody holds it. `named` is in registration order, and
+    `buckets` are the same pairs in the order in which they start. one_rank: count only, there is
+    nobody to reduce with; early: start buckets while backward runs, and not only in `synchronize`;
+    final: let backward return only when what it started is done, so that the gradients it leaves
+    are final; before: call the optimizer before backward gives a parameter on the CPU its gradient.
     """
 
     def __init__(
@@ -171,11 +161,8 @@ class BackwardHooks:
     def synchronize(self, max_in_flight: int | None = None) -> None:
         """Start the remaining buckets, in order, and wait for all; a second call does nothing.
 
-        Args:
-            max_in_flight: Wait for the first bucket where more would be in flight.
-
-        Raises:
-            CollectiveError: A reduction failed; nothing is in flight any more.
+        With `max_in_flight` it waits for the first bucket where more would be in flight.
+        CollectiveError: a reduction failed; nothing is in flight any more.
         """
         if self.synchronized and not self._left_out():
             return
@@ -206,12 +193,11 @@ class BackwardHooks:
         if not self._early:
             return []
         optimizer = self._optimizer()
-        others = [entry for entry in self.named if entry[1] not in self._taken]
-        return [
-            (name, parameter)
-            for name, parameter in others
-            if parameter.requires_grad or (optimizer is not None and optimizer._wants(parameter))
-        ]
+
+        def wanted(p: Tensor) -> bool:
+            return p.requires_grad or (optimizer is not None and optimizer._wants(p))
+
+        return [(n, p) for n, p in self.named if p not in self._taken and wanted(p)]
 
     def _unhooked(self) -> list[Named]:
         """Return the trainable parameters without a hook: made trainable since `restart`."""
@@ -305,11 +291,8 @@ class BackwardHooks:
         members = bucket.members
         if self._early:
             # One frozen since backward has a gradient of this rank alone.
-            members = [
-                (name, parameter)
-                for name, parameter in members
-                if parameter in self._hooks and (parameter.requires_grad or self.reached(parameter))
-            ]
+            hooked = [each for each in members if each[1] in self._hooks]
+            members = [(n, p) for n, p in hooked if p.requires_grad or self.reached(p)]
         return members, bucket.name
 
     def _start(self, members: Sequence[Named], name: str) -> None:

@@ -13,7 +13,7 @@ from inspect import unwrap
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 
 from adasum.modes import outside_modes
 from adasum.optimizer.buckets.delta_buffers import DeltaBuffers
@@ -30,19 +30,9 @@ from adasum.real_pairs import as_reals
 MAX_IN_FLIGHT = 2
 # Those of torch's optimizers whose step treats every parameter by itself.
 _BY_PARAMETER = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adafactor,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-    torch.optim.SparseAdam,
+    *(optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW),
+    *(optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+    optim.SparseAdam,
 )
 
 
@@ -128,11 +118,7 @@ class DeltaMethod(DistributedMixin):
                 "local steps are taken in backward; pass step_in_backward=False"
             )
         whole = self._adasum_before
-        stepping = [
-            (name, parameter)
-            for name, parameter in members
-            if (may_step(parameter) if whole is None else parameter in whole)
-        ]
+        stepping = [(n, p) for n, p in members if (may_step(p) if whole is None else p in whole)]
         started: list[Reduction] = []
         # One kind, unless dtypes or devices have changed since the buckets were planned.
         for i, part in enumerate(by_kind(stepping)):
@@ -185,12 +171,8 @@ class DeltaMethod(DistributedMixin):
     @contextmanager
     def _only(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Hide all other parameters from the optimizer."""
-        wanted = set(parameters)
-        whole = self.param_groups
-        parts = [
-            {**group, "params": [each for each in group["params"] if each in wanted]}
-            for group in whole
-        ]
+        wanted, whole = set(parameters), self.param_groups
+        parts = [{**each, "params": [p for p in each["params"] if p in wanted]} for each in whole]
         self.param_groups = [part for part in parts if part["params"]]
         try:
             yield

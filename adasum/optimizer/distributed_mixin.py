@@ -12,7 +12,7 @@ from torch import Tensor
 from adasum.horovod.process_sets import ProcessSet
 from adasum.modes import outside_modes
 from adasum.observer import Observer, require_observer
-from adasum.optimizer.arguments import require_passes
+from adasum.optimizer.arguments import require_count
 from adasum.optimizer.buckets.planning import Named
 from adasum.optimizer.clipping import clip, norm_of
 from adasum.optimizer.consistency.membership import Change, Membership
@@ -55,12 +55,7 @@ class DistributedMixin(Reduces, WrappedStep):
         raise NotImplementedError
 
     def _take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        """Reduce and step, in the method's order.
-
-        Args:
-            closure: The one of `step`, through `_evaluate`.
-            options: What `step` was given beside it.
-        """
+        """Reduce and step, in the method's order; the closure is that of `step`, by `_evaluate`."""
         raise NotImplementedError
 
     @property
@@ -182,7 +177,7 @@ class DistributedMixin(Reduces, WrappedStep):
             ValueError: `passes` is not an int >= 1.
             OptimizerOrderError: Gradients are being reduced.
         """
-        require_passes(passes)
+        require_count("backward_passes_per_step", passes, 1)
         self._refuse_in_flight("set_backward_passes_per_step()")
         self._adasum_hooks.passes = passes
         self._adasum_hooks.restart()

@@ -14,13 +14,12 @@ from adasum.horovod.arguments import require
 from adasum.horovod.capabilities import warn_of_scaled_rate
 from adasum.horovod.process_sets import ProcessSet, global_process_set, group_of
 from adasum.optimizer.arguments import (
-    require_check_every,
+    require_count,
     require_groups,
     require_local_steps,
     require_operator,
     require_optimizer,
     require_owners,
-    require_passes,
 )
 from adasum.optimizer.buckets.planning import Groups, Named, name_parameters, plan_buckets
 from adasum.optimizer.buckets.reduction import BucketReducer
@@ -136,13 +135,13 @@ class DistributedOptimizer(DistributedMixin):
         require_optimizer(optimizer)
         require_operator(op, weighted, gradient_predivide_factor)
         require_compressor(compression)
-        require_passes(backward_passes_per_step)
+        require_count("backward_passes_per_step", backward_passes_per_step, 1)
         require("algorithm", algorithm, str, type(None))
         require("sparse_as_dense", sparse_as_dense, bool)
         require("step_in_backward", step_in_backward, bool)
         require("check_parameters", check_parameters, bool, type(None))
         require("gradient_as_bucket_view", gradient_as_bucket_view, bool)
-        require_check_every(check_every)
+        require_count("check_every", check_every, 0, ", 0 for never")
         require_local_steps(
             local_steps, op, method, mode, step_in_backward, backward_passes_per_step
         )
@@ -150,13 +149,8 @@ class DistributedOptimizer(DistributedMixin):
         groups = require_groups(num_groups, groups)
         named = name_parameters(optimizer, named_parameters)
         members = default_group() if process_set is None else group_of(process_set)
-        reducer = _reducer(
-            members or default_group(),
-            op if weighted else UNWEIGHTED,
-            compression,
-            algorithm,
-            gradient_predivide_factor,
-        )
+        group, reduces_by = members or default_group(), op if weighted else UNWEIGHTED
+        reducer = _reducer(group, reduces_by, compression, algorithm, gradient_predivide_factor)
         by_size = partial(plan_buckets, memory_size=memory_size, groups_size=groups_size)
         settings = Settings(
             reducer,
@@ -171,7 +165,7 @@ class DistributedOptimizer(DistributedMixin):
         )
         comparing = checks_parameters(check_parameters) and not settings.one_rank
         asked = [
-            ("op", str(op if weighted else UNWEIGHTED)),
+            ("op", str(reduces_by)),
             ("the method", kind.__name__),
             ("local_steps", str(local_steps)),
             ("compression", describe_value(compression)),
@@ -185,12 +179,8 @@ class DistributedOptimizer(DistributedMixin):
         if settings.one_rank and kind is OwnersMethod:
             kind = SoleOwnerMethod
         wrap(self, optimizer, kind, named, by_size(named, groups), settings)
-        self._adasum_check = ParameterCheck(
-            settings.reducer.group,
-            partial(_settings_of, weakref.ref(self), asked),
-            every=check_every,
-            compares=comparing,
-        )
+        said = partial(_settings_of, weakref.ref(self), asked)
+        self._adasum_check = ParameterCheck(group, said, every=check_every, compares=comparing)
         self._adasum_check.add(named)
 
 
@@ -237,9 +227,8 @@ def _method(
     if mode not in (None, "owners"):
         raise ValueError(f"mode must be 'owners' or None, not {mode!r}")
     if mode is not None:
-        by_parameter = steps_by_parameter(type(optimizer)) or isinstance(
-            optimizer, torch.optim.Muon
-        )
+        kind = type(optimizer)
+        by_parameter = steps_by_parameter(kind) or issubclass(kind, torch.optim.Muon)
         require_owners(optimizer, method, step_in_backward, by_parameter)
         return OwnersMethod
     if local_steps > 1:

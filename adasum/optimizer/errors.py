@@ -66,12 +66,9 @@ def swapped(name: str) -> OptimizerOrderError:
 def explain_shapes(
     names: Mapping[Tensor, str], state: Mapping[Tensor, Mapping[str, Any]], error: RuntimeError
 ) -> None:
-    """Raise ValueError where a parameter has another shape than what belongs to it.
+    """Raise ValueError where the gradient or state of a parameter has another shape than it.
 
-    Args:
-        names: Of the parameters.
-        state: The optimizer's.
-        error: What its step raised.
+    `error` is what the optimizer's step raised.
     """
     for parameter, name in names.items():
         for key, value in {"gradient": parameter.grad, **state.get(parameter, {})}.items():

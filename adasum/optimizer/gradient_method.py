@@ -142,13 +142,8 @@ class GradientMethod(DistributedMixin):
             self._adasum_hooks.restart()
         loss = super()._evaluate(closure)
         self._adasum_hooks.synchronize()
-        if (
-            isinstance(loss, Tensor)
-            and loss.is_floating_point()
-            and not self._adasum_settings.one_rank
-        ):
-            loss = self._reduced_loss(loss)
-        return loss
+        reduces = isinstance(loss, Tensor) and loss.is_floating_point()
+        return self._reduced_loss(loss) if reduces and not self._adasum_settings.one_rank else loss
 
     @outside_modes()
     def _reduced_loss(self, loss: Tensor) -> Tensor:

@@ -78,10 +78,8 @@ class LocalStepsMethod(DeltaMethod):
         Raises:
             ValueError: A parameter has left the optimizer with local steps that are not reduced.
         """
-        stepped = [
-            each for each in change.gone if self._adasum_taken and each in self._adasum_start
-        ]
-        if stepped:
+        stepped = [each for each in change.gone if each in self._adasum_start]
+        if stepped and self._adasum_taken:
             raise ValueError(
                 f"{self._adasum_hooks.names[stepped[0]]} was taken out of param_groups after "
                 f"{self._adasum_taken} local steps that are not reduced: call "
@@ -95,8 +93,7 @@ class LocalStepsMethod(DeltaMethod):
     def _remember_start(self) -> None:
         """Copy the parameters that may step from now on; all of them where a period begins.
 
-        Raises:
-            ValueError: One has changed in the middle of a period, so that there is no difference.
+        ValueError: one has changed in the middle of a period, so that there is no difference.
         """
         for name, parameter in self._adasum_hooks.named:
             start = self._adasum_start.get(parameter)
@@ -155,11 +152,7 @@ class LocalStepsMethod(DeltaMethod):
         }
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accept 1 alone.
-
-        Raises:
-            ValueError: `passes` is another number.
-        """
+        """Accept 1 alone; ValueError for another number."""
         if passes != 1:
             raise ValueError(
                 f"local_steps={self._adasum_settings.local_steps} and backward_passes_per_step="

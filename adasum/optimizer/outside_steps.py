@@ -30,12 +30,7 @@ def methods_of(kind: type[torch.optim.Optimizer]) -> Iterator[tuple[str, Callabl
 
 
 def require_steps_alone(kind: type[torch.optim.Optimizer], method: str) -> None:
-    """Raise ValueError for an optimizer that trains at other parameters than it evaluates at.
-
-    Args:
-        kind: Its class.
-        method: What it is asked to do, for the error.
-    """
+    """Raise ValueError for an optimizer that trains at other parameters than it evaluates at."""
     names = dict(methods_of(kind))
     if "train" in names and "eval" in names:
         raise ValueError(
@@ -48,11 +43,8 @@ def guarded(function: Callable[..., Any], method: str) -> Callable[..., Any]:
     """Return a method that may change parameters within step() alone.
 
     Called elsewhere it raises OptimizerOrderError where it has changed them, and puts them back,
-    for which it copies the parameters.
-
-    Args:
-        function: The optimizer's.
-        method: What the optimizer was asked to do, for the error.
+    for which it copies the parameters. `method` is what the optimizer was asked to do, for the
+    error.
     """
 
     @wraps(function)

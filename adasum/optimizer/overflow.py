@@ -15,11 +15,8 @@ class SharedOverflow:
     """Puts a NaN into a gradient of this rank's where any rank's is not finite, until `undo`.
 
     GradScaler looks at this rank's gradients alone, and its next scale must be the same on all
-    ranks. Nothing here waits for a GPU.
-
-    Attributes:
-        substitute: A parameter of another rank that has a gradient of zeros meanwhile, where this
-            rank has no gradient: GradScaler wants to see one on every rank.
+    ranks. Where this rank has no gradient, `substitute` is a parameter of another rank that has one
+    of zeros meanwhile: GradScaler wants to see one on every rank. Nothing here waits for a GPU.
     """
 
     def __init__(self) -> None:
@@ -32,11 +29,8 @@ class SharedOverflow:
     ) -> None:
         """Let every rank see whether all gradients of all ranks are finite; collective.
 
-        Args:
-            group: The ranks.
-            finite: Whether this rank's are.
-            mine: The parameters whose gradients this rank has.
-            others: Those whose gradients other ranks have.
+        `finite` is whether this rank's are, `mine` are the parameters whose gradients this rank
+        has, `others` those whose gradients other ranks have.
         """
         overflows = (~finite).to(torch.float32).reshape(1)
         group.all_reduce(overflows, Max, name="non-finite gradients")

@@ -22,19 +22,10 @@ def gather_states(
 ) -> Mapping[int, Any] | None:
     """Return the states that are not empty by number, with tensors on the CPU; collective.
 
-    Args:
-        group: The ranks.
-        states: The rank that has each state, and the state, of which only this rank's are read.
-        to: The rank that gets them, the same on every rank; None for all.
-        whole: The answer where this rank has it already. Where all have that get it, nothing is
-            sent.
-
-    Returns:
-        None on the ranks that do not get them.
-
-    Raises:
-        ValueError: `to` is no rank.
-        TypeError: On every rank, where a state cannot be sent.
+    `states` has the rank that has each state, and the state, of which only this rank's are read.
+    They go to rank `to`, or to all for None; other ranks get None. `whole` is the answer where this
+    rank has it already; where all have that get it, nothing is sent. ValueError: `to` is no rank.
+    TypeError: on every rank, where a state cannot be sent.
     """
     if to is not None:
         validation.rank("to", to, group.size)
@@ -57,19 +48,13 @@ def gather_states(
 def assign_owners(
     owners: dict[Tensor, int], new: Sequence[Tensor], size: int, states: Sequence[bytes]
 ) -> None:
-    """Give each of these parameters an owner.
+    """Give each of the new parameters an owner, beside those in `owners`.
 
     Trainable ones first, each to the rank that owns the fewest bytes. Where states are as large as
     their parameters, or any multiple of that, no rank then has more than an n-th of all state plus
-    the largest one.
-
-    Args:
-        owners: The owner of each parameter that has one, to which these are added.
-        new: Parameters without an owner.
-        size: The number of ranks.
-        states: For each rank a byte for each of these, `HAS` where it has a state of it; no bytes
-            for a rank that has joined. A parameter whose state some ranks have, and others not, is
-            the first one's of them.
+    the largest one. `states` has for each rank a byte for each of the new ones, `HAS` where it has
+    a state of it, and no bytes for a rank that has joined. A parameter whose state some ranks have,
+    and others not, is the first one's of them.
     """
     loads = [0] * size
     for parameter, rank in owners.items():

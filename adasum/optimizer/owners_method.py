@@ -84,9 +84,8 @@ class OwnersMethod(GradientMethod):
                 self.state.pop(parameter, None)
 
     def _is_mine(self, parameter: Tensor) -> bool:
-        return (
-            self._adasum_owners.get(parameter, self._adasum_group.rank) == self._adasum_group.rank
-        )
+        rank = self._adasum_group.rank
+        return self._adasum_owners.get(parameter, rank) == rank
 
     def _owner_of(self, parameter: Tensor) -> int:
         # One that has left the optimizer since backward has no owner, and any will do.
@@ -98,8 +97,7 @@ class OwnersMethod(GradientMethod):
     def _follow(self, change: Change) -> None:
         """Follow a change of the parameters.
 
-        Raises:
-            OptimizerOrderError: One comes back whose gradient was reduced onto its owner alone.
+        OptimizerOrderError: one comes back whose gradient was reduced onto its owner alone.
         """
         for name, parameter in change.new:
             if self._is_left(parameter):
@@ -134,10 +132,9 @@ class OwnersMethod(GradientMethod):
         self._adasum_given.clear()
 
     def _before_gradient(self, parameter: Tensor) -> None:
-        """Refuse to add to a reduced gradient, which this rank alone has.
+        """Raise OptimizerOrderError where backward would add to a gradient that was reduced.
 
-        Raises:
-            OptimizerOrderError: Nobody has zeroed it since the last step.
+        This rank alone has it, and nobody has zeroed it since the last step.
         """
         gradient = parameter.grad
         left, version = self._adasum_left.pop(id(gradient), (None, None))
@@ -237,9 +234,8 @@ class OwnersMethod(GradientMethod):
             sent = [target.contiguous() for target in targets]
             ranks = [self._adasum_owners[parameter] for parameter in parameters]
             name = f"parameters of {bucket}"
-            work: Any = self._adasum_group.broadcast_from_owners(
-                sent, owners=ranks, name=name, async_op=True
-            )
+            broadcast: Any = self._adasum_group.broadcast_from_owners
+            work = broadcast(sent, owners=ranks, name=name, async_op=True)
             started.append((work, targets, sent))
         for work, targets, sent in started:
             work.wait()
@@ -270,15 +266,10 @@ class OwnersMethod(GradientMethod):
         self._refuse_in_flight("consolidate_state_dict()")
         self._follow_groups()
         self._own_new_parameters()
-        whole = gather_states(
-            self._adasum_group,
-            [
-                (self._adasum_owners[each], self.state.get(each, {}))
-                for each in self._adasum_parameters()
-            ],
-            to,
-            self._whole_state(super().state_dict()["state"]),
-        )
+        parameters, owners = self._adasum_parameters(), self._adasum_owners
+        states = [(owners[each], self.state.get(each, {})) for each in parameters]
+        held = self._whole_state(super().state_dict()["state"])
+        whole = gather_states(self._adasum_group, states, to, held)
         if whole is not None:
             self._adasum_whole_state = whole
 
@@ -323,11 +314,8 @@ class OwnersMethod(GradientMethod):
         states = state_dict["state"]
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = self._adasum_parameters()
-        foreign = {
-            number
-            for number, parameter in zip(saved, parameters, strict=False)
-            if not self._is_mine(parameter)
-        }
+        pairs = zip(saved, parameters, strict=False)
+        foreign = {number for number, parameter in pairs if not self._is_mine(parameter)}
         mine = {key: value for key, value in states.items() if key not in foreign}
         super().load_state_dict({**state_dict, "state": mine})
         # For a state_dict() or a broadcast before the next step.

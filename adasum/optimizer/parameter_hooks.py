@@ -17,11 +17,9 @@ from adasum.optimizer.errors import swapped
 class ParameterHooks:
     """Hooks on parameters, removed when this is dropped.
 
-    Args:
-        after: Called with a parameter when backward has accumulated its gradient. As `before`, it
-            must hold neither an optimizer nor a parameter: torch's hooks are seen by no garbage
-            collector.
-        before: Called with a parameter on the CPU when the accumulation begins.
+    `after` is called with a parameter when backward has accumulated its gradient, `before` with one
+    on the CPU when the accumulation begins. They must hold neither an optimizer nor a parameter:
+    torch's hooks are seen by no garbage collector.
     """
 
     def __init__(

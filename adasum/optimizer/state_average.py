@@ -16,10 +16,8 @@ _Entry: TypeAlias = tuple[int, str]
 def average_state(optimizer: torch.optim.Optimizer, group: Group) -> None:
     """Average every floating-point tensor of the state over the ranks that have it, in place.
 
-    Ranks that lack a tensor are given the average. Collective over the group.
-
-    Raises:
-        ValueError: On every rank, where a tensor's shape, dtype or kind of device differs.
+    Ranks that lack a tensor are given the average. Collective over the group. ValueError: on every
+    rank, where a tensor's shape, dtype or kind of device differs.
     """
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
     mine = {

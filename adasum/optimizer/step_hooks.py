@@ -52,10 +52,7 @@ def run_pre_hooks(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Run what is to see the gradients that the step takes; return the step's new arguments.
 
-    Args:
-        optimizer: Whose hooks, and which they are given.
-        args: The step's, behind the optimizer.
-        options: The step's.
+    `args` are those behind the optimizer.
     """
     args = (optimizer, *args)
     for hook in chain(_global_optimizer_pre_hooks.values(), getattr(optimizer, _PRE).values()):

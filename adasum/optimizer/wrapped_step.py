@@ -25,18 +25,10 @@ SCALER_STATE = ("grad_scale", "found_inf")
 
 @dataclass
 class Settings:
-    """What DistributedOptimizer was asked for.
+    """What DistributedOptimizer was asked for, by its arguments' names, and what follows from it.
 
-    Attributes:
-        reducer: Reduces each bucket.
-        plan_buckets: Divides parameters into buckets by size.
-        passes: Backward passes of a step.
-        sparse_as_dense: Whether sparse gradients are made dense first.
-        one_rank: Whether this rank reduces with no other.
-        op: As asked for; the reducer's is Sum where Average is divided before and after it.
-        process_set: As asked for.
-        local_steps: Steps between two reductions.
-        gradient_as_bucket_view: Whether gradients that are reduced lie in their buckets' buffers.
+    `passes` are backward passes of a step; `one_rank` says that this rank reduces with no other;
+    `op` is as asked for, the reducer's is Sum where Average is divided before and after it.
     """
 
     reducer: BucketReducer

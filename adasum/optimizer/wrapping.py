@@ -29,16 +29,10 @@ def wrap(
 ) -> None:
     """Make `wrapper` an instance of a subclass of its class, `method` and the optimizer's class.
 
-    It shares the optimizer's __dict__: load_state_dict on either replaces state and param_groups
-    for both.
-
-    Args:
-        wrapper: A DistributedOptimizer without attributes.
-        optimizer: Left as it is, but for what is added to its __dict__.
-        method: How the ranks reduce.
-        named: (name, parameter) of every parameter, in registration order.
-        buckets: The same pairs, divided into buckets in the order of their reductions.
-        settings: What the method needs to know.
+    It shares the __dict__ of the optimizer, which is left as it is but for what is added there:
+    load_state_dict on either replaces state and param_groups for both. `named` is (name, parameter)
+    of every parameter, in registration order, and `buckets` the same pairs in the order of their
+    reductions.
     """
     base = type(optimizer)
     # Not in __new__, so that the one signature that editors and type checkers see is __init__'s.
@@ -78,14 +72,7 @@ def _override(
     base: type[torch.optim.Optimizer],
     settings: Settings,
 ) -> None:
-    """Keep torch.compile out of the methods in which ranks wait for each other, and guard others.
-
-    Args:
-        both: The wrapper's class.
-        method: How the ranks reduce.
-        base: The optimizer's class.
-        settings: What the method needs to know.
-    """
+    """Keep torch.compile out of methods in which ranks wait for each other, and guard others."""
     for name in COLLECTIVE_METHODS:
         setattr(both, name, torch.compiler.disable(getattr(both, name)))
     # torch wraps the step of every other optimizer class, and would run step hooks twice.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -66,22 +65,15 @@ class Bench:
         count = size // dtype.itemsize
         source = answer.inputs(count, dtype, group.rank, seed=count).to(self._device)
         tensor = torch.empty_like(source)
-        calls = {TORCH: _torch_call(tensor, op, group.size)}
+        calls: dict[str, Callable[[], object]] = {TORCH: lambda: dist.all_reduce(tensor)}
+        if op == "avg":
+            calls[TORCH] = lambda: (dist.all_reduce(tensor), tensor.div_(group.size))
         for name in algorithms:
-            calls[name] = _our_call(group, tensor, op, name)
+            calls[name] = partial(group.all_reduce, tensor, OPS[op], algorithm=name)
         wrong = self._wrong(calls, source, tensor, op) if args.check else dict.fromkeys(calls)
         seconds = self._time(calls, source, tensor)
         return [
-            Row(
-                size=count * dtype.itemsize,
-                count=count,
-                type=args.datatype,
-                redop=_redop(op, name),
-                algorithm=name,
-                ranks=group.size,
-                seconds=seconds[name],
-                wrong=wrong[name],
-            )
+            Row(count, dtype, _redop(op, name), name, group.size, seconds[name], wrong[name])
             for name in calls
         ]
 
@@ -118,39 +110,21 @@ class Bench:
             tensor.copy_(source)
             return calls[name]
 
-        prepare = {name: partial(prepared, name) for name in calls}
+        wait = partial(ranks.finish, self._device)
         warm_up = dict.fromkeys(calls, max(1, self._args.warmup))
-        ranks.in_turns(prepare, 1, self._wait, warm_up)
-        once = ranks.slowest(ranks.in_turns(prepare, 1, self._wait))
+        ranks.in_turns(calls, prepared, 1, wait, warm_up)
+        once = ranks.slowest(ranks.in_turns(calls, prepared, 1, wait))
         times = {
             name: min(max(1, math.ceil(_BLOCK_SECONDS / each)), _BLOCK_CALLS)
             for name, (each,) in once.items()
         }
         # One sample of what is far behind is enough.
         hopeless = max(_HOPELESS_SECONDS, _HOPELESS * min(each for (each,) in once.values()))
-        rest = {name: each for name, each in prepare.items() if once[name][0] <= hopeless}
+        rest = [name for name, (each,) in once.items() if each <= hopeless]
         turn = sum(times[name] * once[name][0] for name in rest)
         iterations = max(self._args.iters, int(self._args.seconds / turn))
-        samples = ranks.slowest(ranks.in_turns(rest, iterations, self._wait, times))
+        samples = ranks.slowest(ranks.in_turns(rest, prepared, iterations, wait, times))
         return {name: samples.get(name, once[name]) for name in calls}
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-def _torch_call(tensor: Tensor, op: str, size: int) -> Callable[[], object]:
-    def average() -> None:
-        dist.all_reduce(tensor)
-        tensor.div_(size)
-
-    return average if op == "avg" else lambda: dist.all_reduce(tensor)
-
-
-def _our_call(
-    group: collectives.Group, tensor: Tensor, op: str, algorithm: str
-) -> Callable[[], object]:
-    return lambda: group.all_reduce(tensor, OPS[op], algorithm=algorithm)
 
 
 def _redop(op: str, name: str) -> str:
@@ -165,12 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes, ops = sizes_and_algorithms(args)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
-    ranks.require_ranks(parser, "bench.collectives.all_reduce")
-    device = torch.device(args.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    with ranks.started() as group:
+    with ranks.started(parser, args.device) as (group, device):
         try:
             _check(args, group, device, ops)
             return run(args, group, device, sizes, ops)
@@ -186,13 +155,12 @@ def _check(
 ) -> None:
     """Raise ValueError for what cannot be run on this group."""
     group.transport.check_device(device)
-    for op, names in ops.items():
-        for name in names:
-            for spec in parse_all_reduce_spec(name):
-                if spec.outer != "auto":
-                    phases_of(spec, OPS[op], group.topology)
-            if args.model:
-                model.check(name, op, group.topology)
+    for op, name in ((op, name) for op, names in ops.items() for name in names):
+        for spec in parse_all_reduce_spec(name):
+            if spec.outer != "auto":
+                phases_of(spec, OPS[op], group.topology)
+        if args.model:
+            model.check(name, op, group.topology)
 
 
 def run(
@@ -208,7 +176,7 @@ def run(
 
     facts = ranks.environment(group, device)
     width = max(len(name) for names in ops.values() for name in [*names, "algorithm"])
-    say(f"# {', '.join(f'{key} {value}' for key, value in facts.items())}", *header(width))
+    say(ranks.heading(facts), *header(width))
     bench = Bench(group, device, args)
     found: list[Row] = []
     compared: list[model.Comparison] = []
@@ -224,21 +192,14 @@ def run(
                 samples = {row.algorithm: row.seconds for row in rows[1:]}
                 compared.append(model.compare(op, rows[0].size, samples, machines, group.topology))
     wrong = sum(row.wrong or 0 for row in found)
-    say(
-        f"# Wrong elements: {wrong} {'OK' if not wrong else 'FAILED'}"
-        if args.check
-        else "# Not checked"
-    )
+    found_wrong = f"# Wrong elements: {wrong} {'FAILED' if wrong else 'OK'}"
+    say(found_wrong if args.check else "# Not checked")
     if args.model:
         say("", *model.report(compared))
     if group.rank == 0:
-        record = {
-            "arguments": vars(args),
-            "environment": facts,
-            "results": [row.record() for row in found],
-            "model": [each.record() for each in compared],
-        }
-        ranks.write(args.output_file, record)
+        record: dict[str, Any] = {"arguments": vars(args), "environment": facts}
+        record |= {"results": [row.record() for row in found]}
+        ranks.write(args.output_file, record | {"model": [each.record() for each in compared]})
     return int(wrong > 0)
 
 
@@ -272,21 +233,16 @@ def sizes_and_algorithms(args: Any) -> tuple[list[int], dict[str, list[str]]]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.collectives.all_reduce", description=__doc__
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = ranks.make_parser("all_reduce", __doc__, iters=20)
     parser.add_argument("-b", "--minbytes", default="32M", help="smallest size (32M)")
     parser.add_argument("-e", "--maxbytes", default="32M", help="largest size (32M)")
     parser.add_argument("-f", "--stepfactor", type=int, default=2, help="from size to size (2)")
-    parser.add_argument("-n", "--iters", type=int, default=20, help="iterations (20)")
     parser.add_argument("--seconds", type=float, default=0, help="of a size's iterations, at least")
     parser.add_argument("-w", "--warmup", type=int, default=5, help="calls before them (5)")
     parser.add_argument("-c", "--check", type=int, default=1, help="calls checked (1), 0 for none")
     parser.add_argument("-d", "--datatype", default="float", help="such as float16 (float)")
     parser.add_argument("-o", "--op", default="sum", help="sum, avg or adasum; several with commas")
     parser.add_argument("-a", "--algorithm", help="specification strings, with commas")
-    parser.add_argument("-J", "--output_file", type=ranks.output_file, help="write JSON as well")
     parser.add_argument("--model", action="store_true", help="compare with the cost model")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default, help=f"({default})")

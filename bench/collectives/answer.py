@@ -75,51 +75,45 @@ def _ranks_behind(tree: Tree) -> int:
 
 def expected(mine: Tensor, op: str, tree: Tree) -> Slice:
     """Return this rank's slice of the result; `mine` is its whole input. All ranks must call it."""
+    parts = [part.double() for part in _slices(mine)]
+    if op == "adasum":
+        return _adasum(tree, parts, mine.dtype)
+    return _mean(parts, mine.dtype, divisor=len(parts) if op == "avg" else 1)
+
+
+def count_wrong(result: Tensor, answer: Slice) -> int:
+    """Count elements of all ranks' results that are beyond their bounds. All ranks must call it."""
+    wrong = torch.zeros(1, dtype=torch.int64, device=result.device)
+    for part in _slices(result):
+        # A NaN is never near.
+        wrong += ((part.double() - answer.value).abs() <= answer.bound).logical_not().sum()
+    dist.all_reduce(wrong)
+    return int(wrong)
+
+
+def _slices(mine: Tensor) -> list[Tensor]:
+    """Return this rank's slice of every rank's tensor."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    parts: list[Tensor] = []
+    found = [mine.new_empty(0)] * size
     for owner, (begin, end) in enumerate(pairwise(split_bounds(mine.numel(), size))):
         if begin == end:
             continue
         piece = mine[begin:end].contiguous()
         gathered = [torch.empty_like(piece) for _ in range(size)] if owner == rank else None
         dist.gather(piece, gathered, dst=owner)
-        if gathered is not None:
-            parts = [part.double() for part in gathered]
-    if not parts:
-        parts = [mine.new_empty(0, dtype=torch.float64)] * size
-    if op == "adasum":
-        return _adasum(tree, parts, mine.dtype)
-    return _mean(parts, mine.dtype, divisor=size if op == "avg" else 1)
+        found = gathered or found
+    return found
 
 
-def count_wrong(result: Tensor, answer: Slice) -> int:
-    """Count elements of all ranks' results that are beyond their bounds. All ranks must call it."""
-    rank = dist.get_rank()
-    wrong = torch.zeros(1, dtype=torch.int64, device=result.device)
-    for owner, (begin, end) in enumerate(
-        pairwise(split_bounds(result.numel(), dist.get_world_size()))
-    ):
-        if begin == end:
-            continue
-        both = torch.stack([answer.value, answer.bound]) if owner == rank else None
-        if both is None:
-            both = torch.empty(2, end - begin, dtype=torch.float64, device=result.device)
-        dist.broadcast(both, src=owner)
-        near = (result[begin:end].double() - both[0]).abs() <= both[1]
-        # A NaN is never near.
-        wrong += (~near).sum()
-    dist.all_reduce(wrong)
-    return int(wrong)
+def _roundings(dtype: torch.dtype) -> tuple[float, float]:
+    """Return twice the error of rounding to nearest, which bounds one rounding of any kind.
 
-
-def _eps(dtype: torch.dtype) -> float:
-    """Return twice the error of rounding to nearest, which bounds one rounding of any kind."""
-    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-
-
-def _least(dtype: torch.dtype) -> float:
-    """Return what a rounding may lose below the normal range."""
-    return torch.finfo(dtype).smallest_normal * _eps(dtype) if dtype.is_floating_point else 0.0
+    The second number is what one may lose below the normal range.
+    """
+    if not dtype.is_floating_point:
+        return 0.0, 0.0
+    finfo = torch.finfo(dtype)
+    return finfo.eps, finfo.smallest_normal * finfo.eps
 
 
 def _mean(parts: Sequence[Tensor], dtype: torch.dtype, divisor: int) -> Slice:
@@ -128,13 +122,12 @@ def _mean(parts: Sequence[Tensor], dtype: torch.dtype, divisor: int) -> Slice:
     Summed in any order, a value rounds n - 1 times, each time by eps of at most the sum of the
     magnitudes, and once more where it is divided (before or after).
     """
-    roundings = len(parts) - 1 + (divisor > 1)
+    roundings, (eps, least) = len(parts) - 1 + (divisor > 1), _roundings(dtype)
     value, magnitude = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
     for part in parts:
         value += part
         magnitude += part.abs()
-    bound = (roundings * _eps(dtype)) * magnitude + roundings * _least(dtype)
-    return Slice(value / divisor, bound / divisor)
+    return Slice(value / divisor, roundings * (eps * magnitude + least) / divisor)
 
 
 def _adasum(tree: Tree, parts: Sequence[Tensor], dtype: torch.dtype) -> Slice:
@@ -145,33 +138,27 @@ def _adasum(tree: Tree, parts: Sequence[Tensor], dtype: torch.dtype) -> Slice:
         return _mean([parts[rank] for rank in tree.ranks], dtype, len(tree.ranks))
     a, b = (_adasum(side, parts, dtype) for side in tree)
     p, q = map(_ranks_behind, tree)
-    sizes = a.value.abs(), b.value.abs()
-    sums = torch.stack(
-        [
-            a.value @ b.value,
-            a.value @ a.value,
-            b.value @ b.value,
-            sizes[0] @ sizes[1],
-            sizes[0] @ b.bound + sizes[1] @ a.bound,
-            2 * (sizes[0] @ a.bound),
-            2 * (sizes[1] @ b.bound),
-        ]
-    )
-    dist.all_reduce(sums)
-    dot, norm_a, norm_b, crossed, moved, moved_a, moved_b = sums.tolist()
+    x, y = a.value.abs(), b.value.abs()
+    sums = [a.value @ b.value, x @ x, y @ y, x @ y]
+    # How far the dot and the norms are moved by what the operands are off already.
+    sums += [x @ b.bound + y @ a.bound, 2 * (x @ a.bound), 2 * (y @ b.bound)]
+    total = torch.stack(sums)
+    dist.all_reduce(total)
+    dot, norm_a, norm_b, crossed, moved, moved_a, moved_b = total.tolist()
     # A tile's products are added in the working precision, 2^14 of them at most, as a tree of
     # 14 levels at best; tiles are added in float64.
-    products = 16 * _eps(torch.float64 if dtype == torch.float64 else torch.float32)
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    products = 16 * torch.finfo(working).eps
     off = moved + products * crossed
     value, bound = torch.zeros_like(a.value), torch.zeros_like(a.value)
     # Coefficient, its product, the sum and the result are rounded: 4 times half an eps.
-    rounding = 2 * _eps(dtype)
+    eps, least = _roundings(dtype)
     for side, size, norm, moved_norm, weight in (
-        (a, sizes[0], norm_a, moved_a, p / (p + q)),
-        (b, sizes[1], norm_b, moved_b, q / (p + q)),
+        (a, x, norm_a, moved_a, p / (p + q)),
+        (b, y, norm_b, moved_b, q / (p + q)),
     ):
         factor = 1 - weight * dot / norm if norm else 1.0
         slack = (off + abs(dot) * (products + moved_norm / norm)) * weight / norm if norm else 0.0
         value += factor * side.value
-        bound += abs(factor) * (side.bound + rounding * size) + slack * size
-    return Slice(value, bound + _least(dtype))
+        bound += abs(factor) * (side.bound + 2 * eps * size) + slack * size
+    return Slice(value, bound + least)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -22,7 +22,9 @@ import torch
 
 import collectives
 from bench.collectives.link_rates import calibrate
+from bench.collectives.ranks import timed
 from bench.kernels.timing import Times
+from bench.tables import table
 from collectives.cost import LinkRates, estimate, profile
 from collectives.schedules.topology import Topology
 
@@ -61,16 +63,12 @@ class Comparison:
 
     def record(self) -> dict[str, Any]:
         """Return what JSON holds, in microseconds."""
+        quartiles = {name: [t.low, t.median, t.high] for name, t in self.times.items()}
         return {
             "op": self.op,
             "size": self.size,
-            "predicted": {
-                name: [value * 1e6 for value in values] for name, values in self.predicted.items()
-            },
-            "quartiles": {
-                name: [value * 1e6 for value in (times.low, times.median, times.high)]
-                for name, times in self.times.items()
-            },
+            "predicted": _microseconds(self.predicted),
+            "quartiles": _microseconds(quartiles),
             "pairs": self.pairs(),
             "near": {name: self.near(name) for name in self.samples},
         }
@@ -87,6 +85,10 @@ class Comparison:
         return "right" if (one.high < other.low) == (both[0][0] < both[0][1]) else "wrong"
 
 
+def _microseconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    return {name: [value * 1e6 for value in values] for name, values in seconds.items()}
+
+
 def check(spec: str, op: str, topology: Topology) -> None:
     """Raise ValueError for a specification of several ranges, or whose steps are not known."""
     profile(spec, topology, _kind(op))
@@ -99,13 +101,8 @@ def measured_rates(group: collectives.Group, device: torch.device) -> LinkRates:
     """
     found = calibrate(group, device)
     tensor = torch.zeros(1, device=device)
-    samples = []
-    for _ in range(_CALLS):
-        begin = time.perf_counter()
-        group.all_reduce(tensor, algorithm="rd")
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        samples.append(time.perf_counter() - begin)
+    call = partial(group.all_reduce, tensor, algorithm="rd")
+    samples = [timed(call, device) for _ in range(_CALLS)]
     steps = estimate("rd", tensor.nbytes, found, group.topology).seconds
     return dataclasses.replace(found, call=max(0.0, statistics.median(samples) - steps))
 
@@ -118,17 +115,11 @@ def compare(
     topology: Topology,
 ) -> Comparison:
     """samples: seconds by algorithm; machines: link rates of one calibration or more."""
-    return Comparison(
-        op,
-        size,
-        {name: [*values] for name, values in samples.items()},
-        {
-            name: [
-                estimate(name, size, machine, topology, _kind(op)).seconds for machine in machines
-            ]
-            for name in samples
-        },
-    )
+    predicted = {
+        name: [estimate(name, size, rates, topology, _kind(op)).seconds for rates in machines]
+        for name in samples
+    }
+    return Comparison(op, size, {name: [*values] for name, values in samples.items()}, predicted)
 
 
 def _kind(op: str) -> str:
@@ -137,40 +128,45 @@ def _kind(op: str) -> str:
 
 def report(comparisons: Sequence[Comparison]) -> list[str]:
     """Return a table and its summary."""
-    lines = [
-        "| op | bytes | algorithm | measured us | quartiles | model us | model / measured |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
+    rows = [(each, name, times) for each in comparisons for name, times in each.times.items()]
+    cells = [
+        [
+            each.op,
+            str(each.size),
+            name,
+            f"{times.median * 1e6:.0f}",
+            f"{times.low * 1e6:.0f}-{times.high * 1e6:.0f}",
+            f"{statistics.fmean(each.predicted[name]) * 1e6:.0f}",
+            f"{each.ratio(name):.2f}",
+        ]
+        for each, name, times in rows
     ]
-    for each in comparisons:
-        for name, times in each.times.items():
-            cells = [
-                each.op,
-                str(each.size),
-                name,
-                f"{times.median * 1e6:.0f}",
-                f"{times.low * 1e6:.0f}-{times.high * 1e6:.0f}",
-                f"{statistics.fmean(each.predicted[name]) * 1e6:.0f}",
-                f"{each.ratio(name):.2f}",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+    header = [
+        "op",
+        "bytes",
+        "algorithm",
+        "measured us",
+        "quartiles",
+        "model us",
+        "model / measured",
+    ]
     verdicts = [(each, pair) for each in comparisons for pair in each.pairs()]
-    counts = {
-        verdict: sum(pair[2] == verdict for _, pair in verdicts)
-        for verdict in ("right", "wrong", "undecided", "same steps")
-    }
-    rows = [(each, name) for each in comparisons for name in each.samples]
-    ratios = [each.ratio(name) for each, name in rows]
+    found = [verdict for _, (_, _, verdict) in verdicts]
+    counts = (
+        f"{found.count(each)} {each}" for each in ("right", "wrong", "undecided", "same steps")
+    )
+    ratios = [each.ratio(name) for each, name, _ in rows]
     within = sum(0.5 <= ratio <= 2 for ratio in ratios)
-    lines += [
+    return [
+        *table(header, cells),
         "",
-        f"Order of pairs: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}.",
+        f"Order of pairs: {', '.join(counts)}.",
         f"Times: {within} of {len(rows)} within 2x, "
-        f"{sum(each.near(name) for each, name in rows)} with the spread allowed for; "
+        f"{sum(each.near(name) for each, name, _ in rows)} with the spread allowed for; "
         f"model / measured from {min(ratios):.2f} to {max(ratios):.2f}.",
+        *(
+            f"Wrong: {each.op} at {each.size} bytes, {a} and {b}."
+            for each, (a, b, verdict) in verdicts
+            if verdict == "wrong"
+        ),
     ]
-    lines += [
-        f"Wrong: {each.op} at {each.size} bytes, {a} and {b}."
-        for each, (a, b, verdict) in verdicts
-        if verdict == "wrong"
-    ]
-    return lines

@@ -15,13 +15,10 @@ environment to Horovod; bench/NOTES.md says how it is built.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -34,6 +31,8 @@ from torch import Tensor
 import collectives
 from adasum import Adasum
 from bench.collectives import all_reduce, ranks
+from bench.processes import in_turns
+from bench.tables import table
 from collectives.schedules.topology import Topology
 
 # Not bound, as in Horovod's documentation. Two threads of a rank wait by spinning, so they must
@@ -69,24 +68,24 @@ class Horovod:
 
 @dataclass(frozen=True)
 class Line:
-    """One size and operator: microseconds by turn of Horovod, ours, and torch's sum over gloo."""
+    """One size and operator: microseconds by turn of Horovod, ours, and torch's sum over gloo.
+
+    ratio: Horovod's time over ours.
+    """
 
     size: int
     redop: str
     horovod: list[float]
     ours: list[float]
     torch: list[float]
+    ratio: float
 
-    @property
-    def ratio(self) -> float:
-        """Horovod's time over ours."""
-        return median(self.horovod) / median(self.ours)
-
-    def __str__(self) -> str:
+    def cells(self) -> list[str]:
+        """Return medians, their ratio, and the span of the turns' ratios."""
         ratios = [theirs / mine for theirs, mine in zip(self.horovod, self.ours, strict=True)]
+        times = [f"{median(us):.1f}" for us in (self.horovod, self.ours, self.torch)]
         spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
-        times = " ".join(f"{median(us):12.1f}" for us in (self.horovod, self.ours, self.torch))
-        return f"  {self.size:12d} {self.redop:>7} {times} {self.ratio:12.2f} {spread:>12}"
+        return [str(self.size), self.redop, *times, f"{self.ratio:.2f}", spread]
 
 
 def lines(turns: Sequence[Mapping[str, Any]]) -> list[Line]:
@@ -96,22 +95,12 @@ def lines(turns: Sequence[Mapping[str, Any]]) -> list[Line]:
     def times(name: str, place: int) -> list[float]:
         return [turn[name]["results"][place]["time"] for turn in turns]
 
-    return [
-        Line(row["size"], row["redop"], times("horovod", i), times("ours", i), times("ours", i - 1))
-        for i, row in enumerate(turns[0]["ours"]["results"])
-        if i % 2
-    ]
-
-
-def table(found: Sequence[Line]) -> list[str]:
-    names = f"{'Horovod':>12} {'ours':>12} {'torch sum':>12} {'Horovod/ours':>12} {'by turn':>12}"
-    slower = [f"{line.redop} at {line.size} ({line.ratio:.2f})" for line in found if line.ratio < 1]
-    return [
-        f"# {'size':>12} {'redop':>7} {names}",
-        f"# {'(B)':>12} {'':>7} {'(us)':>12} {'(us)':>12} {'(us)':>12}",
-        *(str(line) for line in found),
-        f"# Ours is slower: {', '.join(slower)}" if slower else "# Ours is never slower",
-    ]
+    found = []
+    for i, row in list(enumerate(turns[0]["ours"]["results"]))[1::2]:
+        theirs, mine, torchs = times("horovod", i), times("ours", i), times("ours", i - 1)
+        ratio = median(theirs) / median(mine)
+        found.append(Line(row["size"], row["redop"], theirs, mine, torchs, ratio))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,24 +114,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(args, flags)
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
-    me = "bench.collectives.horovod_all_reduce"
-    theirs = f"{args.mpirun} -n {args.ranks} {shlex.quote(args.horovod_python)} -m {me}"
-    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {args.ranks}"
-    python, mine = shlex.quote(sys.executable), "bench.collectives.all_reduce"
-    ours = f"{python} {torchrun} -m {mine} -a {args.algorithm}"
-    commands = {"horovod": [*shlex.split(theirs), *flags], "ours": [*shlex.split(ours), *flags]}
+    ranks_of, module = str(args.ranks), "bench.collectives"
+    theirs = [*shlex.split(args.mpirun), "-n", ranks_of, args.horovod_python]
+    theirs += ["-m", f"{module}.horovod_all_reduce", *flags]
+    ours = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    ours += [ranks_of, "-m", f"{module}.all_reduce", "-a", args.algorithm, *flags]
+    commands = {"horovod": theirs, "ours": ours}
     variables = {name: text for name, text in os.environ.items() if name.startswith("HOROVOD_")}
     print(f"# {args.ranks} ranks, {variables or 'no HOROVOD_*'}, {args.mpirun}", flush=True)
     turns: list[dict[str, Any]] = [{} for _ in range(args.turns)]
-    for turn, results in enumerate(turns):
-        for name in sorted(commands, reverse=turn % 2 > 0):
-            results[name] = _run(commands[name], args.limit)
-            load = results[name]["environment"]["load"]
-            print(f"# turn {turn + 1}, {name}: load {load:.1f}", flush=True)
+    for turn, name, result in in_turns(commands, args.turns, limit=args.limit):
+        turns[turn][name] = result
+        load = result["environment"]["load"]
+        print(f"# turn {turn + 1}, {name}: load {load:.1f}", flush=True)
     found = lines(turns)
-    print(*table(found), sep="\n")
+    header = ["bytes", "op", "Horovod us", "ours us", "torch sum us", "Horovod/ours", "by turn"]
+    print(*table(header, [line.cells() for line in found]), sep="\n")
+    slower = [f"{line.redop} at {line.size} ({line.ratio:.2f})" for line in found if line.ratio < 1]
+    print(f"# Ours is slower: {', '.join(slower)}" if slower else "# Ours is never slower")
     record = {"commands": commands, "variables": variables, "turns": turns}
-    record["lines"] = [{**asdict(line), "ratio": line.ratio} for line in found]
+    record["lines"] = [asdict(line) for line in found]
     ranks.write(args.output_file, record)
     return 0
 
@@ -159,28 +150,6 @@ def _rank(argv: Sequence[str] | None) -> int:
     return code
 
 
-def _run(command: Sequence[str], limit: float) -> dict[str, Any]:
-    """Return what the command writes as JSON; SystemExit with the end of its output if it fails.
-
-    limit: seconds, after which the command and all that it started are killed.
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-        whole = [*command, "-J", file.name]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        run = subprocess.Popen(whole, text=True, env=environment, start_new_session=True, **pipes)
-        try:
-            said = run.communicate(timeout=limit)
-        except BaseException:
-            os.killpg(run.pid, signal.SIGKILL)
-            run.communicate()
-            raise
-        if run.returncode:
-            output = "\n".join(text[-3000:] for text in said)
-            raise SystemExit(f"error: {shlex.join(whole)}: exit {run.returncode}\n{output}")
-        return json.load(file)
-
-
 def _check(args: Any, flags: Sequence[str]) -> None:
     """Raise ValueError for what one side would refuse, OSError for no such interpreter."""
     shared = all_reduce.make_parser().parse_args([*flags, "-a", args.algorithm])
@@ -195,16 +164,14 @@ def _check(args: Any, flags: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, epilog=f"Defaults: {DEFAULTS}")
-    parser.prog = "python -m bench.collectives.horovod_all_reduce"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = ranks.make_parser("horovod_all_reduce", __doc__)
+    parser.epilog = f"Defaults: {DEFAULTS}"
     parser.add_argument("--ranks", type=int, default=2, help="of each side (2)")
     parser.add_argument("--turns", type=int, default=3, help="of each side (3)")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for a turn (600)")
     parser.add_argument("--horovod-python", default="python", help="interpreter with Horovod")
     parser.add_argument("--mpirun", default=MPIRUN, help=f"({MPIRUN})")
     parser.add_argument("-a", "--algorithm", default="auto", help="ours (auto)")
-    parser.add_argument("-J", "--output_file", type=ranks.output_file, help="write JSON as well")
     return parser
 
 

@@ -10,12 +10,14 @@ algorithms by them and prints the best specification.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 
 import collectives
+from bench.collectives.ranks import timed
 from collectives.cost import LinkRates, Rate
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
@@ -35,11 +37,10 @@ def calibrate(group: collectives.Group, device: torch.device) -> LinkRates:
     local, rank = group.topology.local_size, group.rank
     near = _message(group, range(rank - rank % local, rank - rank % local + local), device)
     far = _message(group, range(rank % local, group.size, local), device)
-    rates = [_rate(group, prepare) for prepare in (near, far) if prepare]
+    rates = [_rate(group, prepare, device) for prepare in (near, far) if prepare]
     intra, inter = (rates or [_NO_COST])[0], (rates or [_NO_COST])[-1]
-    plain = _reduction(lambda mine, theirs: kernels.sum_n([mine, theirs], out=mine), device)
-    adasum = _reduction(_adasum, device)
-    return LinkRates(intra, inter, _rate(group, plain), _rate(group, adasum))
+    reductions = (partial(_reduction, reduce, device) for reduce in (_sum, _adasum))
+    return LinkRates(intra, inter, *(_rate(group, prepare, device) for prepare in reductions))
 
 
 def _message(group: collectives.Group, ranks: range, device: torch.device) -> Prepare | None:
@@ -61,44 +62,36 @@ def _message(group: collectives.Group, ranks: range, device: torch.device) -> Pr
 
 
 def _reduction(
-    reduce: Callable[[torch.Tensor, torch.Tensor], object], device: torch.device
-) -> Prepare:
-    def prepare(nbytes: int) -> Callable[[], object]:
-        mine, theirs = (torch.ones(nbytes // 4, device=device) for _ in range(2))
-        return lambda: reduce(mine, theirs)
-
-    return prepare
+    reduce: Callable[[Tensor, Tensor], object], device: torch.device, nbytes: int
+) -> Callable[[], object]:
+    return partial(reduce, *(torch.ones(nbytes // 4, device=device) for _ in range(2)))
 
 
-def _adasum(mine: torch.Tensor, theirs: torch.Tensor) -> object:
+def _sum(mine: Tensor, theirs: Tensor) -> object:
+    return kernels.sum_n([mine, theirs], out=mine)
+
+
+def _adasum(mine: Tensor, theirs: Tensor) -> object:
     whole = (0, mine.numel())
     dots = kernels.dot_and_norms(mine, theirs, whole)
     return kernels.combine(mine, theirs, dots, whole, out=mine)
 
 
-def _rate(group: collectives.Group, prepare: Prepare) -> Rate:
+def _rate(group: collectives.Group, prepare: Prepare, device: torch.device) -> Rate:
     """Measure prepare(bytes)'s calls, by medians: other programs use the processors, too."""
     seconds = []
     for nbytes in _SIZES:
         call = prepare(nbytes)
         call()
-        once = _from_rank_0(group, _timed(call))
+        once = _from_rank_0(group, timed(call, device))
         times = round(min(max(_BUDGET / max(once, 1e-9), _MIN_RUNS), _MAX_RUNS))
-        median = statistics.median(_timed(call) for _ in range(times))
+        median = statistics.median(timed(call, device) for _ in range(times))
         seconds.append(_from_rank_0(group, median))
     return fit(seconds)
 
 
 def _from_rank_0(group: collectives.Group, number: float) -> float:
     return group.broadcast(torch.tensor([number], dtype=torch.float64)).item()
-
-
-def _timed(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
 
 
 def fit(seconds: Sequence[float]) -> Rate:
@@ -112,8 +105,7 @@ def fit(seconds: Sequence[float]) -> Rate:
 def main() -> None:
     """Run on every rank; rank 0 prints."""
     group = collectives.init()
-    device = torch.device("cpu")
-    rates = calibrate(group, device)
+    rates = calibrate(group, torch.device("cpu"))
     if group.rank == 0:
         nodes, local = group.topology.num_nodes, group.topology.local_size
         alpha, beta = (

@@ -11,7 +11,6 @@ ranks that differ from float64 by more than roundings explain. "vs torch" is NCC
 
 from __future__ import annotations
 
-import argparse
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ import collectives
 from adasum import Adasum
 from adasum.check.checks import NO_GPU
 from adasum.check.ranks import expected
-from bench.collectives.ranks import in_turns, output_file, write
+from bench.collectives.ranks import in_turns, make_parser, write
 from bench.collectives.row import Row, header, line
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
@@ -46,23 +45,14 @@ WARM_UP = 2
 
 
 class Rank:
-    """One thread's part: its group, its buffer, and a barrier with the others.
-
-    Args:
-        transport: Its own.
-        meet: All ranks' barrier.
-        numel: Elements of its vector.
-        device: Where that lies.
-    """
+    """One thread's part: its group, its vector of `numel` elements, a barrier with the others."""
 
     def __init__(
         self, transport: Transport, meet: threading.Barrier, numel: int, device: torch.device
     ) -> None:
         rank, size = transport.rank, transport.size
-        topology = Topology(size, size)
-        self.group = collectives.Group(
-            transport, timeout=SECONDS, local_rank=rank, local_size=size, topology=topology
-        )
+        own = {"local_rank": rank, "local_size": size, "topology": Topology(size, size)}
+        self.group = collectives.Group(transport, timeout=SECONDS, **own)
         self._meet, self._device = meet, device
         # float32 on the CPU, known to all.
         seeds = [torch.Generator().manual_seed(each) for each in range(size)]
@@ -82,9 +72,8 @@ class Rank:
 
     def seconds(self, algorithms: Sequence[str], iterations: int) -> dict[str, list[float]]:
         """Return this rank's seconds of each contender, by iteration."""
-        prepare = {name: partial(self._prepared, name) for name in algorithms}
-        barrier = partial(self._meet.wait, SECONDS)
-        taken = in_turns(prepare, WARM_UP + iterations, self._wait, barrier=barrier)
+        barrier, turns = partial(self._meet.wait, SECONDS), WARM_UP + iterations
+        taken = in_turns(algorithms, self._prepared, turns, self._wait, barrier=barrier)
         return {name: values[WARM_UP:] for name, values in taken.items()}
 
     def _prepared(self, algorithm: str) -> Callable[[], object]:
@@ -96,16 +85,6 @@ class Rank:
         # Of the own stream: the other ranks' work is not this rank's.
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-
-def over_nccl(ranks: int, device: torch.device) -> Callable[[int], Transport]:
-    """Return what makes a rank's transport, in its thread."""
-    world, store = ThreadWorld(ranks), dist.HashStore()
-
-    def make(rank: int) -> Transport:
-        return NcclTransport(world.transport(rank), CupyBackend(store, device), timeout=SECONDS)
-
-    return make
 
 
 def run(
@@ -144,37 +123,32 @@ def run(
 
     with futures.ThreadPoolExecutor(ranks) as pool:
         found = list(pool.map(main, range(ranks)))
-    return [
-        Row(
-            size=4 * numel,
-            count=numel,
-            type="float32",
-            redop="adasum" if CONTENDERS[name] is Adasum else "sum",
-            algorithm=name,
-            ranks=ranks,
-            seconds=[max(each) for each in zip(*(taken[name] for _, taken in found), strict=True)],
-            wrong=sum(wrong[name] for wrong, _ in found),
-        )
-        for name in algorithms
-    ]
+    rows = []
+    for name in algorithms:
+        slowest = [max(each) for each in zip(*(taken[name] for _, taken in found), strict=True)]
+        wrong = sum(wrong[name] for wrong, _ in found)
+        redop = "adasum" if CONTENDERS[name] is Adasum else "sum"
+        rows.append(Row(numel, torch.float32, redop, name, ranks, slowest, wrong))
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 1 where an element was wrong, 2 without a GPU."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.collectives.one_gpu", description=__doc__.splitlines()[0]
-    )
+    parser = make_parser("one_gpu", __doc__, iters=20)
     parser.add_argument("--ranks", type=int, choices=[2, 4, 8], default=2, help="threads (2)")
     parser.add_argument("-b", "--bytes", default="64M", help="of a rank's vector (64M)")
-    parser.add_argument("-n", "--iters", type=int, default=20, help="iterations (20)")
-    parser.add_argument("-J", "--output_file", type=output_file, help="write JSON, too")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print(f"bench.collectives.one_gpu: {NO_GPU}", file=sys.stderr)
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     numel = parse_general_int(args.bytes.upper()) // 4
-    rows = run(args.ranks, numel, args.iters, device, over_nccl(args.ranks, device))
+    world, store = ThreadWorld(args.ranks), dist.HashStore()
+
+    def over_nccl(rank: int) -> Transport:
+        return NcclTransport(world.transport(rank), CupyBackend(store, device), timeout=SECONDS)
+
+    rows = run(args.ranks, numel, args.iters, device, over_nccl)
     print(*header(9), *(line(row, rows[0], 9) for row in rows), sep="\n", flush=True)
     results = [{**row.record(), "ranks": row.ranks, "median": row.median} for row in rows]
     write(args.output_file, {"device": torch.cuda.get_device_name(device), "results": results})

@@ -15,15 +15,16 @@ import argparse
 import json
 import math
 import os
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 HERE = Path(__file__).resolve()
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,31 +45,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--against", type=Path, help="another checkout to compare with")
+    parser.add_argument("-J", "--json", type=Path, help="of a rank: where its figures go")
     args = parser.parse_args(argv)
     if "RANK" in os.environ:
-        _rank(args.model, args.steps)
+        _rank(args)
         return 0
+    # Not at the top: a rank of the other checkout may have no such module.
+    from bench.processes import in_turns
+
     trees = {"this": HERE.parents[2]}
     if args.against is not None:
         trees["other"] = args.against.resolve()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(args.ranks), str(HERE)]
+    command += ["--model", args.model, "--steps", str(args.steps)]
     rounds: dict[str, list[dict[str, float]]] = {tree: [] for tree in trees}
-    for number in range(args.rounds):
-        # Each takes the lead in turn, so that neither gets the quieter half of the rounds.
-        for tree in sorted(trees, reverse=bool(number % 2)):
-            rounds[tree].append(_run(trees[tree], args))
+    for _, tree, found in in_turns(dict.fromkeys(trees, command), args.rounds, trees):
+        rounds[tree].append(found)
     for method in METHODS:
         times = {tree: [each[method] for each in rounds[tree]] for tree in trees}
-        row = f"{method:20} {statistics.median(times['this']) * 1e3:8.2f} ms"
+        row = f"{method:20} {median(times['this']) * 1e3:8.2f} ms"
         if "other" in times:
             ratios = [a / b for a, b in zip(times["this"], times["other"], strict=True)]
             low, high = _interval(ratios)
             row += (
-                f"  other {statistics.median(times['other']) * 1e3:8.2f} ms"
-                f"  ratio {statistics.median(ratios):.3f} (95 %: {low:.3f}-{high:.3f}, "
-                f"all: {min(ratios):.3f}-{max(ratios):.3f})"
+                f"  other {median(times['other']) * 1e3:8.2f} ms  ratio {median(ratios):.3f} "
+                f"(95 %: {low:.3f}-{high:.3f}, all: {min(ratios):.3f}-{max(ratios):.3f})"
             )
         print(row)
-    _print_check(rounds["this"])
+    # What a running check takes, of the steps between two of them.
+    seconds = median(each[CHECK] for each in rounds["this"])
+    quickest = min(median(each[name] for each in rounds["this"]) for name in METHODS)
+    part = f"{seconds / (CHECK_EVERY * quickest):.3%} of the quickest method's"
+    print(f"{CHECK:20} {seconds * 1e3:8.2f} ms  every {CHECK_EVERY} steps, {part}")
     return 0
 
 
@@ -85,73 +94,49 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[k - 1], ordered[n - k]
 
 
-def _print_check(rounds: Sequence[dict[str, float]]) -> None:
-    """Print what a running check takes, of the steps between two of them."""
-    seconds = statistics.median(each[CHECK] for each in rounds)
-    steps = CHECK_EVERY * min(statistics.median(each[name] for each in rounds) for name in METHODS)
-    print(
-        f"{CHECK:20} {seconds * 1e3:8.2f} ms  every {CHECK_EVERY} steps, "
-        f"{seconds / steps:.3%} of the quickest method's"
-    )
-
-
-def _run(tree: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Return the median seconds of a step by method, measured in new processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(args.ranks), str(HERE)]
-    command += ["--model", args.model, "--steps", str(args.steps)]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, cwd=tree, stdout=subprocess.PIPE, text=True, check=True
-    )
-    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return seconds
-
-
-def _rank(model: str, steps: int) -> None:
+def _rank(args: argparse.Namespace) -> None:
+    """Write the median seconds of a step, by method, and of a running check."""
     import adasum
     import collectives
     from bench import shapes
 
     group = collectives.init(timeout=60.0)
+
+    def seconds(call: Callable[[], object], times: int) -> list[float]:
+        """Return the slowest rank's seconds of each call."""
+        samples = []
+        for _ in range(times):
+            group.barrier()
+            begin = time.perf_counter()
+            call()
+            mine = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+            samples.append(max(group.all_gather(mine).tolist()))
+        return samples
+
     medians = {}
     for name, (op, options) in METHODS.items():
         generator = torch.Generator().manual_seed(group.rank)
-        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes.MODELS[model]]
+        parameters = [torch.nn.Parameter(torch.zeros(each)) for each in shapes.MODELS[args.model]]
         gradients = [torch.randn(each.shape, generator=generator) for each in parameters]
-        optimizer = adasum.DistributedOptimizer(
+        optimizer: Any = adasum.DistributedOptimizer(
             torch.optim.SGD(parameters, lr=0.01, momentum=0.9), op=getattr(adasum, op), **options
         )
-        seconds = []
-        for step in range(WARM_UP + steps):
-            group.barrier()
-            begin = time.perf_counter()
-            optimizer.zero_grad()
-            torch.autograd.backward(parameters[::-1], gradients[::-1])
-            optimizer.step()
-            mine = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-            if step >= WARM_UP:
-                seconds.append(max(group.all_gather(mine).tolist()))
-        medians[name] = statistics.median(seconds)
+
+        step = partial(_step, optimizer, parameters[::-1], gradients[::-1])
+        medians[name] = median(seconds(step, WARM_UP + args.steps)[WARM_UP:])
         if hasattr(optimizer, "_check_again"):
-            medians[CHECK] = _time_check(optimizer, group)
-    rank = group.rank
+            # Over all parts of the parameters.
+            optimizer._adasum_check._every = 1
+            medians[CHECK] = median(seconds(optimizer._adasum_check.run_again, CHECKS))
+    if group.rank == 0:
+        args.json.write_text(json.dumps(medians))
     collectives.shutdown()
-    if rank == 0:
-        print(json.dumps(medians), flush=True)
 
 
-def _time_check(optimizer: Any, group: Any) -> float:
-    """Return the median seconds of a running check, over all parts of the parameters."""
-    check, seconds = optimizer._adasum_check, []
-    check._every = 1
-    for _ in range(CHECKS):
-        group.barrier()
-        begin = time.perf_counter()
-        check.run_again()
-        mine = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-        seconds.append(max(group.all_gather(mine).tolist()))
-    return statistics.median(seconds)
+def _step(optimizer: Any, parameters: list[torch.nn.Parameter], gradients: list[Tensor]) -> None:
+    optimizer.zero_grad()
+    torch.autograd.backward(parameters, gradients)
+    optimizer.step()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ communication threads can hide the waiting of a reduction, not its computing.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,23 +27,20 @@ WARM_UP = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on every rank; rank 0 prints."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ranks.make_parser("overlap", __doc__, iters=9)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch", type=int, default=512, help="examples a rank and step")
     parser.add_argument("--bucket", type=float, default=2.0, help="MiB")
     parser.add_argument("--op", choices=OPS, default="avg")
     parser.add_argument("--in-backward", action="store_true", help="Adasum's steps in backward")
-    parser.add_argument("-n", "--iters", type=int, default=9)
-    parser.add_argument("-J", "--json", type=ranks.output_file, help="write the answer there")
     args = parser.parse_args(argv)
-    ranks.require_ranks(parser, "bench.collectives.overlap")
-    with ranks.started() as group:
-        answer = {**ranks.environment(group, torch.device("cpu")), **_measure(group, args)}
+    with ranks.started(parser) as (group, device):
+        answer = {**ranks.environment(group, device), **_measure(group, args)}
     if answer["rank"] == 0:
         for key, value in answer.items():
             print(f"{key:14} {value:.3f}" if isinstance(value, float) else f"{key:14} {value}")
-        ranks.write(args.json, answer)
+        ranks.write(args.output_file, answer)
     return 0
 
 
@@ -68,16 +64,11 @@ def _measure(group: collectives.Group, args: Any) -> dict[str, Any]:
         plain.zero_grad()
         return plain(inputs).square().mean().backward
 
-    def reduction() -> Callable[[], object]:
-        def run() -> None:
-            works: list[Any] = [
-                group.grouped_all_reduce(bucket.tensors, OPS[args.op], async_op=True)
-                for bucket in buckets
-            ]
-            for work in works:
-                work.wait()
-
-        return run
+    def reduce_all() -> None:
+        op = OPS[args.op]
+        ranks.wait_for(
+            group.grouped_all_reduce(each.tensors, op, async_op=True) for each in buckets
+        )
 
     def both() -> Callable[[], object]:
         if not args.in_backward:
@@ -95,8 +86,8 @@ def _measure(group: collectives.Group, args: Any) -> dict[str, Any]:
 
     if not args.in_backward:
         wrapped(inputs).square().mean().backward()
-    ways = {"backward": backward, "reduction": reduction, "both": both}
-    samples = ranks.slowest(ranks.in_turns(ways, WARM_UP + args.iters))
+    ways = {"backward": backward, "reduction": lambda: reduce_all, "both": both}
+    samples = ranks.slowest(ranks.in_turns(ways, lambda name: ways[name](), WARM_UP + args.iters))
     seconds = {name: statistics.median(values[WARM_UP:]) for name, values in samples.items()}
     return {
         "rank": group.rank,
@@ -110,10 +101,8 @@ def _measure(group: collectives.Group, args: Any) -> dict[str, Any]:
 
 def _model(args: Any) -> torch.nn.Module:
     torch.manual_seed(0)
-    layers: list[torch.nn.Module] = []
-    for _ in range(args.layers):
-        layers += [torch.nn.Linear(args.width, args.width), torch.nn.Tanh()]
-    return torch.nn.Sequential(*layers)
+    pairs = ((torch.nn.Linear(args.width, args.width), torch.nn.Tanh()) for _ in range(args.layers))
+    return torch.nn.Sequential(*(layer for pair in pairs for layer in pair))
 
 
 if __name__ == "__main__":

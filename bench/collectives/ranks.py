@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 import collectives
 from adasum import Adasum
+from bench import provenance
 
 OPS: dict[str, collectives.Reducer] = {
     "sum": collectives.Sum,
@@ -25,47 +25,55 @@ OPS: dict[str, collectives.Reducer] = {
 }
 
 
-def require_ranks(parser: argparse.ArgumentParser, module: str) -> None:
-    """End with the parser's error where no launcher has started this process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        parser.error(f"needs ranks: start with torchrun --nproc-per-node 2 -m {module}")
+def make_parser(name: str, text: str, iters: int | None = None) -> argparse.ArgumentParser:
+    """Return the parser of `python -m bench.collectives.NAME`, with -J and, by its default, -n."""
+    parser = argparse.ArgumentParser(prog=f"python -m bench.collectives.{name}", description=text)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("-J", "--output_file", "--json", type=_output_file, help="write JSON, too")
+    if iters is not None:
+        parser.add_argument("-n", "--iters", type=int, default=iters, help=f"iterations ({iters})")
+    return parser
 
 
 @contextmanager
-def started() -> Iterator[collectives.Group]:
-    """Give the group of all ranks, and shut it down in the end."""
+def started(
+    parser: argparse.ArgumentParser, kind: str = "cpu"
+) -> Iterator[tuple[collectives.Group, torch.device]]:
+    """Give the group of all ranks, and this rank's device; the parser's error without ranks."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        module = parser.prog.split()[-1]
+        parser.error(f"needs ranks: start with torchrun --nproc-per-node 2 -m {module}")
+    device = torch.device(kind)
+    if kind == "cuda":
+        # Before init, which looks up the GPU that a rank is on.
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     group = collectives.init()
     try:
-        yield group
+        yield group, device
     finally:
         collectives.shutdown()
 
 
-def output_file(text: str) -> Path:
+def _output_file(text: str) -> Path:
     """Return the path if it can be written to, which should be known before a long run."""
     path = Path(text)
     try:
-        _part_of(path).touch()
+        provenance.unfinished(path).touch()
     except OSError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return path
 
 
-def _part_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.part")
-
-
 def write(path: Path | None, record: Any) -> None:
     """Write JSON, where a path was given."""
     if path is not None:
-        # Whoever waits for the file gets all of it.
-        part = _part_of(path)
-        part.write_text(json.dumps(record, indent=1, default=str) + "\n")
-        part.rename(path)
+        provenance.write(path, record)
 
 
 def in_turns(
-    prepare: Mapping[str, Callable[[], Callable[[], object]]],
+    names: Iterable[str],
+    prepare: Callable[[str], Callable[[], object]],
     iterations: int,
     wait: Callable[[], object] = lambda: None,
     calls: Mapping[str, int] | None = None,
@@ -73,20 +81,17 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Time each contender from a barrier on; return this rank's seconds of a call by name.
 
-    Each takes the lead in turn, so that a machine that slows down slows all of them.
-
-    Args:
-        prepare: By name, what makes ready, untimed, and returns what is timed.
-        iterations: Samples of each.
-        wait: For what was started and runs on, before the clock is read.
-        calls: By name, how many calls a sample is; one where it is not given.
-        barrier: Of all ranks; torch's unless given.
+    Each takes the lead in turn, so that a machine that slows down slows all of them. prepare: from
+    a name, makes ready, untimed, and returns what is timed; wait: for what was started and runs on,
+    before the clock is read; calls: by name, how many calls a sample is, one where it is not given;
+    barrier: of all ranks, torch's unless given.
     """
-    names, samples = [*prepare], {name: list[float]() for name in prepare}
+    names = [*names]
+    samples = {name: list[float]() for name in names}
     for done in range(iterations):
         first = done % len(names)
         for name in names[first:] + names[:first]:
-            run, times = prepare[name](), (calls or {}).get(name, 1)
+            run, times = prepare(name), (calls or {}).get(name, 1)
             wait()
             (barrier or dist.barrier)()
             begin = time.perf_counter()
@@ -97,6 +102,26 @@ def in_turns(
     return samples
 
 
+def finish(device: torch.device) -> None:
+    """Wait until the device has done all that was started."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one call."""
+    begin = time.perf_counter()
+    call()
+    finish(device)
+    return time.perf_counter() - begin
+
+
+def wait_for(works: Iterable[Any]) -> None:
+    """Start all of these works, then wait for each."""
+    for work in [*works]:
+        work.wait()
+
+
 def slowest(samples: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Return the largest of all ranks' numbers, one by one."""
     found = {}
@@ -105,6 +130,11 @@ def slowest(samples: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         found[name] = worst.tolist()
     return found
+
+
+def heading(facts: Mapping[str, Any]) -> str:
+    """Return the first line of a table."""
+    return f"# {', '.join(f'{key} {value}' for key, value in facts.items())}"
 
 
 def environment(group: collectives.Group, device: torch.device) -> dict[str, Any]:

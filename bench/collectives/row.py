@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from bench.kernels.timing import Times
 
 
@@ -12,13 +14,12 @@ from bench.kernels.timing import Times
 class Row:
     """One contender at one size.
 
-    size: bytes of a rank's buffer; count: its elements; type, redop, algorithm: their names; ranks:
-    how many; seconds: of a call, by iteration; wrong: elements, None where not checked.
+    count, dtype: of a rank's buffer; ranks: how many; seconds: of a call, by iteration; wrong:
+    elements, None where not checked.
     """
 
-    size: int
     count: int
-    type: str
+    dtype: torch.dtype
     redop: str
     algorithm: str
     ranks: int
@@ -26,38 +27,31 @@ class Row:
     wrong: int | None
 
     @property
-    def times(self) -> Times:
-        """Quartiles of the seconds."""
-        return Times.of(self.seconds)
+    def size(self) -> int:
+        """Bytes of a rank's buffer."""
+        return self.count * self.dtype.itemsize
 
     @property
     def median(self) -> float:
-        return self.times.median
-
-    @property
-    def algbw(self) -> float:
-        """Bytes a second: size over time."""
-        return self.size / self.median
-
-    @property
-    def busbw(self) -> float:
-        """As nccl-tests': bytes that a rank sends in a ring, over time."""
-        return self.algbw * 2 * (self.ranks - 1) / self.ranks
+        return Times.of(self.seconds).median
 
     def record(self) -> dict[str, Any]:
-        """Return what JSON holds, in nccl-tests' units: microseconds and GB/s."""
-        times = self.times
+        """Return what JSON holds, in nccl-tests' units: microseconds and GB/s.
+
+        algbw: the size over the time; busbw: what a rank sends in a ring, over the time.
+        """
+        times, algbw = Times.of(self.seconds), self.size / self.median / 1e9
         return {
             "size": self.size,
             "count": self.count,
-            "type": self.type,
+            "type": str(self.dtype).removeprefix("torch."),
             "redop": self.redop,
             "algorithm": self.algorithm,
             "time": times.median * 1e6,
             "time_low": times.low * 1e6,
             "time_high": times.high * 1e6,
-            "algbw": self.algbw / 1e9,
-            "busbw": self.busbw / 1e9,
+            "algbw": algbw,
+            "busbw": algbw * 2 * (self.ranks - 1) / self.ranks,
             "wrong": self.wrong,
         }
 
@@ -77,12 +71,12 @@ def header(width: int) -> list[str]:
 
 def line(row: Row, torchs: Row, width: int) -> str:
     """Return the row under `header`; vs torch is torch's time over this one's."""
-    times = row.times
-    spread = f"{times.low * 1e6:.1f}-{times.high * 1e6:.1f}"
+    its = row.record()
+    spread = f"{its['time_low']:.1f}-{its['time_high']:.1f}"
     wrong = "N/A" if row.wrong is None else str(row.wrong)
     ratio = "" if row is torchs else f"{torchs.median / row.median:.2f}"
     return (
-        f"  {row.size:12d} {row.count:12d} {row.type:>9} {row.redop:>7} {row.algorithm:>{width}}"
-        f" {times.median * 1e6:10.1f} {spread:>17} {row.algbw / 1e9:7.2f}"
-        f" {row.busbw / 1e9:7.2f} {wrong:>7} {ratio:>8}"
+        f"  {row.size:12d} {row.count:12d} {its['type']:>9} {row.redop:>7} {row.algorithm:>{width}}"
+        f" {its['time']:10.1f} {spread:>17} {its['algbw']:7.2f}"
+        f" {its['busbw']:7.2f} {wrong:>7} {ratio:>8}"
     )

@@ -8,14 +8,15 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from bench.gpu import page
 from bench.gpu.machine import facts, source_of
 from bench.gpu.plan import stages
-from bench.gpu.stages import FAILED, NO_GPU, NO_TIME, OVERRUN, ROOT, Runner
+from bench.gpu.stages import FAILED, NO_GPU, NO_TIME, OVERRUN, Runner
 from bench.kernels.report import slug
+from bench.processes import ROOT
 from bench.provenance import commit
 
 
@@ -36,23 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.fresh:
         shutil.rmtree(folder / "stages", ignore_errors=True)
     seconds = None if options.minutes is None else options.minutes * 60
-    runner = Runner(folder.resolve(), found["device"], source_of(), seconds, _say)
+    say = partial(print, flush=True)
+    runner = Runner(folder.resolve(), found["device"], source_of(), seconds, say)
     chosen = [each for each in stages(found, options.nccl) if options.only in each.name]
     records = runner.run(chosen)
-    for path in page.write(folder, records, _meta(found)):
-        _say(f"wrote {path}")
+    meta = {**found, "commit": commit(), "date": datetime.date.today().isoformat()}
+    for path in page.write(folder, records, meta):
+        say(f"wrote {path}")
     statuses = {record.status for record in records}
     if statuses & {FAILED, NO_GPU}:
         return 1
     return 3 if statuses & {NO_TIME, OVERRUN} else 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _meta(found: dict[str, Any]) -> dict[str, Any]:
-    return {**found, "commit": commit(), "date": datetime.date.today().isoformat()}
 
 
 def make_parser() -> argparse.ArgumentParser:

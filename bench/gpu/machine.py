@@ -10,8 +10,8 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from adasum.check.checks import NO_GPU
+from bench.processes import ROOT, run
 from bench.provenance import version
 from collectives.transport import load_nccl
 
-ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("kernels", "collectives", "adasum", "bench", "tests")
 _SUFFIXES = (".py", ".c", ".h", ".toml")
 
@@ -30,22 +30,15 @@ _SUFFIXES = (".py", ".c", ".h", ".toml")
 def facts(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return what a process with these variables more finds.
 
-    Raises:
-        RuntimeError: No GPU, or torch cannot be imported; one line.
+    RuntimeError of one line: no GPU, or torch cannot be imported.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu.machine"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise RuntimeError(said[-1] if said else f"status {done.returncode}")
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.txt"
+        status = run([sys.executable, "-m", "bench.gpu.machine"], log, environment=environment)
+        said = [line for line in log.read_text().splitlines() if line.strip()]
+    lines = [line for line in said if line.startswith("{")]
+    if status or not lines:
+        raise RuntimeError(said[-1] if said else f"status {status}")
     found: dict[str, Any] = json.loads(lines[-1])
     return found
 

@@ -14,6 +14,7 @@ from bench.gpu.predictions import Found, look
 from bench.gpu.stages import Record
 from bench.kernels import report
 from bench.kernels.measure import Row
+from bench.tables import table
 
 
 def rows_of(folder: Path) -> list[Row]:
@@ -72,9 +73,9 @@ def _page(
 ) -> Iterator[str]:
     yield from (f"# {meta['device']}", "", *(f"- {key}: {value}" for key, value in meta.items()))
     stages = [[each.name, each.status, f"{each.seconds:.0f}", each.reason] for each in records]
-    yield from ("", "## Stages", "", *report.table(["stage", "status", "s", "why"], stages))
+    yield from ("", "## Stages", "", *table(["stage", "status", "s", "why"], stages))
     header = ["predicted", "bound", "found", "", "worst row", "measured by"]
-    yield from ("", "## Predictions", "", *report.table(header, [*map(_cells, predictions)]), "")
+    yield from ("", "## Predictions", "", *table(header, [*map(_cells, predictions)]), "")
     said = folder / "stages" / CHECK / "log.txt"
     if said.exists():
         text = said.read_text(errors="replace").rstrip()
@@ -89,19 +90,13 @@ def _page(
             for name, each in ranks.items()
         ]
         header = ["algorithm", "ranks", "size", "us", "wrong"]
-        yield from ("## Ranks on one GPU", "", *report.table(header, lines), "")
+        yield from ("## Ranks on one GPU", "", *table(header, lines), "")
 
 
 def write(folder: Path, records: Sequence[Record], meta: Mapping[str, Any]) -> list[Path]:
     """Write page.md, page.json and, of what rows there are, results.json, tables.md and plots.
 
-    Args:
-        folder: Where the stages have written.
-        records: How they ended.
-        meta: Of the machine; `device`, `torch` and `date` at least.
-
-    Returns:
-        The files written.
+    meta: of the machine; `device`, `torch` and `date` at least. Returns the files written.
     """
     rows, ranks = rows_of(folder), _ranks_of(folder)
     predictions = look(rows, ranks)

@@ -31,12 +31,10 @@ def _tests(name: str, *paths: str, **options: Any) -> Stage:
 def _kernel_tests() -> list[Stage]:
     """Return the tests of kernels in parts: Triton compiles for minutes, and a part may not fit."""
     large = {name: f"tests/kernels/test_{name}.py" for name in ("projection", "reduction")}
-    others = ("tests/kernels", *(f"--ignore={path}" for path in large.values()))
-    parts = {**{name: (path,) for name, path in large.items()}, "others": others}
-    return [
-        _tests(f"tests-{name}", *paths, estimate=120.0, limit=600.0)
-        for name, paths in parts.items()
-    ]
+    parts = {name: [path] for name, path in large.items()}
+    parts["others"] = ["tests/kernels", *(f"--ignore={path}" for path in large.values())]
+    options = {"estimate": 120.0, "limit": 600.0}
+    return [_tests(f"tests-{name}", *paths, **options) for name, paths in parts.items()]
 
 
 def _rows(part: str, file: str, limit: float) -> Stage:
@@ -84,9 +82,7 @@ def _sanitizers() -> list[Stage]:
 def stages(facts: Mapping[str, Any], nccl: str | None) -> list[Stage]:
     """Return all stages of a machine.
 
-    Args:
-        facts: `machine.facts`, found with LD_PRELOAD set to `nccl`.
-        nccl: A newer libnccl.so.2 than torch's, None for that one.
+    facts: `machine.facts`, found with LD_PRELOAD set to `nccl`, a newer libnccl.so.2 than torch's.
     """
     python = (sys.executable, "-m")
     sharing, why_not = _sharing(facts, nccl)

@@ -8,42 +8,29 @@ same source; one that was ended, or not begun, is, and finds what it had written
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from bench import processes
+from bench.provenance import write
+
 OK, FAILED, OVERRUN, LEFT_OUT = "ok", "failed", "ended: took too long", "left out"
 NO_TIME, RUNNING, NO_GPU = "not begun: no time", "interrupted", "no GPU"
 # With which the commands here say that torch sees no GPU: theirs is no result.
 _STATUS_NO_GPU = 2
-# How a process is asked to end, and for how many seconds it may: pytest answers the first with a
-# report of what it has run.
-_ENDINGS = ((signal.SIGINT, 15.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
-# Seconds kept back for that and for the page.
+# Seconds kept back for the end of a stage that takes too long, and for the page.
 RESERVE = 30.0
-# Every process below a stage has this variable, whatever session or group it is in.
-VARIABLE = "ADASUM_BENCH_STAGE"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One thing to run.
+    """One thing to run in the root of the repository; in its command "{out}" becomes its folder.
 
-    Attributes:
-        name: A file name, too.
-        command: What runs it, in the root of the repository; "{out}" becomes its folder.
-        estimate: Seconds without which it is not begun.
-        limit: Seconds after which it is ended.
-        environment: Variables beside those of this process.
-        left_out: Why it cannot run here; "" where it can.
+    Without `estimate` seconds it is not begun, after `limit` seconds it is ended. environment:
+    variables beside those of this process; left_out: why it cannot run here, "" where it can.
     """
 
     name: str
@@ -56,17 +43,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Record:
-    """How a stage ended.
+    """How a stage ended, on which device, and of which source (`machine.source_of`).
 
-    Attributes:
-        name: The stage's.
-        status: OK, FAILED and so on.
-        seconds: How long it ran.
-        reason: Why it failed or was left out.
-        device: On which GPU.
-        source: Of which source, `machine.source_of`.
-        command: What was run.
-        began: When, in UTC.
+    status: OK, FAILED and so on; reason: why it failed or was left out; began: when, in UTC.
     """
 
     name: str
@@ -80,14 +59,9 @@ class Record:
 
 
 class Runner:
-    """Runs stages within a time.
+    """Runs stages within a time, in seconds from now on, None for no bound.
 
-    Args:
-        folder: Where results go.
-        device: The GPU's name.
-        source: What tells one state of the repository from another.
-        seconds: From now on; None for no bound.
-        say: Gets a line for each stage.
+    source: what tells one state of the repository from another; say: gets a line for each stage.
     """
 
     def __init__(
@@ -126,10 +100,7 @@ class Runner:
         return record if same else None
 
     def _write(self, record: Record) -> Record:
-        path = self._stages / f"{record.name}.json"
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(asdict(record), indent=1) + "\n")
-        unfinished.replace(path)
+        write(self._stages / f"{record.name}.json", asdict(record))
         return record
 
     def _run(self, stage: Stage, earlier: Record | None) -> Record:
@@ -154,63 +125,18 @@ class Runner:
         out.mkdir(exist_ok=True)
         self._write(record(RUNNING))
         begin = time.monotonic()
-        limit = min(stage.limit, left)
-        status, reason = _run(command, stage.environment, out / "log.txt", limit)
-        return self._write(record(status, time.monotonic() - begin, reason))
-
-
-def _run(
-    command: Sequence[str], environment: Mapping[str, str], log: Path, limit: float
-) -> tuple[str, str]:
-    """Run a command for at most `limit` seconds; return its status and why it failed."""
-    value = uuid.uuid4().hex
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", VARIABLE: value, **environment}
-    with log.open("w") as output:
+        limit, log = min(stage.limit, left), out / "log.txt"
         try:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            code = processes.run(command, log, limit, stage.environment)
         except OSError as error:
-            return FAILED, str(error)
-        late = False
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            _end(process, value)
-    if late:
-        return OVERRUN, f"after {limit:.0f} s"
-    if not process.returncode:
-        return OK, ""
-    reason = _last_line(log, process.returncode)
-    gone = process.returncode == _STATUS_NO_GPU and NO_GPU in reason
-    return (NO_GPU if gone else FAILED), reason
-
-
-def _end(process: subprocess.Popen[bytes], value: str) -> None:
-    """End a process, its group, and whatever below it went its own way."""
-    for number, seconds in _ENDINGS:
-        if process.poll() is not None:
-            break
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    needle = f"{VARIABLE}={value}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if needle in (entry / "environ").read_bytes():
-                os.kill(int(entry.name), signal.SIGKILL)
+            return self._write(record(FAILED, reason=str(error)))
+        status, reason = OK, ""
+        if code is None:
+            status, reason = OVERRUN, f"after {limit:.0f} s"
+        elif code:
+            reason = _last_line(log, code)
+            status = NO_GPU if code == _STATUS_NO_GPU and NO_GPU in reason else FAILED
+        return self._write(record(status, time.monotonic() - begin, reason))
 
 
 def _last_line(log: Path, status: int) -> str:

@@ -17,7 +17,6 @@ from adasum.check.one_gpu import rounding
 from bench.kernels import case, inputs
 from bench.kernels.case import Answer, Case, Contender
 from bench.kernels.inputs import PLANNED, normal, size_label
-from bench.kernels.measure import DIRECT
 from bench.kernels.peers_projection import SUMS
 from bench.kernels.timing import DEVICE, Call
 from bench.shapes import MODELS
@@ -73,7 +72,6 @@ class Job:
 
     tensors: list[Tensor]
     bounds: tuple[int, ...]
-    planned: bool
 
     @property
     def parts(self) -> list[list[Tensor]]:
@@ -82,14 +80,14 @@ class Job:
         return [[one[low:high] for one in self.tensors] for low, high in spans]
 
 
-# Ours, the direct call, the peers, the answer and the traffic.
-Made = tuple[Contender, Call, list[Contender], Callable[[], Iterator[Answer]], int]
+# Ours, what makes a plan, the peers, the answer and the traffic.
+Made = tuple[Contender, Callable[[], Call], list[Contender], Callable[[], Iterator[Answer]], int]
 
 
 def _gram(job: Job) -> Made:
     count = len(job.tensors)
     direct = partial(kernels.gram, job.tensors, job.bounds)
-    call = kernels.plan_gram(job.tensors, job.bounds) if job.planned else direct
+    plan = partial(kernels.plan_gram, job.tensors, job.bounds)
     numel = job.bounds[-1]
 
     def make() -> Iterator[Answer]:
@@ -110,14 +108,14 @@ def _gram(job: Job) -> Made:
         return torch.stack(found)
 
     # A rounding for every doubling, and one for each of the sums of a thread.
-    ours = Contender("ours", call, (64 + math.log2(numel)) * EPS, lambda m: [m.view(-1)])
+    ours = Contender("ours", direct, (64 + math.log2(numel)) * EPS, lambda m: [m.view(-1)])
     # float32 may be taken for TF32's ten bits.
     coarse = math.sqrt(numel) * torch.finfo(FP32).eps + 2.0**-10
     peers = [
         Contender("stack, matmul in float64", partial(products, torch.float64), numel * EPS),
         Contender("stack, matmul in float32", partial(products, FP32), coarse, caveat=SUMS),
     ]
-    return ours, direct, peers, make, kernels.gram_bytes(job.tensors, job.bounds)
+    return ours, plan, peers, make, kernels.gram_bytes(job.tensors, job.bounds)
 
 
 def _weighted_sum(job: Job) -> Made:
@@ -126,7 +124,7 @@ def _weighted_sum(job: Job) -> Made:
     factors = normal((len(job.parts), count)).double()
     arguments = tensors, factors, job.bounds
     direct = partial(kernels.weighted_sum, *arguments, out=out)
-    call = kernels.plan_weighted_sum(*arguments, out=out) if job.planned else direct
+    plan = partial(kernels.plan_weighted_sum, *arguments, out=out)
     narrow, parts = factors.to(FP32), job.parts
 
     def make() -> Iterator[Answer]:
@@ -144,28 +142,27 @@ def _weighted_sum(job: Job) -> Made:
                 to.addcmul_(one, factor.to(dtype))
         return out
 
-    ours = Contender("ours", call, rounding(dtype, count), written=[out])
+    ours = Contender("ours", direct, rounding(dtype, count), written=[out])
     # Each step rounds to the dtype, and so does each factor.
     bound = rounding(dtype, count) + 2 * count * torch.finfo(dtype).eps
     peers = [Contender("mul, addcmul_", chain, bound, written=[out])]
-    return ours, direct, peers, make, kernels.weighted_sum_bytes(tensors, job.bounds)
+    return ours, plan, peers, make, kernels.weighted_sum_bytes(tensors, job.bounds)
 
 
 def _cut(out: Tensor, bounds: tuple[int, ...]) -> list[Tensor]:
     return [out[low:high] for low, high in itertools.pairwise(bounds)]
 
 
-def case_of(spec: Spec) -> Case:
-    """Return the case of a row."""
+def case_of(spec: Spec, compiled: bool = False) -> Case:
+    """Return the case of a row; torch.compile is no peer."""
     bounds: tuple[int, ...] = (0, spec.size // spec.dtype.itemsize)
     if spec.model:
         shapes = MODELS[spec.model]
         bounds = kernels.layout_of([torch.empty(shape, device=DEVICE) for shape in shapes]).segments
     tensors = [normal(bounds[-1], spec.dtype) for _ in range(spec.count)]
-    job = Job(tensors, bounds, spec.planned)
     make = _gram if spec.kernel == "gram" else _weighted_sum
-    ours, direct, peers, answers, traffic = make(job)
-    return Case(
+    ours, plan, peers, answers, traffic = make(Job(tensors, bounds))
+    row = Case(
         spec,
         size=tensors[0].nbytes,
         traffic=traffic,
@@ -174,9 +171,10 @@ def case_of(spec: Spec) -> Case:
         ours=ours,
         peers=peers,
         expected=cache(lambda: list(answers())),
-        beside={DIRECT: direct} if spec.planned else {},
         reads=spec.kernel == "gram",
+        plan=plan,
     )
+    return case.completed(iter([row]), compiled)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

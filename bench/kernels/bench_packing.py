@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,9 @@ import kernels
 from adasum.check.one_gpu import rounding
 from bench.kernels import case, inputs, peers_compiled
 from bench.kernels import peers_elementwise as in_torch
-from bench.kernels.case import Answer, Case, Contender, Expected
+from bench.kernels.case import Case, Contender
 from bench.kernels.inputs import PLANNED, normal, size_label
-from bench.kernels.measure import DIRECT
-from bench.kernels.timing import DEVICE, Call
+from bench.kernels.timing import DEVICE
 from bench.shapes import MODELS, Shape
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -28,14 +27,9 @@ SCALE = 1 / 3
 
 @dataclass(frozen=True)
 class Spec(case.Spec):
-    """One row.
+    """One row: dtypes of the tensors and of the buffer, and the factor.
 
-    Attributes:
-        shapes: Of the tensors.
-        tensor: Dtype of the tensors.
-        buffer: Dtype of the buffer.
-        scale: The factor.
-        misaligned: Whether tensors start one element off a 16-byte boundary.
+    misaligned: whether tensors start one element off a 16-byte boundary.
     """
 
     shapes: tuple[Shape, ...]
@@ -101,115 +95,74 @@ def case_of(spec: Spec, compiled: bool = DEVICE == "cuda") -> Case:
     """Return the case of a row; with `compiled`, torch.compile is a peer: minutes on a CPU."""
     tensors = [normal(shape, spec.tensor, spec.misaligned) for shape in spec.shapes]
     layout = kernels.layout_of(tensors, dtype=spec.buffer)
+    buffer = normal(layout.numel, layout.dtype)
+    # What peers pack into is a part of our buffer, so that all find the same in the caches.
+    tight = buffer[: sum(layout.numels)]
+    if spec.kernel == "unpack" and tight.numel() < layout.numel:
+        tight = torch.cat([view.reshape(-1) for view in layout.views(buffer)])
+    # Lists that take turns share one buffer.
+    lists = (tensors if not i else [each.clone() for each in tensors] for i in range(spec.sets))
+    return case.completed((_make(spec, each, layout, buffer, tight) for each in lists), compiled)
+
+
+def _make(
+    spec: Spec, tensors: list[Tensor], layout: kernels.Layout, buffer: Tensor, tight: Tensor
+) -> Case:
     flag = torch.zeros((), device=DEVICE) if spec.checked else None
-    options = {"layout": layout, "found_inf": flag}
-    source, target = spec.tensor, spec.buffer
-    if spec.kernel == "unpack":
-        source, target = target, source
+    options: dict[str, Any] = {"layout": layout, "found_inf": flag}
+    if spec.kernel == "pack":
+        given: list[Any] = [tensors]
+        options["out"] = buffer
+        source, target, sent = spec.tensor, spec.buffer, tensors
+        reference, peers = _packed, in_torch.pack
+        traffic = kernels.pack_bytes(tensors, layout=layout)
+    else:
+        given = [buffer, tensors]
+        source, target, sent = spec.buffer, spec.tensor, layout.views(buffer)
+        reference, peers = _unpacked, in_torch.unpack
+        traffic = kernels.unpack_bytes(buffer, tensors, layout=layout)
     exact = spec.scale == 1.0 and target.itemsize >= source.itemsize
     bound = 0.0 if exact else rounding(target, 1)
-    make = _pack if spec.kernel == "pack" else _unpack
-    ours, on, tight, traffic, expected = make(tensors, layout, options, spec, bound)
+    call, plan = (getattr(kernels, name) for name in (spec.kernel, f"plan_{spec.kernel}"))
+    ours = Contender(
+        "ours",
+        partial(call, *given, scale=spec.scale, **options),
+        bound,
+        layout.views if sent is tensors else list,
+        [buffer] if sent is tensors else tensors,
+        None if flag is None else (flag, sent[-1]),
+        partial(_check_padding, layout, buffer) if sent is tensors else None,
+    )
     job = in_torch.Packing(tight, spec.scale, flag, bound, tensors)
-    peers = in_torch.pack(job) if spec.kernel == "pack" else in_torch.unpack(job)
-    if spec.sets > 1:
-        ours, peers = _fresh(spec, ours, on, job)
-    elif compiled:
-        peer = peers_compiled.pack if spec.kernel == "pack" else peers_compiled.unpack
-        peers.append(peer(tensors, tight, spec.scale, flag, bound))
     return Case(
         spec,
         size=spec.size,
         traffic=traffic,
-        elements=sum(layout.numels),
+        elements=tight.numel(),
         tensors=len(tensors),
         ours=ours,
-        peers=peers,
-        expected=expected,
-        beside={DIRECT: on(tensors)} if spec.planned else {},
+        peers=peers(job),
+        expected=lambda: ((reference(group, spec.scale), None) for group in _groups(sent)),
+        plan=lambda: partial(plan(*given, **options), spec.scale),
+        compiled=lambda: [getattr(peers_compiled, spec.kernel)(job)],
     )
 
 
-def _fresh(
-    spec: Spec, ours: Contender, on: Callable[[list[Tensor]], Call], job: in_torch.Packing
-) -> tuple[Contender, list[Contender]]:
-    """Return ours and the peers on copies of the tensors, others at each call, and one buffer."""
-    packing = spec.kernel == "pack"
-    copies = [[tensor.clone() for tensor in job.tensors] for _ in range(spec.sets)]
-    mine = [
-        replace(ours, call=on(copy), written=ours.written if packing else copy) for copy in copies
-    ]
-    jobs = [replace(job, tensors=copy) for copy in copies]
-    peers = zip(*map(in_torch.pack if packing else in_torch.unpack, jobs), strict=True)
-    return case.rotating(mine), [case.rotating(each) for each in peers]
+def _check_padding(layout: kernels.Layout, buffer: Tensor) -> None:
+    parts = zip(layout.offsets, layout.numels, layout.segments[1:], strict=True)
+    if torch.cat([buffer[at + numel : end] for at, numel, end in parts]).count_nonzero():
+        raise case.WrongAnswer("ours: the padding is not zero")
 
 
-# Ours, a direct call on such tensors, the peers' buffer (without padding), the traffic, and the
-# answer. Where possible that buffer is ours, too, so that all find the same in the caches.
-Made = tuple[Contender, Callable[[list[Tensor]], Call], Tensor, int, Expected]
+def _packed(group: list[Tensor], scale: float) -> Tensor:
+    layout = kernels.layout_of(group, dtype=torch.float64, alignment=8)
+    return kernels.pack_reference(group, layout=layout, scale=scale)
 
 
-def _pack(
-    tensors: list[Tensor], layout: kernels.Layout, options: dict[str, Any], spec: Spec, bound: float
-) -> Made:
-    out = torch.empty(layout.numel, dtype=layout.dtype, device=DEVICE)
-
-    def on(given: list[Tensor]) -> Call:
-        return partial(kernels.pack, given, out=out, scale=spec.scale, **options)
-
-    call = on(tensors)
-    if spec.planned:
-        call = partial(kernels.plan_pack(tensors, out=out, **options), spec.scale)
-
-    def also() -> None:
-        ends = layout.segments[1:]
-        padding = [
-            out[offset + count : end]
-            for offset, count, end in zip(layout.offsets, layout.numels, ends, strict=True)
-        ]
-        if torch.cat(padding).count_nonzero():
-            raise case.WrongAnswer("ours: the padding is not zero")
-        if spec.checked:
-            case.check_flag(call, options["found_inf"], tensors[-1])
-
-    def expected() -> Iterator[Answer]:
-        for group in _groups(tensors):
-            end_to_end = kernels.layout_of(group, dtype=torch.float64, alignment=8)
-            yield kernels.pack_reference(group, layout=end_to_end, scale=spec.scale), None
-
-    ours = Contender("ours", call, bound, layout.views, [out], also)
-    tight = out[: sum(layout.numels)]
-    return ours, on, tight, kernels.pack_bytes(tensors, layout=layout), expected
-
-
-def _unpack(
-    tensors: list[Tensor], layout: kernels.Layout, options: dict[str, Any], spec: Spec, bound: float
-) -> Made:
-    buffer = normal(layout.numel, layout.dtype)
-    tight = buffer
-    if sum(layout.numels) < layout.numel:
-        tight = torch.cat([view.reshape(-1) for view in layout.views(buffer)])
-
-    def on(given: list[Tensor]) -> Call:
-        return partial(kernels.unpack, buffer, given, scale=spec.scale, **options)
-
-    call = on(tensors)
-    if spec.planned:
-        call = partial(kernels.plan_unpack(buffer, tensors, **options), spec.scale)
-
-    def also() -> None:
-        if spec.checked:
-            case.check_flag(call, options["found_inf"], layout.views(buffer)[-1])
-
-    def expected() -> Iterator[Answer]:
-        for group in _groups(layout.views(buffer)):
-            joined = torch.cat(group)
-            whole = kernels.layout_of([joined], alignment=joined.element_size())
-            yield kernels.unpack_reference(joined, whole, scale=spec.scale)[0], None
-
-    ours = Contender("ours", call, bound, list, tensors, also)
-    traffic = kernels.unpack_bytes(buffer, tensors, layout=layout)
-    return ours, on, tight, traffic, expected
+def _unpacked(group: list[Tensor], scale: float) -> Tensor:
+    joined = torch.cat(group)
+    layout = kernels.layout_of([joined], alignment=joined.element_size())
+    return kernels.unpack_reference(joined, layout, scale=scale)[0]
 
 
 def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 import kernels
 from adasum.check.one_gpu import dots_bound, magnitudes, rounding
@@ -17,7 +16,7 @@ from bench.kernels import case, inputs, peers_compiled
 from bench.kernels import peers_projection as in_torch
 from bench.kernels.case import Answer, Case, Contender
 from bench.kernels.inputs import PLANNED, normal, size_label
-from bench.kernels.measure import DIRECT, ONE_DOT, ONE_SEGMENT, TWO, TWO_APART
+from bench.kernels.measure import ONE_DOT, ONE_SEGMENT, TWO, TWO_APART
 from bench.kernels.timing import DEVICE, Call
 from bench.shapes import MODELS
 from kernels.gpu import launcher
@@ -32,14 +31,10 @@ LISTS = {"cuda": ["ResNet-50", "BERT-large"], "cpu": ["ResNet-50"]}[DEVICE]
 
 @dataclass(frozen=True)
 class Spec(case.Spec):
-    """One row.
+    """One row: bytes and dtype of one operand.
 
-    Attributes:
-        size: Bytes of one operand.
-        dtype: Dtype of the operands.
-        model: The model whose tensors are the segments, "" for one segment or equal ones.
-        parts: How many equal segments, of `part` elements each; 0 for one, or a model's.
-        part: Elements of such a segment.
+    model: the model whose tensors are the segments, "" for one segment or equal ones; parts: how
+    many equal segments, of `part` elements each, 0 for one, or a model's.
     """
 
     size: int = 0
@@ -83,95 +78,105 @@ def _specs() -> Iterator[Spec]:
 SPECS = list(_specs())
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the three kernels are given, and the expected answers in float64."""
-
-    pair: in_torch.Pair
-    bounds: tuple[int, ...]
-    planned: bool = False
-
-    @property
-    def segments(self) -> tuple[int, ...] | None:
-        """None for one segment, as a caller without a list passes it."""
-        return self.bounds if self.pair.many else None
-
-    @property
-    def dots_bound(self) -> float:
-        return dots_bound(self.pair.a.dtype, self.pair.a.numel())
-
-    def dots(self) -> Tensor:
-        return kernels.dot_and_norms_reference(self.pair.a, self.pair.b, self.segments)
-
-    def combined(self) -> Answer:
-        """Return Adasum, and for each element the magnitude by which errors of the dots count."""
-        a, b, dots = self.pair.a, self.pair.b, self.dots()
-        return (
-            kernels.combine_reference(a, b, dots, self.segments),
-            magnitudes(a, b, dots, self.segments),
-        )
+# Ours, what makes a plan, the answer, the traffic, the peers and torch.compile, of one segment or
+# of many.
+Made = tuple[
+    Contender,
+    Callable[[], Call],
+    Callable[[], Answer],
+    int,
+    list[Contender],
+    Callable[[], list[Contender]],
+]
 
 
-# Ours, the direct call, the peers, the answer and the traffic.
-Made = tuple[Contender, Call, list[Contender], Callable[[], Answer], int]
+def _dot_and_norms(pair: in_torch.Pair) -> Made:
+    given = pair.a, pair.b, pair.segments
 
-
-def _dot_and_norms(job: Job) -> Made:
-    a, b = job.pair.a, job.pair.b
-    direct = partial(kernels.dot_and_norms, a, b, job.segments)
-    call = kernels.plan_dot_and_norms(a, b, job.segments) if job.planned else direct
-
-    def make() -> Answer:
-        dots = job.dots()
+    def expected() -> Answer:
+        dots = kernels.dot_and_norms_reference(*given)
         magnitudes = torch.stack([(dots[:, 1] * dots[:, 2]).sqrt(), dots[:, 1], dots[:, 2]], 1)
         return dots.view(-1), magnitudes.view(-1)
 
-    ours = Contender("ours", call, job.dots_bound, lambda dots: [dots.view(-1)])
-    traffic = kernels.dot_and_norms_bytes(a, b, job.segments)
-    return ours, direct, in_torch.dot_and_norms(job.pair), make, traffic
+    def compiled() -> list[Contender]:
+        peer = peers_compiled.dots(pair.a, pair.b, pair.slack, in_torch.SUMS)
+        return [] if pair.many else [peer]
+
+    direct, bound = partial(kernels.dot_and_norms, *given), _dots_bound(pair)
+    return (
+        Contender("ours", direct, bound, lambda dots: [dots.view(-1)]),
+        partial(kernels.plan_dot_and_norms, *given),
+        expected,
+        kernels.dot_and_norms_bytes(*given),
+        in_torch.dot_and_norms(pair),
+        compiled,
+    )
 
 
-def _combine(job: Job) -> Made:
-    a, b, out = job.pair.a, job.pair.b, job.pair.out
-    dots = kernels.dot_and_norms(a, b, job.segments)
+def _combine(pair: in_torch.Pair) -> Made:
+    a, b, out, segments = pair.a, pair.b, pair.out, pair.segments
+    dots = kernels.dot_and_norms(a, b, segments)
     bound = rounding(a.dtype, 2)
-    direct = partial(kernels.combine, a, b, dots, job.segments, out=out)
-    call = kernels.plan_combine(a, b, dots, job.segments, out=out) if job.planned else direct
 
-    def make() -> Answer:
+    def expected() -> Answer:
         # With -|d| for d no coefficient is below its own size.
         worst = torch.cat([-dots[:, :1].abs(), dots[:, 1:]], 1)
         return (
-            kernels.combine_reference(a, b, dots, job.segments),
-            kernels.combine_reference(a.abs(), b.abs(), worst, job.segments),
+            kernels.combine_reference(a, b, dots, segments),
+            kernels.combine_reference(a.abs(), b.abs(), worst, segments),
         )
 
-    ours = Contender("ours", call, bound, written=[out])
-    traffic = kernels.combine_bytes(a, b, job.segments)
-    return ours, direct, in_torch.combine(job.pair, dots, bound), make, traffic
+    def compiled() -> list[Contender]:
+        coarse = bound + 8 * torch.finfo(a.dtype).eps
+        return [] if pair.many else [peers_compiled.combine(a, b, dots, out, coarse)]
+
+    direct = partial(kernels.combine, a, b, dots, segments, out=out)
+    return (
+        Contender("ours", direct, bound, written=[out]),
+        partial(kernels.plan_combine, a, b, dots, segments, out=out),
+        expected,
+        kernels.combine_bytes(a, b, segments),
+        in_torch.combine(pair, dots, bound),
+        compiled,
+    )
 
 
-def _adasum(job: Job) -> Made:
-    a, b, out = job.pair.a, job.pair.b, job.pair.out
-    bound = rounding(a.dtype, 2) + job.dots_bound
-    direct = partial(kernels.adasum, a, b, job.segments, out=out)
-    call = kernels.plan_adasum(a, b, job.segments, out=out) if job.planned else direct
-    ours = Contender("ours", call, bound, written=[out])
-    return ours, direct, in_torch.adasum(job.pair, bound), job.combined, kernels.adasum_bytes(a, b)
+def _adasum(pair: in_torch.Pair) -> Made:
+    a, b, out, segments = pair.a, pair.b, pair.out, pair.segments
+    bound = rounding(a.dtype, 2) + _dots_bound(pair)
+
+    def expected() -> Answer:
+        """Return Adasum, and for each element the magnitude by which errors of the dots count."""
+        dots = kernels.dot_and_norms_reference(a, b, segments)
+        return kernels.combine_reference(a, b, dots, segments), magnitudes(a, b, dots, segments)
+
+    return (
+        Contender("ours", partial(kernels.adasum, a, b, segments, out=out), bound, written=[out]),
+        partial(kernels.plan_adasum, a, b, segments, out=out),
+        expected,
+        kernels.adasum_bytes(a, b),
+        in_torch.adasum(pair, bound),
+        lambda: [in_torch.compiled(pair, bound)],
+    )
 
 
-def _in_two_launches(job: Job) -> dict[str, Call]:
+def _dots_bound(pair: in_torch.Pair) -> float:
+    return dots_bound(pair.a.dtype, pair.a.numel())
+
+
+def _in_two_launches(pair: in_torch.Pair) -> dict[str, Call]:
     """Return plans of two launches, whose second one waits by itself or, as before, is held back.
 
-    None where the GPU cannot do the former.
+    It is empty where the GPU cannot do the former.
     """
-    a, b, out = job.pair.a, job.pair.b, job.pair.out
-    chip = launcher.chip_of(a.device)
+    chip = launcher.chip_of(pair.a.device)
     plans: dict[str, Call] = {}
     for name, dependent in ((TWO, True), (TWO_APART, False)) if chip.dependent_launch else ():
         as_if = chip._replace(dependent_launch=dependent)
         with mock.patch.object(launcher, "chip_of", return_value=as_if):
-            plans[name] = kernels.plan_adasum(a, b, job.segments, out=out, cooperative=False)
+            plans[name] = kernels.plan_adasum(
+                pair.a, pair.b, pair.segments, out=pair.out, cooperative=False
+            )
     return plans
 
 
@@ -180,51 +185,38 @@ MAKERS = {"dot_and_norms": _dot_and_norms, "combine": _combine, "adasum": _adasu
 
 def case_of(spec: Spec, compiled: bool = DEVICE == "cuda") -> Case:
     """Return the case of a row; with `compiled`, torch.compile is a peer: minutes on a CPU."""
-    bounds: tuple[int, ...] = (0, spec.size // spec.dtype.itemsize)
+    bounds: Sequence[int] = (0, spec.size // spec.dtype.itemsize)
     if spec.parts:
-        bounds = tuple(range(0, (spec.parts + 1) * spec.part, spec.part))
+        bounds = range(0, (spec.parts + 1) * spec.part, spec.part)
     if spec.model:
         shapes = MODELS[spec.model]
         bounds = kernels.layout_of([torch.empty(shape, device=DEVICE) for shape in shapes]).segments
     a, b = (normal(bounds[-1], spec.dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    job = Job(in_torch.Pair(a, b, out, bounds), bounds, spec.planned)
-    ours, direct, peers, make, traffic = MAKERS[spec.kernel](job)
-    if compiled:
-        peers = [*peers, *_compiled(spec.kernel, job, ours.bound)]
-    beside: dict[str, Call] = {DIRECT: direct} if spec.planned else {}
+    pair = in_torch.Pair(a, b, torch.empty_like(a), bounds)
+    ours, plan, expected, traffic, peers, others = MAKERS[spec.kernel](pair)
+    beside: dict[str, Call] = {}
     if spec.kernel == "adasum" and spec.planned and DEVICE == "cuda":
-        beside |= _in_two_launches(job)
+        beside = _in_two_launches(pair)
     if spec.kernel == "dot_and_norms":
         beside[ONE_DOT] = lambda: torch.dot(a, b)
-    if job.pair.many and not (spec.planned or spec.wall):
-        whole = Job(in_torch.Pair(a, b, out, (0, a.numel())), (0, a.numel()))
+    if pair.many and not (spec.planned or spec.wall):
+        whole = in_torch.Pair(a, b, pair.out, (0, a.numel()))
         beside[ONE_SEGMENT] = MAKERS[spec.kernel](whole)[0].call
-    return Case(
+    row = Case(
         spec,
-        size=a.numel() * a.element_size(),
+        size=a.nbytes,
         traffic=traffic,
         elements=a.numel(),
         tensors=len(bounds) - 1,
         ours=ours,
         peers=peers,
-        expected=cache(lambda: [make()]),
+        expected=cache(lambda: [expected()]),
         beside=beside,
         reads=spec.kernel == "dot_and_norms",
+        plan=plan,
+        compiled=others,
     )
-
-
-def _compiled(kernel: str, job: Job, bound: float) -> list[Contender]:
-    """Return torch.compile as a peer; of dots and combine, for one segment."""
-    pair = job.pair
-    if kernel == "adasum":
-        return [in_torch.compiled(pair, bound)]
-    if pair.many:
-        return []
-    if kernel == "dot_and_norms":
-        return [peers_compiled.dots(pair.a, pair.b, pair.slack, in_torch.SUMS)]
-    bound += 8 * torch.finfo(pair.a.dtype).eps
-    return [peers_compiled.combine(pair.a, pair.b, job.dots(), pair.out, bound)]
+    return case.completed(iter([row]), compiled)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

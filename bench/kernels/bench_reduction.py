@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -15,9 +15,8 @@ import kernels
 from adasum.check.one_gpu import rounding
 from bench.kernels import case, inputs, peers_compiled
 from bench.kernels import peers_elementwise as in_torch
-from bench.kernels.case import Answer, Case, Contender, check_flag, rotating
+from bench.kernels.case import Answer, Case, Contender
 from bench.kernels.inputs import PLANNED, normal, size_label
-from bench.kernels.measure import DIRECT
 from bench.kernels.timing import DEVICE, Call
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -28,14 +27,7 @@ SCALE = 1 / 3
 
 @dataclass(frozen=True)
 class Spec(case.Spec):
-    """One row.
-
-    Attributes:
-        size: Bytes of the first tensor.
-        tensors: Dtypes of the tensors.
-        out: Dtype of the output.
-        scale: The factor of sum_n.
-    """
+    """One row: bytes of the first tensor, dtypes of tensors and output, sum_n's factor."""
 
     size: int
     tensors: tuple[torch.dtype, ...]
@@ -95,86 +87,66 @@ def case_of(spec: Spec, compiled: bool = DEVICE == "cuda") -> Case:
     """Return the case of a row; with `compiled`, torch.compile is a peer: minutes on a CPU."""
     numel = spec.size // spec.tensors[0].itemsize
     tensors = [normal(numel, dtype) for dtype in spec.tensors]
+    # Lists that take turns share one output.
     out = torch.empty(numel, dtype=spec.out, device=DEVICE)
+    lists = (tensors if not i else [each.clone() for each in tensors] for i in range(spec.sets))
+    return case.completed((_make(spec, each, out) for each in lists), compiled)
+
+
+def _make(spec: Spec, tensors: list[Tensor], out: Tensor) -> Case:
     flag = torch.zeros((), device=DEVICE) if spec.checked else None
-    options: dict[str, Any] = {"out": out, "found_inf": flag}
     bound = rounding(spec.out, len(tensors))
     # Every step of a coarse peer may round to the narrowest dtype in sight.
     narrowest = max(torch.finfo(dtype).eps for dtype in (spec.out, *spec.tensors))
     coarse = bound + 2 * len(tensors) * narrowest
     job = in_torch.Reduction(out, spec.scale, flag, bound, tensors, coarse)
-    sums = spec.kernel == "sum_n"
-    direct, planned, make, traffic = (_sum_n if sums else _scaled_add)(tensors, spec, options)
-    peers = in_torch.sum_n(job) if sums else in_torch.scaled_add(job, ALPHA, BETA)
-    call = planned() if spec.planned else direct
-
-    def also() -> None:
-        if flag is not None:
-            check_flag(call, flag, tensors[-1])
-
-    ours = Contender("ours", call, bound, written=[out], also=also)
-    if spec.sets > 1:
-        ours, peers = _fresh(ours, job, options, spec.sets)
-    elif compiled:
-        factors = (spec.scale,) * len(tensors) if sums else (ALPHA, BETA)
-        peers.append(peers_compiled.weighted_sum(tensors, factors, out, flag, bound))
+    make = _sum_n if spec.kernel == "sum_n" else _scaled_add
+    direct, plan, expected, traffic, factors = make(tensors, spec, {"out": out, "found_inf": flag})
+    checked = None if flag is None else (flag, tensors[-1])
     return Case(
         spec,
         size=spec.size,
         traffic=traffic,
-        elements=numel,
+        elements=out.numel(),
         tensors=len(tensors),
-        ours=ours,
-        peers=peers,
-        expected=cache(lambda: [make()]),
-        beside={DIRECT: direct} if spec.planned else {},
+        ours=Contender("ours", direct, bound, written=[out], flag=checked),
+        peers=in_torch.sum_n(job) if make is _sum_n else in_torch.scaled_add(job, ALPHA, BETA),
+        expected=cache(lambda: [expected()]),
+        plan=plan,
+        compiled=lambda: [peers_compiled.weighted_sum(job, factors)],
     )
 
 
-def _fresh(
-    ours: Contender, job: in_torch.Reduction, options: dict[str, Any], sets: int
-) -> tuple[Contender, list[Contender]]:
-    """Return sum_n and its peers on copies of the tensors, others at each call, into one output."""
-    copies = [[tensor.clone() for tensor in job.tensors] for _ in range(sets)]
-    mine = [replace(ours, call=partial(kernels.sum_n, copy, **options)) for copy in copies]
-    peers = zip(*(in_torch.sum_n(replace(job, tensors=copy)) for copy in copies), strict=True)
-    return rotating(mine), [rotating(each) for each in peers]
-
-
-# The direct call, what makes a planned one, the answer and the traffic.
-Made = tuple[Call, Callable[[], Call], Callable[[], Answer], int]
+# The direct call, what makes a planned one, the answer, the traffic, and each tensor's factor.
+Made = tuple[Call, Callable[[], Call], Callable[[], Answer], int, Sequence[float]]
 
 
 def _sum_n(tensors: list[Tensor], spec: Spec, options: dict[str, Any]) -> Made:
-    def make() -> Answer:
+    def expected() -> Answer:
         magnitude = torch.zeros(tensors[0].numel(), dtype=torch.float64, device=DEVICE)
         for tensor in tensors:
             magnitude += tensor.abs()
         return kernels.sum_n_reference(tensors, scale=spec.scale), magnitude.mul_(abs(spec.scale))
 
-    direct = partial(kernels.sum_n, tensors, scale=spec.scale, **options)
-
-    def planned() -> Call:
-        return partial(kernels.plan_sum_n(tensors, **options), spec.scale)
-
-    return direct, planned, make, kernels.sum_n_bytes(tensors, dtype=spec.out)
+    return (
+        partial(kernels.sum_n, tensors, scale=spec.scale, **options),
+        lambda: partial(kernels.plan_sum_n(tensors, **options), spec.scale),
+        expected,
+        kernels.sum_n_bytes(tensors, dtype=spec.out),
+        [spec.scale] * len(tensors),
+    )
 
 
 def _scaled_add(tensors: list[Tensor], spec: Spec, options: dict[str, Any]) -> Made:
     a, b = tensors
-
-    def make() -> Answer:
-        return (
-            kernels.scaled_add_reference(a, b, alpha=ALPHA, beta=BETA),
-            kernels.scaled_add_reference(a.abs(), b.abs(), alpha=ALPHA, beta=BETA),
-        )
-
-    direct = partial(kernels.scaled_add, a, b, alpha=ALPHA, beta=BETA, **options)
-
-    def planned() -> Call:
-        return partial(kernels.plan_scaled_add(a, b, **options), ALPHA, BETA)
-
-    return direct, planned, make, kernels.scaled_add_bytes(a, b, dtype=spec.out)
+    reference = partial(kernels.scaled_add_reference, alpha=ALPHA, beta=BETA)
+    return (
+        partial(kernels.scaled_add, a, b, alpha=ALPHA, beta=BETA, **options),
+        lambda: partial(kernels.plan_scaled_add(a, b, **options), ALPHA, BETA),
+        lambda: (reference(a, b), reference(a.abs(), b.abs())),
+        kernels.scaled_add_bytes(a, b, dtype=spec.out),
+        [ALPHA, BETA],
+    )
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

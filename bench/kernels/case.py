@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ Expected = Callable[[], Iterable[Answer]]
 # Elements compared at once. On a CPU few enough that the allocator reuses memory: fresh pages cost
 # more than the comparison.
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 20}[DEVICE]
+# Timed beside a planned run.
+DIRECT = "direct call"
 
 
 class WrongAnswer(AssertionError):
@@ -29,15 +31,11 @@ class WrongAnswer(AssertionError):
 class Contender:
     """One way to do the job of a row.
 
-    Attributes:
-        name: Its name in the tables.
-        call: The function that is timed.
-        bound: An element may be off by this times its magnitude, plus one subnormal of its dtype.
-        pieces: From what `call` returns to the tensors of the answer.
-        written: Memory that `call` writes; it is filled with NaN before each check.
-        also: Checks more, and raises WrongAnswer.
-        capturable: Whether a CUDA graph may capture it.
-        caveat: Why its answer is worth less, if it is.
+    An element may be off by `bound` times its magnitude, plus one subnormal of its dtype. `pieces`
+    gets the tensors of the answer from what `call`, the function that is timed, returns. `written`,
+    the memory that it writes, is filled with NaN before each check. flag: found_inf, and a tensor
+    in which an Inf must set it; also: checks more, and raises WrongAnswer; capturable: whether a
+    CUDA graph may capture it; caveat: why its answer is worth less, if it is.
     """
 
     name: str
@@ -45,26 +43,20 @@ class Contender:
     bound: float
     pieces: Callable[[Any], Sequence[Tensor]] = lambda result: [result]
     written: Sequence[Tensor] = ()
+    flag: tuple[Tensor, Tensor] | None = None
     also: Callable[[], None] | None = None
     capturable: bool = True
     caveat: str = ""
 
     def check(self, expected: Expected, replay: tuple[Call, Any] | None = None) -> None:
-        """Run once on outputs of NaN and compare.
+        """Run once on outputs of NaN and compare; WrongAnswer if an element is off.
 
-        Args:
-            expected: The answer.
-            replay: A graph's replay and its static result, used in place of `call`.
-
-        Raises:
-            WrongAnswer: An element is off.
+        replay: a graph's replay and its static result, used in place of `call`.
         """
         for tensor in self.written:
             tensor.fill_(math.nan)
-        if replay is None:
-            result = self.call()
-        else:
-            replay[0]()
+        result = (self.call if replay is None else replay[0])()
+        if replay is not None:
             result = replay[1]
         left = [piece.reshape(-1) for piece in reversed(self.pieces(result))]
         for values, magnitudes in expected():
@@ -75,6 +67,22 @@ class Contender:
             raise WrongAnswer(f"{self.name}: more elements than expected")
         if self.also is not None:
             self.also()
+        if self.flag is not None:
+            self._check_flag(*self.flag)
+
+    def _check_flag(self, flag: Tensor, source: Tensor) -> None:
+        """Raise WrongAnswer unless `call` sets `flag` for an Inf in `source`, and only then."""
+        last = source.view(-1)[-1:]
+        value, found = last.clone(), []
+        for put in (value, torch.full_like(value, math.inf)):
+            last.copy_(put)
+            flag.zero_()
+            self.call()
+            found.append(flag.item())
+        last.copy_(value)
+        flag.zero_()
+        if found != [0.0, 1.0]:
+            raise WrongAnswer("found_inf is {} without an Inf and {} with one".format(*found))
 
     def _compare(self, got: Tensor, values: Tensor, scales: Tensor) -> None:
         if got.shape != values.shape:
@@ -112,15 +120,10 @@ def _take(pieces: list[Tensor], count: int) -> Tensor:
 class Spec:
     """What one row is about. Kernel and label are its name.
 
-    Attributes:
-        kernel: The kernel's name.
-        series: Rows of one series differ in size alone.
-        label: The row's name in the kernel's table.
-        checked: Whether found_inf is asked for.
-        planned: Whether a plan is timed, with the direct call beside it.
-        wall: Whether it is timed on CUDA until the device is done, the host's time included, and
-            never replayed.
-        sets: How many lists of tensors take turns.
+    series: rows of one series differ in size alone; checked: whether found_inf is asked for;
+    planned: whether a plan is timed, with the direct call beside it; wall: whether it is timed on
+    CUDA until the device is done, the host's time included, and never replayed; sets: lists of
+    tensors that take turns.
     """
 
     kernel: str
@@ -140,17 +143,11 @@ class Spec:
 class Case:
     """One row.
 
-    Attributes:
-        spec: What it is about.
-        size: Bytes of the payload, the x axis of the plots.
-        traffic: The least bytes moved, by the kernel's `*_bytes`.
-        elements: How many the payload has.
-        tensors: How many the payload has.
-        ours: The kernel.
-        peers: What it is compared with.
-        expected: The answer.
-        beside: Calls that are timed in the same rounds and are no peers.
-        reads: Whether it hardly writes; on CUDA a sum is its roof then, and no copy.
+    size: bytes of the payload, the x axis of the plots; traffic: the least bytes moved, by the
+    kernel's `*_bytes`; elements, tensors: of the payload; beside: calls that are timed in the same
+    rounds and are no peers; reads: whether it hardly writes, on CUDA a sum is its roof then, and no
+    copy; plan: makes a plan and returns its run, None where a row has none; compiled: makes
+    torch.compile's contenders.
     """
 
     spec: Spec
@@ -163,9 +160,31 @@ class Case:
     expected: Expected
     beside: Mapping[str, Call] = field(default_factory=dict)
     reads: bool = False
+    plan: Callable[[], Call] | None = None
+    compiled: Callable[[], list[Contender]] = list
 
 
-def rotating(contenders: Sequence[Contender]) -> Contender:
+def completed(cases: Iterator[Case], compiled: bool) -> Case:
+    """Return a row's case, with its plan in place of the direct call where the spec says so.
+
+    cases: yields it with direct calls, and others, on copies, of which `spec.sets` take turns;
+    compiled: whether torch.compile is a peer, which takes minutes on a CPU.
+    """
+    case = next(cases)
+    ours, peers, beside = case.ours, case.peers, dict(case.beside)
+    if case.spec.planned and case.plan is not None:
+        beside[DIRECT] = ours.call
+        ours = replace(ours, call=case.plan())
+    if case.spec.sets > 1:
+        turns = [case, *itertools.islice(cases, case.spec.sets - 1)]
+        ours = _rotating([each.ours for each in turns])
+        peers = [*map(_rotating, zip(*(each.peers for each in turns), strict=True))]
+    elif compiled:
+        peers = [*peers, *case.compiled()]
+    return replace(case, ours=ours, peers=peers, beside=beside)
+
+
+def _rotating(contenders: Sequence[Contender]) -> Contender:
     """Return one that takes the next of equal ones, of other tensors, at each call; no graph."""
     turns = itertools.cycle(contenders)
     current = contenders[0]
@@ -182,19 +201,3 @@ def rotating(contenders: Sequence[Contender]) -> Contender:
         written=[tensor for each in contenders for tensor in each.written],
         capturable=False,
     )
-
-
-def check_flag(call: Call, flag: Tensor, source: Tensor) -> None:
-    """Raise WrongAnswer unless `call` sets `flag` for an Inf in `source`, and only then."""
-    last = source.view(-1)[-1:]
-    value = last.clone()
-    flag.zero_()
-    call()
-    before = flag.item()
-    last.fill_(math.inf)
-    call()
-    after = flag.item()
-    last.copy_(value)
-    flag.zero_()
-    if (before, after) != (0.0, 1.0):
-        raise WrongAnswer(f"found_inf is {before} without an Inf and {after} with one, not 0 and 1")

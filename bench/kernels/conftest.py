@@ -92,21 +92,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         done = {row.key for row in config.stash[ROWS]}
 
     def chosen(item: pytest.Item) -> bool:
-        row = _row(item)
-        return (
-            named in row
-            and row not in done
-            and (part is None or (row in first) == (part == "goals"))
-        )
+        # The name of its row, as in the tables.
+        row = item.name.partition("[")[2].removesuffix("]")
+        asked = part is None or (row in first) == (part == "goals")
+        return asked and named in row and row not in done
 
-    if left := [item for item in items if not chosen(item)]:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if chosen(item)]
-
-
-def _row(item: pytest.Item) -> str:
-    """Return the name of an item's row, as in the tables."""
-    return item.name.partition("[")[2].removesuffix("]")
+    left = [item for item in items if not chosen(item)]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
 
 
 def pytest_collection_finish() -> None:

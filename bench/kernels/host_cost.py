@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 import timeit
@@ -39,9 +37,10 @@ SIZES = (16, 16384)
 COUNT = 161
 _SECONDS = 0.02
 _REPEATS = 15
+Call = Callable[[], object]
 
 
-def microseconds(call: Callable[[], object]) -> float:
+def microseconds(call: Call) -> float:
     """Return the least time of a call over several samples of about 20 ms."""
     timer = timeit.Timer(call, timer=time.thread_time)
     timer.timeit(10)
@@ -49,44 +48,46 @@ def microseconds(call: Callable[[], object]) -> float:
     return min(timer.repeat(_REPEATS, number)) / number * 1e6
 
 
-def planned(numel: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield each function's name and a planned run of it."""
+def planned(numel: int) -> dict[str, Call]:
+    """Return a planned run of each function, on tensors of `numel` elements, by its name."""
     a, b, out = (torch.randn(numel) for _ in range(3))
     tensors, dots = [a, b], kernels.dot_and_norms(a, b)
     layout = kernels.layout_of(tensors)
     buffer = kernels.pack(tensors, layout=layout)
-    yield "pack", partial(kernels.plan_pack(tensors, layout=layout, out=buffer), scale=0.5)
-    yield "unpack", partial(kernels.plan_unpack(buffer, tensors, layout=layout), scale=0.5)
-    yield "sum_n", partial(kernels.plan_sum_n(tensors, out=out), scale=0.5)
-    yield "scaled_add", partial(kernels.plan_scaled_add(a, b, out=out), alpha=0.5)
-    yield "dot_and_norms", kernels.plan_dot_and_norms(a, b)
-    yield "combine", kernels.plan_combine(a, b, dots, out=out)
-    yield "adasum", kernels.plan_adasum(a, b, out=out)
+    return {
+        "pack": partial(kernels.plan_pack(tensors, layout=layout, out=buffer), scale=0.5),
+        "unpack": partial(kernels.plan_unpack(buffer, tensors, layout=layout), scale=0.5),
+        "sum_n": partial(kernels.plan_sum_n(tensors, out=out), scale=0.5),
+        "scaled_add": partial(kernels.plan_scaled_add(a, b, out=out), alpha=0.5),
+        "dot_and_norms": kernels.plan_dot_and_norms(a, b),
+        "combine": kernels.plan_combine(a, b, dots, out=out),
+        "adasum": kernels.plan_adasum(a, b, out=out),
+    }
 
 
-def checks() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield what is checked each time: direct calls on one tensor and on many, and rebinding."""
+def checks() -> dict[str, Call]:
+    """Return what is checked each time: direct calls on one tensor and on many, and rebinding."""
     tensors = [torch.randn(5, 3) for _ in range(COUNT)]
     others = [tensor.clone() for tensor in tensors]
-    layout = kernels.layout_of(tensors)
-    buffer = kernels.pack(tensors, layout=layout)
-    one = kernels.layout_of(tensors[:1])
-    small, out = buffer[: one.numel], torch.empty(5, 3)
-    for count, chosen, into in ((1, one, small), (COUNT, layout, buffer)):
-        given = tensors[:count]
-        yield f"pack of {count}", partial(kernels.pack, given, layout=chosen, out=into)
-        yield f"unpack of {count}", partial(kernels.unpack, into, given, layout=chosen)
-        yield f"sum_n of {count}", partial(kernels.sum_n, given, out=out)
+    layout, one = kernels.layout_of(tensors), kernels.layout_of(tensors[:1])
+    buffer, out = kernels.pack(tensors, layout=layout), torch.empty(5, 3)
+    calls: dict[str, Call] = {}
+    for count, chosen in ((1, one), (COUNT, layout)):
+        given, into = tensors[:count], buffer[: chosen.numel]
+        calls[f"pack of {count}"] = partial(kernels.pack, given, layout=chosen, out=into)
+        calls[f"unpack of {count}"] = partial(kernels.unpack, into, given, layout=chosen)
+        calls[f"sum_n of {count}"] = partial(kernels.sum_n, given, out=out)
     a, b = tensors[:2]
-    dots = kernels.dot_and_norms(a, b)
-    yield "scaled_add", partial(kernels.scaled_add, a, b, out=out)
-    yield "dot_and_norms", partial(kernels.dot_and_norms, a, b)
-    yield "combine", partial(kernels.combine, a, b, dots, out=out)
-    yield "adasum", partial(kernels.adasum, a, b, out=out)
     pack = kernels.plan_pack(tensors, layout=layout, out=buffer)
     unpack = kernels.plan_unpack(buffer, tensors, layout=layout)
-    yield f"rebind pack of {COUNT}", partial(pack.rebind, others)
-    yield f"rebind unpack of {COUNT}", partial(unpack.rebind, others)
+    return calls | {
+        "scaled_add": partial(kernels.scaled_add, a, b, out=out),
+        "dot_and_norms": partial(kernels.dot_and_norms, a, b),
+        "combine": partial(kernels.combine, a, b, kernels.dot_and_norms(a, b), out=out),
+        "adasum": partial(kernels.adasum, a, b, out=out),
+        f"rebind pack of {COUNT}": partial(pack.rebind, others),
+        f"rebind unpack of {COUNT}": partial(unpack.rebind, others),
+    }
 
 
 @contextmanager
@@ -114,18 +115,16 @@ def stubbed_launches() -> Iterator[None]:
         yield
 
 
-def to_launcher() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield planned runs of many tensors or segments that end at Triton's launcher."""
+def to_launcher() -> dict[str, Call]:
+    """Return planned runs of many tensors or segments that end at Triton's launcher."""
     tensors = [torch.randn(5, 3) for _ in range(COUNT)]
     layout = kernels.layout_of(tensors)
-    buffer = torch.zeros(layout.numel)
-    pack = kernels.plan_pack(tensors, layout=layout, out=buffer)
-    unpack = kernels.plan_unpack(buffer, tensors, layout=layout)
     a, b = torch.randn(layout.numel), torch.randn(layout.numel)
-    adasum = kernels.plan_adasum(a, b, layout.segments)
-    yield f"pack of {COUNT}, to Triton's launcher", partial(pack, 0.5)
-    yield f"unpack of {COUNT}, to Triton's launcher", partial(unpack, 0.5)
-    yield f"adasum of {COUNT} segments, to Triton's launcher", adasum
+    return {
+        f"pack of {COUNT}": partial(kernels.plan_pack(tensors, layout=layout, out=a), 0.5),
+        f"unpack of {COUNT}": partial(kernels.plan_unpack(a, tensors, layout=layout), 0.5),
+        f"adasum of {COUNT} segments": kernels.plan_adasum(a, b, layout.segments),
+    }
 
 
 def figures() -> dict[str, float]:
@@ -133,9 +132,9 @@ def figures() -> dict[str, float]:
     found = {
         f"{name}, {4 * numel} bytes": microseconds(call)
         for numel in SIZES
-        for name, call in planned(numel)
+        for name, call in planned(numel).items()
     }
-    found |= {name: microseconds(call) for name, call in checks()}
+    found |= {name: microseconds(call) for name, call in checks().items()}
     for name in ("scaled_add", "dot_and_norms", "combine", "adasum"):
         found[f"{name}, over its plan"] = found[name] - found[f"{name}, {4 * SIZES[0]} bytes"]
     for name in ("pack", "unpack", "sum_n"):
@@ -143,23 +142,9 @@ def figures() -> dict[str, float]:
         found[f"{name} of 1, over its plan"] = one - found[f"{name}, {4 * SIZES[0]} bytes"]
         found[f"{name}, a further tensor"] = (many - one) / (COUNT - 1)
     with stubbed_launches():
-        found |= {name: microseconds(call) for name, call in to_launcher()}
+        for name, call in to_launcher().items():
+            found[f"{name}, to Triton's launcher"] = microseconds(call)
     return found
-
-
-def _of_tree(tree: Path) -> dict[str, float]:
-    """The figures of a tree, from a process of its own."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(
-        command, env=environment, cwd=tree, capture_output=True, text=True, check=True
-    )
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
-
-
-def _least(rounds: list[dict[str, float]]) -> dict[str, float]:
-    return {name: min(each[name] for each in rounds) for name in rounds[0]}
 
 
 def main() -> None:
@@ -167,21 +152,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", type=Path, help="another tree of this library")
     parser.add_argument("--rounds", type=int, default=5, help="of both trees, in turns")
-    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument("-J", "--json", type=Path, metavar="FILE", help="write figures as JSON")
     given = parser.parse_args()
-    if given.json or given.against is None:
+    if given.against is None:
         found = figures()
-        lines = [f"{name:44} {value:8.2f}" for name, value in found.items()]
-        print(json.dumps(found) if given.json else "\n".join(lines))
+        if given.json is not None:
+            given.json.write_text(json.dumps(found))
+        print(*(f"{name:44} {value:8.2f}" for name, value in found.items()), sep="\n")
         return
-    here, there = [], []
-    for _ in range(given.rounds):
-        here.append(_of_tree(Path(__file__).resolve().parents[2]))
-        there.append(_of_tree(given.against.resolve()))
-    mine, theirs = _least(here), _least(there)
+    # Not at the top: another tree's process may have no such module.
+    from bench.processes import in_turns
+
+    here = Path(__file__).resolve()
+    trees = {"here": here.parents[2], "there": given.against.resolve()}
+    commands = {tree: [sys.executable, str(here)] for tree in trees}
+    least: dict[str, dict[str, float]] = {tree: {} for tree in trees}
+    for _, tree, found in in_turns(commands, given.rounds, trees):
+        least[tree] = {name: min(each, least[tree].get(name, each)) for name, each in found.items()}
     print(f"{'microseconds':44} {'here':>8} {'there':>8} {'ratio':>6}")
-    for name, value in mine.items():
-        other = theirs.get(name)
+    for name, value in least["here"].items():
+        other = least["there"].get(name)
         tail = "" if other is None else f"{other:8.2f} {value / other:6.2f}"
         print(f"{name:44} {value:8.2f} {tail}")
 

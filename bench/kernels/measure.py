@@ -14,7 +14,7 @@ from bench.kernels.timing import DEVICE, Call, Limits, Times
 
 OURS, COPY, READ, EMPTY = "ours", "copy", "sum", "empty launch"
 # Timed beside some rows; they are no peers.
-ONE_SEGMENT, ONE_DOT, DIRECT = "one segment", "one torch.dot", "direct call"
+ONE_SEGMENT, ONE_DOT = "one segment", "one torch.dot"
 TWO, TWO_APART = "two launches", "two launches, the second when the first has ended"
 # Calls of less traffic are also replayed from a graph; the fastest GPU moves this in some 15 us.
 REPLAY_BELOW = 64 << 20
@@ -25,14 +25,11 @@ _REPLAY = " (replayed)"
 class Row:
     """One measured row. JSON has the same fields; the first seven are those of its case.
 
-    Attributes:
-        times: Seconds by name: ours, every peer, the roof and what else was timed beside.
-        peers: The names that are peers.
-        copy_traffic: Bytes that the roof moves: a copy or, where `times` has it, a sum.
-        hosts: Seconds of the host for a call, by name (CUDA).
-        replayed: Names whose replay from a graph was faster than their launch.
-        captured: Whether ours, replayed from a graph, is right; None where that was not tried.
-        notes: By peer, why its answer is worth less or why it was left out.
+    times: seconds by name: ours, every peer, the roof and what else was timed beside; copy_traffic:
+    bytes that the roof moves: a copy or, where `times` has it, a sum; hosts: seconds of the host
+    for a call, by name (CUDA); replayed: names whose replay from a graph was faster than their
+    launch; captured: whether ours, replayed from a graph, is right, None where that was not tried;
+    notes: by peer, why its answer is worth less or why it was left out.
     """
 
     kernel: str
@@ -92,12 +89,10 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def measure(case: Case, limits: Limits = timing.LIMITS) -> tuple[Row, list[float]]:
-    """Return the row of a case and the samples of ours.
+    """Return the row of a case and the samples of ours; WrongAnswer if ours is wrong.
 
-    A peer that is wrong or fails is left out, and the row's notes say so.
-
-    Raises:
-        WrongAnswer: The kernel is wrong; nothing was timed.
+    A peer that is wrong or fails is left out, and the row's notes say so. A wrong kernel is not
+    timed.
     """
     case.ours.check(case.expected)
     notes: dict[str, str] = {}
@@ -124,14 +119,10 @@ def measure(case: Case, limits: Limits = timing.LIMITS) -> tuple[Row, list[float
     calls[name] = roof
     samples = timing.time_together(calls, hosts, limits, case.spec.wall)
     best, replayed = _faster_samples(samples)
+    spec = case.spec
     row = Row(
-        kernel=case.spec.kernel,
-        series=case.spec.series,
-        label=case.spec.label,
-        size=case.size,
-        traffic=case.traffic,
-        elements=case.elements,
-        tensors=case.tensors,
+        *(spec.kernel, spec.series, spec.label),
+        *(case.size, case.traffic, case.elements, case.tensors),
         times={name: Times.of(values) for name, values in best.items()},
         peers=[peer.name for peer in peers],
         copy_traffic=roof_traffic,
@@ -158,11 +149,7 @@ def _is_right(peer: Contender, case: Case, notes: dict[str, str]) -> bool:
 def _replays(
     case: Case, peers: list[Contender], calls: dict[str, Call], notes: dict[str, str]
 ) -> list[tuple[str, tuple[Call, Any]]]:
-    """Return graphs of all that can be captured: ours, peers, the calls beside, an empty launch.
-
-    Raises:
-        WrongAnswer: A replay of ours is wrong.
-    """
+    """Return graphs of all that can be captured; WrongAnswer if a replay of ours is wrong."""
     checks = {each.name: each.check for each in (case.ours, *peers) if each.capturable}
     graphs: list[tuple[str, tuple[Call, Any]]] = []
     for name in (*checks, *case.beside, EMPTY):
@@ -185,12 +172,10 @@ def _faster_samples(samples: dict[str, list[float]]) -> tuple[dict[str, list[flo
     for name, values in samples.items():
         if name.endswith(_REPLAY):
             continue
-        other = samples.get(name + _REPLAY)
-        if other is not None and Times.of(other).median < Times.of(values).median:
-            best[name] = other
+        other = samples.get(name + _REPLAY, values)
+        best[name] = min(values, other, key=lambda each: Times.of(each).median)
+        if best[name] is not values:
             replayed.append(name)
-        else:
-            best[name] = values
     return best, replayed
 
 

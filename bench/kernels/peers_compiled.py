@@ -5,7 +5,6 @@ Each is compiled at its first call, so that what cannot be is left out with the 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.kernels.case import Contender
+from bench.kernels.peers_elementwise import Job, Packing, Reduction
 from bench.kernels.timing import Call
 
 COMPILED = "torch.compile"
@@ -40,50 +40,35 @@ def _note(flag: Tensor | None, *results: Tensor) -> None:
         flag.copy_(torch.where(finite, flag, torch.ones_like(flag)))
 
 
-def pack(
-    tensors: Sequence[Tensor], buffer: Tensor, scale: float, flag: Tensor | None, bound: float
-) -> Contender:
-    """Return packing into `buffer`, end to end."""
+def pack(job: Packing) -> Contender:
+    """Return packing into the target, end to end."""
 
     def function(given: list[Tensor], out: Tensor, flag: Tensor | None) -> None:
         whole = torch.cat([each.reshape(-1) for each in given])
-        scaled = (whole.float() * scale).to(out.dtype)
+        scaled = (whole.float() * job.scale).to(out.dtype)
         _note(flag, scaled)
         out.copy_(scaled)
 
-    pieces = list(buffer.split([each.numel() for each in tensors]))
-    call = compiled(function, list(tensors), buffer, flag, tensors=len(tensors))
-    return Contender(COMPILED, call, bound, lambda _: pieces, [buffer])
+    pieces = list(job.target.split([each.numel() for each in job.tensors]))
+    return _contender(job, function, pieces, [job.target], len(job.tensors))
 
 
-def unpack(
-    tensors: Sequence[Tensor], buffer: Tensor, scale: float, flag: Tensor | None, bound: float
-) -> Contender:
-    """Return unpacking from `buffer`, end to end."""
-    bounds = [0, *itertools.accumulate(each.numel() for each in tensors)]
+def unpack(job: Packing) -> Contender:
+    """Return unpacking from the target, end to end."""
+    sizes, scale = [each.numel() for each in job.tensors], job.scale
 
     def function(given: list[Tensor], source: Tensor, flag: Tensor | None) -> None:
-        parts = [
-            (source[low:high].float() * scale).to(given[0].dtype)
-            for low, high in itertools.pairwise(bounds)
-        ]
+        parts = [(part.float() * scale).to(given[0].dtype) for part in source.split(sizes)]
         _note(flag, *parts)
         for target, part in zip(given, parts, strict=True):
             target.copy_(part.view(target.shape))
 
-    flat = [each.view(-1) for each in tensors]
-    call = compiled(function, list(tensors), buffer, flag, tensors=len(tensors))
-    return Contender(COMPILED, call, bound, lambda _: flat, flat)
+    flat = [each.view(-1) for each in job.tensors]
+    return _contender(job, function, flat, flat, len(flat))
 
 
-def weighted_sum(
-    tensors: Sequence[Tensor],
-    factors: Sequence[float],
-    out: Tensor,
-    flag: Tensor | None,
-    bound: float,
-) -> Contender:
-    """Return out = the sum of factor times tensor, each widened first."""
+def weighted_sum(job: Reduction, factors: Sequence[float]) -> Contender:
+    """Return the sum of factor times tensor, each widened first."""
 
     def function(given: list[Tensor], out: Tensor, flag: Tensor | None) -> None:
         total = given[0].float() * factors[0]
@@ -93,8 +78,18 @@ def weighted_sum(
         _note(flag, result)
         out.copy_(result)
 
-    call = compiled(function, list(tensors), out, flag)
-    return Contender(COMPILED, call, bound, lambda _: [out], [out])
+    return _contender(job, function, [job.target], [job.target])
+
+
+def _contender(
+    job: Job,
+    function: Callable[[list[Tensor], Tensor, Tensor | None], None],
+    answer: list[Tensor],
+    written: list[Tensor],
+    tensors: int = 1,
+) -> Contender:
+    call = compiled(function, job.tensors, job.target, job.flag, tensors=tensors)
+    return Contender(COMPILED, call, job.bound, lambda _: answer, written)
 
 
 def dots(a: Tensor, b: Tensor, slack: float, caveat: str) -> Contender:

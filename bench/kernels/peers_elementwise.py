@@ -26,12 +26,9 @@ CHAIN = "chain of adds"
 class Job:
     """What a peer is to do beside moving or adding.
 
-    Attributes:
-        target: 1-D: the output, or the buffer, with the tensors end to end without padding.
-        scale: The factor.
-        flag: float32 of one element, set for non-finite values; None where not asked for.
-        bound: The kernel's.
-        tensors: The tensors.
+    target: 1-D, the output, or the buffer, with the tensors end to end without padding; scale: the
+    factor; flag: float32 of one element, set for non-finite values, None where not asked for;
+    bound: the kernel's.
     """
 
     target: Tensor
@@ -138,8 +135,7 @@ def unpack(job: Packing) -> list[Contender]:
 class Reduction(Job):
     """The job of the reduction peers: what `kernels.sum_n` and `kernels.scaled_add` are given.
 
-    Attributes:
-        coarse: The bound of a peer that rounds to a narrow dtype in between.
+    coarse: the bound of a peer that rounds to a narrow dtype in between.
     """
 
     coarse: float
@@ -147,10 +143,7 @@ class Reduction(Job):
     def contender(self, name: str, fill: Call, rounds: bool) -> Contender:
         """Return `fill` of the output, then a second pass where the job has a scale or a flag.
 
-        Args:
-            name: Its name.
-            fill: The call that fills the output.
-            rounds: Whether `fill` rounds more than once to a dtype narrower than float32.
+        rounds: whether `fill` rounds more than once to a dtype narrower than float32.
         """
         second = self.scale != 1.0 or self.flag is not None
         rounds = rounds or (second and _narrow(self.target))
@@ -178,10 +171,8 @@ def sum_n(job: Reduction) -> list[Contender]:
     def in_place() -> None:
         if widens:
             total = out.copy_(tensors[0]).add_(tensors[1])
-        elif narrows:
-            total = torch.add(tensors[0], tensors[1])
         else:
-            total = torch.add(tensors[0], tensors[1], out=out)
+            total = torch.add(tensors[0], tensors[1], out=None if narrows else out)
         for tensor in tensors[2:]:
             total.add_(tensor)
         if narrows:
@@ -196,13 +187,8 @@ def sum_n(job: Reduction) -> list[Contender]:
 def scaled_add(job: Reduction, alpha: float, beta: float) -> list[Contender]:
     (a, b), out = job.tensors, job.target
 
-    def multiply_add() -> None:
-        torch.mul(a, alpha, out=out).add_(b, alpha=beta)
-
-    def add_product() -> None:
-        torch.add(a * alpha, b, alpha=beta, out=out)
-
-    return [
-        job.contender("mul, add_", multiply_add, _narrow(a, out)),
-        job.contender("add of a product", add_product, _narrow(a, out)),
-    ]
+    ways: dict[str, Call] = {
+        "mul, add_": lambda: torch.mul(a, alpha, out=out).add_(b, alpha=beta),
+        "add of a product": lambda: torch.add(a * alpha, b, alpha=beta, out=out),
+    }
+    return [job.contender(name, fill, _narrow(a, out)) for name, fill in ways.items()]

@@ -28,6 +28,8 @@ class Pair:
         spans = list(itertools.pairwise(bounds))
         self.a, self.b, self.out = a, b, out
         self.many = len(spans) > 1
+        # None for one segment, as a caller without a list passes it.
+        self.segments = tuple(bounds) if self.many else None
         self.a_parts, self.b_parts, self.out_parts = (
             [whole[low:high] for low, high in spans] for whole in (a, b, out)
         )

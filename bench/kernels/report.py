@@ -10,11 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.kernels.case import DIRECT
 from bench.kernels.goals import GOALS
 from bench.kernels.inputs import FRESH, WALL, size_label
-from bench.kernels.judging import Goal, Verdict, judge
-from bench.kernels.measure import COPY, DIRECT, OURS, READ, Row, geometric_mean
+from bench.kernels.judging import judge
+from bench.kernels.measure import COPY, OURS, READ, Row, geometric_mean
 from bench.kernels.timing import Times
+from bench.tables import table
 
 # The rows measured so far, a line each, until the report is written.
 UNFINISHED = "rows.jsonl"
@@ -35,56 +37,20 @@ KERNELS = (
 )
 
 
-def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table, legible as plain text; all columns but the first right-aligned."""
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *others = cells
-        padded = [first.ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        return f"| {' | '.join(padded)} |"
-
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return [line(header), line(rule), *map(line, lines)]
-
-
 def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
     """Return a kernel's table, the geometric mean of its ratios, and the notes on its peers."""
     mine = [row for row in rows if row.kernel == kernel]
     if not mine:
         return []
-    on_gpu = any(row.hosts for row in mine)
-    header = ["row", "size", "us", "spread", "GB/s", "of roof", "best peer", "peer / ours"]
-    if on_gpu:
-        header.insert(6, "host us")
-        header.insert(8, "its host us")
-    header.append("direct / plan")
-    lines = []
-    for row in mine:
-        ours = row.times[OURS]
-        best = row.best_peer
-        cells = [
-            row.label,
-            size_label(row.size),
-            f"{ours.median * 1e6:.1f}",
-            f"{ours.low * 1e6:.1f}-{ours.high * 1e6:.1f}",
-            f"{row.bandwidth / 1e9:.1f}",
-            f"{row.fraction:.2f}",
-            "none" if best is None else best + ("*" if best in row.notes else ""),
-            "" if best is None else f"{row.ratio:.2f}",
-            f"{row.over(DIRECT):.2f}" if DIRECT in row.times else "",
-        ]
-        if on_gpu:
-            cells.insert(6, f"{row.hosts[OURS] * 1e6:.1f}")
-            cells.insert(8, f"{row.hosts[best] * 1e6:.1f}" if best in row.hosts else "")
-        lines.append(cells)
+    lines = [_cells(row) for row in mine]
+    if not any(row.hosts for row in mine):
+        lines = [{name: each[name] for name in each if "host" not in name} for each in lines]
     mean = geometric_mean(row.ratio for row in mine if row.ratio is not None)
     notes = sorted({f"{name}: {note}" for row in mine for name, note in row.notes.items()})
     return [
         f"## {kernel}",
         "",
-        *table(header, lines),
+        *table([*lines[0]], [[*each.values()] for each in lines]),
         "",
         f"Geometric mean of best peer / ours: {mean:.2f} over {len(mine)} rows.",
         *(f"\\* {note}" for note in notes),
@@ -92,27 +58,38 @@ def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def _cells(row: Row) -> dict[str, str]:
+    """Return a row's cells by the names of their columns."""
+    ours, best, hosts = row.times[OURS], row.best_peer, row.hosts
+    return {
+        "row": row.label,
+        "size": size_label(row.size),
+        "us": f"{ours.median * 1e6:.1f}",
+        "spread": f"{ours.low * 1e6:.1f}-{ours.high * 1e6:.1f}",
+        "GB/s": f"{row.bandwidth / 1e9:.1f}",
+        "of roof": f"{row.fraction:.2f}",
+        "host us": f"{hosts[OURS] * 1e6:.1f}" if OURS in hosts else "",
+        "best peer": "none" if best is None else best + ("*" if best in row.notes else ""),
+        "its host us": f"{hosts[best] * 1e6:.1f}" if best in hosts else "",
+        "peer / ours": "" if best is None else f"{row.ratio:.2f}",
+        "direct / plan": f"{row.over(DIRECT):.2f}" if DIRECT in row.times else "",
+    }
+
+
 def goal_lines(rows: Sequence[Row], device: str) -> list[str]:
     """Return the table of goals; those of the other device are not measured."""
-    lines = [
-        _goal_cells(goal, judge(goal, rows if of == device else []))
-        for of, goals in GOALS.items()
-        for goal in goals
-    ]
-    return [
-        "## Goals",
-        "",
-        *table(["goal", "asked", "got", "rows", "missed", "verdict", "worst row"], lines),
-        "",
-    ]
-
-
-def _goal_cells(goal: Goal, verdict: Verdict) -> list[str]:
-    asked = "" if goal.threshold is None else f"{'<=' if goal.at_most else '>='} {goal.threshold:g}"
-    got = "" if verdict.value is None else f"{verdict.value:.3g}"
-    part = f"/{verdict.rows}" if verdict.measured < verdict.rows else ""
-    rows = f"{verdict.measured}{part}"
-    return [goal.name, asked, got, rows, f"{verdict.missed}", verdict.status, verdict.row]
+    lines = []
+    for of, goals in GOALS.items():
+        for goal in goals:
+            found = judge(goal, rows if of == device else [])
+            got = "" if found.value is None else f"{found.value:.3g}"
+            count = f"{found.measured}/{found.rows}"
+            if found.measured == found.rows:
+                count = f"{found.rows}"
+            cells = [goal.name, goal.limit, got, count, f"{found.missed}", found.status, found.row]
+            lines.append(cells)
+    header = ["goal", "asked", "got", "rows", "missed", "verdict", "worst row"]
+    return ["## Goals", "", *table(header, lines), ""]
 
 
 def report(rows: Sequence[Row], meta: dict[str, Any]) -> list[str]:
@@ -187,11 +164,7 @@ def row_of(fields: dict[str, Any]) -> Row:
 
 
 def write(rows: Sequence[Row], meta: dict[str, Any], folder: Path) -> list[Path]:
-    """Write results.json, tables.md and, with matplotlib, a plot for each kernel.
-
-    Returns:
-        The files written.
-    """
+    """Write results.json, tables.md and, with matplotlib, plots; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     data, text = folder / "results.json", folder / "tables.md"
     lines = ",\n".join(map(_json, rows))

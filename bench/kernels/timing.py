@@ -75,18 +75,15 @@ def time_together(
     limits: Limits = LIMITS,
     wall: bool = False,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each call, one sample for each round.
+    """Return the seconds of each call by name, one sample for each round.
 
-    Args:
-        calls: By name.
-        hosts: What `host_seconds` gave for each call; used on CUDA only.
-        limits: How many rounds.
-        wall: Whether the host's time counts; used on CUDA only, on a CPU it always does.
+    On CUDA only: hosts, what `host_seconds` gave for each call, and wall, whether the host's time
+    counts; on a CPU it always does.
     """
     if DEVICE != "cuda":
-        one_round = _cpu_rounds(calls)
+        sample = _cpu_sampler(calls)
     else:
-        one_round = _wall_rounds(calls) if wall else _cuda_rounds(calls, hosts)
+        sample = _wall_sampler(calls) if wall else _cuda_sampler(calls, hosts)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     with _no_collection():
         begin = time.perf_counter()
@@ -94,9 +91,8 @@ def time_together(
             if done >= limits.fewest and time.perf_counter() - begin > limits.seconds:
                 break
             # What ran before a call decides what it finds in the caches, so the order is random.
-            order = random.Random(done).sample([*calls], len(calls))
-            for name, value in one_round(order).items():
-                samples[name].append(value)
+            for name in random.Random(done).sample([*calls], len(calls)):
+                samples[name].append(sample(name))
     return samples
 
 
@@ -111,64 +107,52 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _cpu_rounds(calls: Mapping[str, Call]) -> Callable[[list[str]], dict[str, float]]:
-    def loop(call: Call, count: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        return (time.perf_counter() - begin) / count
+def _looped(call: Call, count: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - begin) / count
 
-    once = {name: min(loop(call, 1) for _ in range(3)) for name, call in calls.items()}
+
+def _cpu_sampler(calls: Mapping[str, Call]) -> Callable[[str], float]:
+    once = {name: min(_looped(call, 1) for _ in range(3)) for name, call in calls.items()}
     fastest = min(once.values())
     warming = next((count for limit, count in _CPU_WARM if fastest < limit), 0)
 
-    def one_round(order: list[str]) -> dict[str, float]:
-        seconds = {}
-        for name in order:
-            for _ in range(warming):
-                calls[name]()
-            seconds[name] = loop(calls[name], max(1, int(_CPU_LOOP / once[name])))
-        return seconds
-
-    return one_round
-
-
-def _cuda_rounds(
-    calls: Mapping[str, Call], hosts: Mapping[str, float]
-) -> Callable[[list[str]], dict[str, float]]:
-    events = {name: tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for name in calls}
-    spins = {
-        name: int((_HOST_FACTOR * hosts[name] + _HOST_EXTRA) * _cycles_per_second())
-        for name in calls
-    }
-
-    def one_round(order: list[str]) -> dict[str, float]:
-        for name in order:
-            start, stop = events[name]
-            _flush()
-            torch.cuda._sleep(spins[name])
-            start.record()
+    def sample(name: str) -> float:
+        for _ in range(warming):
             calls[name]()
-            stop.record()
+        return _looped(calls[name], max(1, int(_CPU_LOOP / once[name])))
+
+    return sample
+
+
+def _cuda_sampler(calls: Mapping[str, Call], hosts: Mapping[str, float]) -> Callable[[str], float]:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def sample(name: str) -> float:
+        _flush()
+        seconds = _HOST_FACTOR * hosts[name] + _HOST_EXTRA
+        torch.cuda._sleep(int(seconds * _cycles_per_second()))
+        start.record()
+        calls[name]()
+        stop.record()
         torch.cuda.synchronize()
-        return {name: events[name][0].elapsed_time(events[name][1]) / 1e3 for name in order}
+        return start.elapsed_time(stop) / 1e3
 
-    return one_round
+    return sample
 
 
-def _wall_rounds(calls: Mapping[str, Call]) -> Callable[[list[str]], dict[str, float]]:
-    def one_round(order: list[str]) -> dict[str, float]:
-        seconds = {}
-        for name in order:
-            _flush()
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            calls[name]()
-            torch.cuda.synchronize()
-            seconds[name] = time.perf_counter() - begin
-        return seconds
+def _wall_sampler(calls: Mapping[str, Call]) -> Callable[[str], float]:
+    def sample(name: str) -> float:
+        _flush()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        calls[name]()
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
 
-    return one_round
+    return sample
 
 
 @functools.cache

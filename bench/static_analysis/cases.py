@@ -26,15 +26,11 @@ ITEMSIZES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 class Kernel(NamedTuple):
     """How a launcher compiles a kernel.
 
-    Attributes:
-        function: The Triton function.
-        tile: From a number of elements and an item size to (elements of a tile, warps).
-        values: The constexprs of the plain variant that are no dtype; NUMEL, if not the usual one;
-            `findings`, the names of those asked for.
-        variants: By name, what differs from `values`; a mapping has a value for each dtype.
-        options: Triton's options beside those of all kernels.
-        stores: Whether it writes tiles.
-        dtypes: The dtypes to compile it for.
+    tile: from a number of elements and an item size to (elements of a tile, warps); values: the
+    constexprs of the plain variant that are no dtype; NUMEL, if not the usual one; `findings`, the
+    names of those asked for; variants: by name, what differs from `values`, where a mapping has a
+    value for each dtype; options: Triton's options beside those of all kernels; stores: whether it
+    writes tiles; dtypes: those to compile it for.
     """
 
     function: Any

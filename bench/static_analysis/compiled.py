@@ -35,20 +35,11 @@ _POINTERS |= dict.fromkeys(("partials", "dots", "matrices", "coefficients", "spr
 class Record:
     """What was read of one compilation.
 
-    Attributes:
-        registers: Of a thread.
-        warps: Of a program.
-        shared: Bytes of shared memory of a program.
-        stack: Bytes of stack, where registers are spilled.
-        local: Bytes of local memory, likewise.
-        spills: Instructions that access either of them.
-        instructions: All but padding.
-        loads: Global loads by bytes per thread.
-        stores: Global stores by bytes per thread.
-        atomics: Opcodes of atomics.
-        fp64: Instructions on the float64 units.
-        vector: The path of aligned tiles.
-        scalar: The path of all others, which are moved by element.
+    registers: of a thread; warps: of a program; shared: bytes of shared memory of a program; stack,
+    local: bytes of either where registers are spilled; spills: instructions that access either;
+    instructions: all but padding; loads, stores: global ones by bytes per thread; atomics: their
+    opcodes; fp64: instructions on the float64 units; vector: the path of aligned tiles; scalar:
+    that of all others, which are moved by element.
     """
 
     registers: int
@@ -128,12 +119,10 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def read(compiled: Any, itemsizes: set[int]) -> Record:
-    """Return the record of a compiled kernel.
+    """Return the record of what Triton compiled.
 
-    Args:
-        compiled: What Triton compiled.
-        itemsizes: Bytes of the elements that it may move one by one, empty where it moves whole
-            vectors only.
+    itemsizes: bytes of the elements that it may move one by one, empty where it moves whole vectors
+    only.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"

@@ -22,12 +22,8 @@ LATENCY_NS = 1000.0
 class Architecture(NamedTuple):
     """A compute capability, and the part whose data sheet gives its speed.
 
-    Attributes:
-        part: The part.
-        shared: Bytes of shared memory per SM.
-        sms: How many SMs it has.
-        gigabytes_per_second: Its memory's bandwidth.
-        gigahertz: Its clock, an assumption about what it sustains.
+    shared: bytes of shared memory per SM; gigabytes_per_second: its memory's bandwidth; gigahertz:
+    its clock, an assumption about what it sustains.
     """
 
     part: str

@@ -76,13 +76,10 @@ class Block(NamedTuple):
 class Path(NamedTuple):
     """One path from entry to exit, with each loop's body at most once.
 
-    Attributes:
-        instructions: All on the path; 0, as all else, where there is no such path.
-        moved: Bytes of global accesses of the path's widths.
-        in_flight: The most bytes of such loads requested before the first of them is used.
-        fp64: Instructions on the float64 units.
-        shared: Accesses to shared memory.
-        barriers: Barriers of the whole program.
+    instructions: all on the path; 0, as all else, where there is no such path; moved: bytes of
+    global accesses of the path's widths; in_flight: the most bytes of such loads requested before
+    the first of them is used; fp64: on the float64 units; shared: accesses to shared memory;
+    barriers: of the whole program.
     """
 
     instructions: int
@@ -99,10 +96,8 @@ NO_PATH = Path(0, 0, 0, 0, 0, 0)
 def parse(text: str) -> list[Block]:
     """Return the basic blocks of nvdisasm's output for one kernel, in the order of addresses.
 
-    Subroutines that the kernel calls are blocks that nothing leads to.
-
-    Raises:
-        ValueError: There is no instruction, or a branch without a known target.
+    Subroutines that the kernel calls are blocks that nothing leads to. ValueError: there is no
+    instruction, or a branch without a known target.
     """
     blocks: list[Block] = []
     labels: dict[str, int] = {}

@@ -20,10 +20,8 @@ _Place: TypeAlias = tuple[str, torch.dtype, torch.device]
 class DeltaBuffers:
     """Buffers for the differences of the buckets in flight, used in turn.
 
-    Args:
-        slots: How many buckets may be in flight at once; None for a slot for every bucket. A
-            bucket's slot is used again `slots` buckets later, which must not start before it is
-            done.
+    A bucket's slot is used again `slots` buckets later, which must not start before it is done; for
+    None every bucket has a slot of its own.
     """
 
     def __init__(self, slots: int | None) -> None:
@@ -38,15 +36,10 @@ class DeltaBuffers:
 
     @outside_modes()
     def of(self, name: str, parameters: Sequence[Tensor]) -> tuple[FusedBuffer, FusedBuffer]:
-        """Return a bucket's two buffers, each with views like its parameters.
+        """Return a bucket's two buffers, with views like its parameters, of one dtype and device.
 
-        Args:
-            name: The bucket's name.
-            parameters: Of one dtype and device. Views of complex ones are pairs of real numbers.
-
-        Returns:
-            One for the values before the step, whose content the next call overwrites, and one for
-            the differences.
+        One is for the values before the step, whose content the next call overwrites, and one for
+        the differences. Views of complex parameters are pairs of real numbers.
         """
         slot = name if self._slots is None else str(self._turn % self._slots)
         self._turn += 1

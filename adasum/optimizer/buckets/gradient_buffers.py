@@ -32,13 +32,10 @@ from kernels.validation import check_memory_of
 
 
 class _Slot:
-    """A gradient's place in a bucket's buffer.
+    """A gradient's place in a bucket's buffer, from `address` on.
 
-    Attributes:
-        view: Reads and writes the place: shaped as the gradient, complex numbers as pairs.
-        address: Of its first element.
-        kind: Of the gradient that lies there.
-        given: The tensor object that was made the parameter's gradient there.
+    view: reads and writes the place, shaped as the gradient, complex numbers as pairs; kind: of the
+    gradient that lies there; given: the tensor that was made the parameter's gradient there.
     """
 
     def __init__(self, view: Tensor, kind: Kind) -> None:
@@ -54,12 +51,7 @@ class _Slot:
         return torch.view_as_complex(whole).data if self.kind.dtype.is_complex else whole
 
     def give(self, parameter: Tensor, taken: Collection[int] = ()) -> None:
-        """Make what lies here the parameter's gradient.
-
-        Args:
-            parameter: The parameter.
-            taken: Ids of tensors that are another's gradient by now.
-        """
+        """Make what lies here the parameter's gradient; taken: ids of others' gradients by now."""
         gradient = parameter.grad
         odd = gradient is not None and (gradient.is_conj() or gradient.is_inference())
         if gradient is None or odd or id(gradient) in taken:
@@ -85,11 +77,7 @@ class _Slot:
 
 
 class GradientBucket:
-    """A bucket's gradients, side by side in a buffer.
-
-    Attributes:
-        fused: The buffer.
-    """
+    """A bucket's gradients, side by side in the buffer `fused`."""
 
     def __init__(self, parameters: Sequence[Tensor], kinds: Sequence[Kind], as_views: bool) -> None:
         self._parameters = list(parameters)
@@ -122,19 +110,18 @@ class GradientBucket:
             and len(parameters) == len(self._parameters)
             and all(map(is_, parameters, self._parameters))
             and self._kinds == kinds
-            and not (self._is_foreign and not self._holds_all())
-            and not any(
-                slot.is_kept(parameter.grad)
-                for slot, parameter in zip(self._slots, parameters, strict=True)
-            )
+            and all(map(self._is_free, self._parameters, self._slots))
         )
 
-    def _holds_all(self) -> bool:
-        """Return whether every gradient lies here."""
-        return all(
-            parameter.grad is not None and slot.holds(parameter.grad)
-            for parameter, slot in zip(self._parameters, self._slots, strict=True)
-        )
+    def _is_free(self, parameter: Tensor, slot: _Slot) -> bool:
+        """Return whether nobody keeps an earlier gradient that lies in the parameter's slot.
+
+        Of somebody else's memory it also has to be where the gradient lies now.
+        """
+        gradient = parameter.grad
+        if slot.is_kept(gradient):
+            return False
+        return not self._is_foreign or (gradient is not None and slot.holds(gradient))
 
     def shares(self, parameters: Sequence[Tensor]) -> bool:
         """Return whether one of the parameters is among its own."""
@@ -146,11 +133,8 @@ class GradientBucket:
         On the CPU alone: there fresh memory for every gradient costs more than to add to zeros, on
         a GPU the addition does.
         """
-        here = (
-            self.fused.buffer.is_cpu
-            and not self._is_foreign
-            and self.fused.buffer.data_ptr() == self._address
-        )
+        buffer = self.fused.buffer
+        here = buffer.is_cpu and not self._is_foreign and buffer.data_ptr() == self._address
         self._is_zero = here and all(
             parameter.grad is None and not slot.is_kept(None)
             for parameter, slot in zip(self._parameters, self._slots, strict=True)
@@ -174,13 +158,8 @@ class GradientBucket:
         """Move the gradients here where they are not, zeros for none, or copy them.
 
         A part of a larger memory stays there, which may be a buffer of the user's, and is copied.
-
-        Args:
-            names: Of the parameters.
-            ours: Ids of gradients that lie in another bucket's buffer, and may leave it.
-
-        Raises:
-            ValueError: A gradient has another shape than its parameter.
+        `ours` are ids of gradients that lie in another bucket's buffer, and may leave it.
+        ValueError: a gradient has another shape than its parameter.
         """
         is_zero, self._is_zero = self._is_zero, False
         if not is_zero:
@@ -264,11 +243,9 @@ class GradientBucket:
 
 
 class GradientBuffers:
-    """One buffer a bucket.
+    """One buffer a bucket; with `as_views` gradients are views of it from their first reduction on.
 
-    Args:
-        as_views: Whether gradients are views of the buffers, from their first reduction on. Else
-            they have memory of their own, from which and to which they are copied.
+    Else they have memory of their own, from which and to which they are copied.
     """
 
     def __init__(self, as_views: bool = True) -> None:
@@ -282,10 +259,6 @@ class GradientBuffers:
         One that is missing counts as zeros. What backward has accumulated in the buffer is not
         copied. Where somebody still holds a gradient of an earlier step that lies there, or
         anything is not as it was, the bucket gets another buffer.
-
-        Args:
-            bucket: The bucket's name.
-            named: (name, parameter) of its members.
         """
         names, parameters = zip(*named, strict=True)
         kinds = list(map(kind_of_gradient, parameters))

@@ -37,12 +37,7 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def state_of(gradient: Tensor | None, counts: bool = True) -> tuple[Any, ...]:
-    """Return what is another once somebody has changed a gradient, in place or otherwise.
-
-    Args:
-        gradient: The gradient.
-        counts: Whether changes in place count.
-    """
+    """Return what differs once somebody has changed a gradient, in place too where that counts."""
     if gradient is None:
         return (None,)
     address = gradient.data_ptr() if gradient.layout is torch.strided else None

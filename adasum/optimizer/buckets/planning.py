@@ -28,11 +28,8 @@ def name_parameters(
 
     Registration order is that of `named_parameters`, else of the optimizer's groups. A parameter
     under two names (tied weights) has the first one. Named parameters that are not in the optimizer
-    are left out, so that two optimizers may share one model.
-
-    Raises:
-        ValueError: A name is repeated, a parameter has no name, or an entry is not a
-            (name, parameter) pair; names the offenders.
+    are left out, so that two optimizers may share one model. ValueError names what is repeated, has
+    no name, or is no pair of a name and a parameter.
     """
     owned = {
         id(parameter): (i, j, parameter)
@@ -82,20 +79,11 @@ def plan_buckets(
 
     Parameters are taken in reverse registration order, which is about the order in which backward
     produces their gradients. A bucket holds one dtype and one device, and closes before it grows
-    past `memory_size` MiB or `groups_size` parameters; a parameter larger than that has a bucket to
-    itself.
-
-    Args:
-        named: (name, parameter) in registration order.
-        groups: An int k makes k buckets of about equally many parameters instead. A list of lists
-            of parameters makes each a bucket, and divides the rest by size. Such buckets are split
-            where dtype or device changes.
-        memory_size: In MiB; 25 where neither this nor `groups_size` is given.
-        groups_size: In parameters.
-
-    Raises:
-        ValueError: k < 1, an entry is not a parameter of the optimizer, or a parameter is listed
-            twice.
+    past `memory_size` MiB, 25 where no size is given, or `groups_size` parameters; a parameter
+    larger than that has a bucket to itself. An int k for `groups` makes k buckets of about equally
+    many parameters instead. A list of lists of parameters makes each a bucket, and divides the rest
+    by size. Such buckets are split where dtype or device changes. ValueError: k < 1, an entry is
+    not a parameter of the optimizer, or a parameter is listed twice.
     """
     backwards = list(reversed(named))
     if memory_size is None and groups_size is None:

@@ -27,11 +27,9 @@ Owners: TypeAlias = Sequence[int] | None
 class Reduction:
     """A started reduction of a bucket, or of a part of one.
 
-    Attributes:
-        wait_for_result: Blocks until the reduction is done, so that nothing uses the memory that
-            was sent; returns its result, or raises what went wrong.
-        install: Puts that result where it belongs.
-        notify_observer: Shows the result to the observer; called in one order on all ranks.
+    `wait_for_result` blocks until the reduction is done, so that nothing uses the memory that was
+    sent, and returns its result, or raises what went wrong; `install` puts that result where it
+    belongs; `notify_observer` shows it to the observer, in one order on all ranks.
     """
 
     wait_for_result: Callable[[], Any]
@@ -60,8 +58,7 @@ class InFlight:
     def wait(self, below: int = 1) -> None:
         """Wait for the oldest until fewer than `below` are in flight.
 
-        Raises:
-            CollectiveError: The first that failed; nothing is in flight any more.
+        CollectiveError: the first that failed; nothing is in flight any more.
         """
         if len(self) < below:
             return
@@ -104,14 +101,8 @@ class InFlight:
 class BucketReducer:
     """Reduces an optimizer's buckets: what all its reductions have in common.
 
-    Attributes:
-        group: The ranks.
-        op: Sum, Average, Adasum or a user's.
-        compression: Casts what is sent.
-        algorithm: As `collectives` takes it; None is "auto".
-        prescale: Multiplies what is sent.
-        postscale: Multiplies the result.
-        observer: Sees every reduction.
+    `algorithm` is as `collectives` takes it; `prescale` multiplies what is sent, `postscale` the
+    result.
     """
 
     group: Group
@@ -131,12 +122,9 @@ class BucketReducer:
     ) -> Reduction:
         """Start reducing a bucket's tensors in place, all in one group.
 
-        Args:
-            names: Of the tensors.
-            fused: Where they lie. Its request, and the memory of what is sent in another dtype,
-                are kept as long as it is.
-            bucket: The bucket's name.
-            owners: The ranks that get the tensors' results, one for each; all ranks unless given.
+        The request of `fused`, and the memory of what is sent in another dtype, are kept as long as
+        it is. `owners` are the ranks that get the tensors' results, one for each; all ranks unless
+        given.
         """
         observer, tensors = self.observer, fused.tensors
         token = observer.before_reduction(names, tensors) if observer else None
@@ -204,8 +192,7 @@ class BucketReducer:
     def reduce_sparse_async(self, name: str, parameter: Tensor, bucket: str) -> Reduction:
         """Start reducing a sparse gradient, which `wait` replaces; it is sent uncompressed.
 
-        Raises:
-            NotImplementedError: `op` is Adasum.
+        NotImplementedError: `op` is Adasum.
         """
         if self.op not in (Sum, Average):
             raise NotImplementedError(

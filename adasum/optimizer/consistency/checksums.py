@@ -70,9 +70,8 @@ def _shorten(tensor: Tensor) -> Tensor:
         head = head.clone()
     sums = torch.zeros(2, _WIDTH, dtype=torch.int64, device=raw.device)
     whole, upper = sums
-    for rows in (
-        head.view(torch.int64).view(count, _WIDTH).split(_CPU_ROWS if raw.is_cpu else _GPU_ROWS)
-    ):
+    words = head.view(torch.int64).view(count, _WIDTH)
+    for rows in words.split(_CPU_ROWS if raw.is_cpu else _GPU_ROWS):
         whole += rows.sum(0)
         upper += (rows >> 32).sum(0)
     return torch.cat([sums.view(-1).view(torch.uint8), tail])

@@ -16,12 +16,9 @@ from adasum.optimizer.buckets.planning import Named
 
 
 class Change(NamedTuple):
-    """How an optimizer's parameters have changed.
+    """The parameters that have come, with their names, and those that are in no group any more.
 
-    Attributes:
-        new: (name, parameter) of those that have come. One at the place of another that has gone
-            has its name.
-        gone: Those that are in no group any more.
+    One at the place of another that has gone has its name.
     """
 
     new: Sequence[Named]
@@ -39,9 +36,7 @@ class Membership:
     ) -> Change | None:
         """Return what has changed since the last look, by identity; None for nothing.
 
-        Args:
-            groups: The optimizer's param_groups.
-            names: Of the parameters that were there.
+        `names` are those of the parameters that were there.
         """
         now = [group["params"] for group in groups]
         if len(now) == len(self._seen) and all(map(_same, now, self._seen)):

@@ -41,11 +41,7 @@ _CAUSES = (
 def checks_parameters(asked: bool | None) -> bool:
     """Return whether ranks compare: as asked, else as ADASUM_CHECK_PARAMETERS says, 1 unless set.
 
-    Args:
-        asked: The argument check_parameters.
-
-    Raises:
-        ValueError: The variable is neither 0 nor 1, and nothing was asked.
+    ValueError: the variable is neither 0 nor 1, and nothing was asked.
     """
     if asked is not None:
         return asked
@@ -70,21 +66,11 @@ def require_equal_parameters(
 ) -> bool:
     """Raise on every rank where ranks have not the same parameters, bit for bit; collective.
 
-    Ranks that have joined take no part.
-
-    Args:
-        group: The ranks.
-        named: (name, parameter), in an order that is the same on all ranks.
-        fix: Returns what the error says can be done about the first parameter that differs.
-        settings: (name, value) of what else must be the same.
-        when: When the parameters differ, for the error.
-        call: How errors call the comparison.
-
-    Returns:
-        Whether all ranks took part.
-
-    Raises:
-        CollectiveMismatchError: Names the first setting or parameter that differs.
+    Returns whether all ranks took part: those that have joined do not. `named` is in an order that
+    is the same on all ranks; `fix` returns what the error says can be done about the first
+    parameter that differs; `settings` are (name, value) of what else must be the same; `when` and
+    `call` say, for errors, when parameters differ and what the comparison is called.
+    CollectiveMismatchError: names the first setting or parameter that differs.
     """
     rows = describe_parameters(named)
     mine = json.dumps([settings, rows]).encode()
@@ -154,13 +140,9 @@ def _differing_parameter(
 class ParameterCheck:
     """Compares an optimizer's parameters and settings between the ranks.
 
-    All of them once, before they are first reduced, and then a part of the parameters now and then.
-
-    Args:
-        group: The ranks that reduce together.
-        settings: Returns (name, value) of the settings, as they are.
-        every: Steps from one running check to the next; 0 for none.
-        compares: False leaves all of it out.
+    All of them once, before they are first reduced, and then a part of the parameters now and then:
+    every so many steps, 0 for never. `settings` returns (name, value) of the settings as they are;
+    `compares` False leaves all of it out.
     """
 
     def __init__(
@@ -196,11 +178,8 @@ class ParameterCheck:
     def run(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
         """Compare what is new, and the settings; collective where anything is new.
 
-        Args:
-            values: What to compare in the place of some parameters.
-
-        Raises:
-            CollectiveMismatchError: On every rank, where parameters or settings differ.
+        `values` are compared in the place of some parameters. CollectiveMismatchError: on every
+        rank, where parameters or settings differ.
         """
         if not self._new or _is_capturing(self._new):
             return
@@ -237,18 +216,13 @@ class ParameterCheck:
     def run_again(self, *, equal: bool = True) -> None:
         """Count a step, and compare a part of the parameters where it is time; collective then.
 
-        Args:
-            equal: Whether the parameters are equal now where all is well: between two reductions
-                of local steps they are not, and the check waits.
-
-        Raises:
-            CollectiveMismatchError: On every rank, where they differ.
+        Between two reductions of local steps parameters are not `equal`, and the check waits.
+        CollectiveMismatchError: on every rank, where they differ.
         """
         self._steps += 1
         self._due += 1
-        if not self._every or self._due < self._every or not equal:
-            return
-        if not self._compared or _is_capturing(self._compared):
+        is_time = self._every and self._due >= self._every and equal
+        if not is_time or not self._compared or _is_capturing(self._compared):
             return
         self._due = 0
         require_equal_parameters(
@@ -286,11 +260,7 @@ class ParameterCheck:
 
     def warn_without_gradients(self) -> None:
         """Warn before the first step, where nothing has a gradient: the model may have changed."""
-        if (
-            not self._compares
-            or self._begun
-            or any(parameter.grad is not None for parameter in self._new)
-        ):
+        if not self._compares or self._begun or any(p.grad is not None for p in self._new):
             return
         _logger.warning(
             "rank %d: no parameter of this optimizer has a gradient at its first step: backward "

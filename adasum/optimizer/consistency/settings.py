@@ -19,11 +19,8 @@ _MAX_DEPTH = 8
 def describe_hyperparameters(optimizer: torch.optim.Optimizer, kind: type) -> list[Setting]:
     """Return (name, value) of the optimizer's class and of all in its groups but parameters.
 
-    Numbers, strings and tensors by their value, other objects by their class.
-
-    Args:
-        optimizer: Whose groups.
-        kind: Its class, before it was wrapped.
+    Numbers, strings and tensors by their value, other objects by their class. `kind` is the
+    optimizer's class before it was wrapped.
     """
     rows = [("the optimizer's class", f"{kind.__module__}.{kind.__qualname__}")]
     for i, group in enumerate(optimizer.param_groups):
@@ -37,9 +34,7 @@ def describe_hyperparameters(optimizer: torch.optim.Optimizer, kind: type) -> li
 def describe_value(value: Any, depth: int = 0) -> str:
     """Return a value in words, the same for equal ones on every rank.
 
-    Args:
-        value: Any.
-        depth: Of what holds it; what lies too deep, as in a list that holds itself, has no words.
+    What lies too deep, as in a list that holds itself, has no words.
     """
     if depth > _MAX_DEPTH:
         return "..."

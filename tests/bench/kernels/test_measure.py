@@ -12,12 +12,13 @@ from bench.kernels import (
     bench_packing,
     bench_projection,
     bench_reduction,
+    case,
     peers_compiled,
     report,
 )
 from bench.kernels.bench_packing import Spec
 from bench.kernels.bench_reduction import _spec
-from bench.kernels.case import Case, WrongAnswer
+from bench.kernels.case import WrongAnswer
 from bench.kernels.goals import GOALS
 from bench.kernels.judging import MET, NOT_MEASURED, NOT_MET, PARTLY, judge
 from bench.kernels.measure import COPY, EMPTY, OURS, Row, measure
@@ -28,58 +29,46 @@ SHAPES = ((5, 3), (), (70,))
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def cases(compiled: bool = False) -> list[Case]:
-    """Return small cases: each kernel, direct and planned; scale, cast, flag; what a GPU alone has.
-
-    With `compiled`, only those that torch.compile is a peer of.
-    """
-    packing = [
-        Spec(kernel, "all", "at once", SHAPES, buffer=BF16, scale=1 / 3, checked=True)
-        for kernel in ("pack", "unpack")
-    ]
-    reduction = [
-        _spec("sum_n", "bf16", 4000, (BF16,) * 3, out=BF16, scale=0.3, checked=True),
-        _spec("scaled_add", "mixed", 4000, (BF16, FP32)),
-    ]
-    projection = [
-        bench_projection.Spec("dot_and_norms", "fp32", "small", 40_000),
-        bench_projection.Spec("combine", "fp32", "small", 40_000),
-        bench_projection.Spec("adasum", "segments", "small", parts=2, part=1000),
-    ]
-    if not compiled:
-        for kernel in ("pack", "unpack"):
-            packing += [
-                Spec(kernel, "aligned", "small", SHAPES),
-                Spec(kernel, "planned", "planned", SHAPES, scale=1 / 3, planned=True),
-                Spec(kernel, "fresh addresses", "fresh", SHAPES, wall=True, sets=3),
-            ]
-        packing.append(Spec("pack", "misaligned", "misaligned", SHAPES, misaligned=True))
-        reduction += [
-            _spec("sum_n", "planned", 4000, (FP32,) * 2, planned=True),
-            _spec("scaled_add", "planned", 4000, (FP32,) * 2, planned=True),
-            _spec("sum_n", "fresh", 4000, (FP32,) * 3, sets=3, wall=True),
-        ]
-        projection += [
-            bench_projection.Spec(kernel, "fp32", "planned", 40_000, planned=True)
-            for kernel in ("dot_and_norms", "combine", "adasum")
-        ]
-    sums: list[bench_gram.Spec] = []
-    if not compiled:
-        sums += [
-            bench_gram.Spec(kernel, "small", "small", size=40_000, count=3, planned=planned)
-            for kernel in ("gram", "weighted_sum")
-            for planned in (False, True)
-        ]
-    return [
-        *(bench_packing.case_of(spec, compiled) for spec in packing),
-        *(bench_reduction.case_of(spec, compiled) for spec in reduction),
-        *(bench_projection.case_of(spec, compiled) for spec in projection),
-        *map(bench_gram.case_of, sums),
-    ]
+def _projection(kernel: str, label: str = "small", **options: object) -> case.Spec:
+    size = 0 if options.get("parts") else 40_000
+    return bench_projection.Spec(kernel, "fp32", label, size, **options)
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: str(case.spec))
-def test_measure_times_a_right_kernel_beside_all_its_peers_and_refuses_a_wrong_one(case):
+BOTH, SUMS = ("pack", "unpack"), ("sum_n", "scaled_add")
+COMPILED = [
+    *(Spec(k, "all", "all", SHAPES, buffer=BF16, scale=1 / 3, checked=True) for k in BOTH),
+    _spec("sum_n", "bf16", 4000, (BF16,) * 3, out=BF16, scale=0.3, checked=True),
+    _spec("scaled_add", "mixed", 4000, (BF16, FP32)),
+    *map(_projection, ("dot_and_norms", "combine")),
+    _projection("adasum", parts=2, part=1000),
+]
+# Each kernel, direct and planned; scale, cast, flag; and what a GPU alone has.
+SPECS = [
+    *COMPILED,
+    *(Spec(kernel, "aligned", "small", SHAPES) for kernel in BOTH),
+    Spec("pack", "misaligned", "misaligned", SHAPES, misaligned=True),
+    *(Spec(k, "planned", "planned", SHAPES, scale=1 / 3, planned=True) for k in BOTH),
+    *(_spec(kernel, "planned", 4000, (FP32,) * 2, planned=True) for kernel in SUMS),
+    *(_projection(k, "planned", planned=True) for k in ("dot_and_norms", "combine", "adasum")),
+    *(Spec(kernel, "fresh", "fresh", SHAPES, wall=True, sets=3) for kernel in BOTH),
+    _spec("sum_n", "fresh", 4000, (FP32,) * 3, sets=3, wall=True),
+    *(
+        bench_gram.Spec(kernel, "small", "small", size=40_000, count=3, planned=planned)
+        for kernel in ("gram", "weighted_sum")
+        for planned in (False, True)
+    ),
+]
+
+
+def case_of(spec: case.Spec, compiled: bool = False) -> case.Case:
+    modules = bench_packing, bench_reduction, bench_projection, bench_gram
+    (module,) = (each for each in modules if isinstance(spec, each.Spec))
+    return module.case_of(spec, compiled)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_measure_times_a_right_kernel_beside_all_its_peers_and_refuses_a_wrong_one(spec):
+    case = case_of(spec)
     row, samples = measure(case, FAST)
     left_out = {name: note for name, note in row.notes.items() if note.startswith("left out")}
     # On CUDA torch has no _chunk_cat from every dtype to every other.
@@ -108,14 +97,15 @@ def test_measure_times_a_right_kernel_beside_all_its_peers_and_refuses_a_wrong_o
 
 
 @pytest.mark.slow
-def test_torch_compile_is_a_right_peer_of_every_kernel():
-    for case in cases(compiled=True):
-        assert case.peers[-1].name == peers_compiled.COMPILED
-        case.peers[-1].check(case.expected)
+@pytest.mark.parametrize("spec", COMPILED, ids=str)
+def test_torch_compile_is_a_right_peer_of_every_kernel(spec):
+    case = case_of(spec, compiled=True)
+    assert case.peers[-1].name == peers_compiled.COMPILED
+    case.peers[-1].check(case.expected)
 
 
 def test_peer_that_is_wrong_or_fails_is_left_out_and_named():
-    case = cases()[2]
+    case = case_of(Spec("pack", "aligned", "small", SHAPES))
 
     def fail() -> None:
         raise RuntimeError("not built in\nwith details")
@@ -140,15 +130,11 @@ def row_of(kernel="pack", label="aligned 64 MiB", size=64 << 20, peers=("slow", 
     return Row(kernel, "aligned", label, size, *traffic, found, [*peers], 2_000_000_000, hosts)
 
 
-def test_row_gives_bandwidth_fraction_of_the_roof_and_ratio_to_the_best_peer():
-    row = row_of()
-    assert row.bandwidth == pytest.approx(2e12) and row.fraction == pytest.approx(0.8)
-    assert row.best_peer == "fast" and row.ratio == pytest.approx(1.5)
-    assert Times.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Times(3.0, 2.0, 4.0, 5)
-
-
 def test_goals_are_met_by_figures_on_their_side_of_the_threshold():
     rows = [row_of(), row_of(label="other", ours=32e-6), row_of("unpack", ours=1.0)]
+    assert Times.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Times(3.0, 2.0, 4.0, 5)
+    # Of the roof, and over the best peer.
+    assert (rows[0].fraction, rows[0].ratio) == (pytest.approx(0.8), pytest.approx(1.5))
     (goal,) = (each for each in GOALS["cuda"] if each.name.endswith("each row"))
     pack = goal._replace(chosen=lambda row: row.kernel == "pack")
     assert judge(pack._replace(threshold=1.5), rows).status == MET

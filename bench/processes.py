@@ -1,0 +1,100 @@
+"""Commands in processes of their own: ended in time with all that they started, and in turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# How a process is asked to end, and for how many seconds it may: pytest answers the first with a
+# report of what it has run.
+ENDINGS = ((signal.SIGINT, 15.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
+# Every process below a command has this variable, whatever session or group it is in.
+VARIABLE = "ADASUM_BENCH_COMMAND"
+
+
+def run(
+    command: Sequence[str],
+    log: Path,
+    limit: float | None = None,
+    environment: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+) -> int | None:
+    """Run a command in `folder`, whose packages it imports; return its status, None if ended.
+
+    log: gets what it prints; limit: seconds after which it is ended with all that it started;
+    environment: variables beside those of this process. OSError: it cannot be started.
+    """
+    value = uuid.uuid4().hex
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", VARIABLE: value}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **variables, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process, value)
+
+
+def _end(process: subprocess.Popen[bytes], value: str) -> None:
+    """End a process, its group, and whatever below it went its own way."""
+    for number, seconds in ENDINGS:
+        if process.poll() is not None:
+            break
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    needle = f"{VARIABLE}={value}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if needle in (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+def in_turns(
+    commands: Mapping[str, Sequence[str]],
+    rounds: int,
+    trees: Mapping[str, Path] | None = None,
+    limit: float | None = None,
+) -> Iterator[tuple[int, str, Any]]:
+    """Run all commands once a round; yield the round, the name, and what the command wrote.
+
+    What drifts on the machine then reaches all alike. Each command gets `-J FILE` and writes JSON
+    there; one that fails raises SystemExit with the end of its output. trees: by name, the checkout
+    that a command runs in and imports; limit: seconds for each.
+    """
+    for number in range(rounds):
+        # Each takes the lead in turn, so that neither gets the quieter half of the rounds.
+        for name in sorted(commands, reverse=bool(number % 2)):
+            with tempfile.TemporaryDirectory() as folder:
+                log, file = Path(folder) / "log.txt", Path(folder) / "result.json"
+                whole = [*commands[name], "-J", str(file)]
+                # Ranks share the processors: one with several threads would take the others'.
+                one = {"OMP_NUM_THREADS": "1"}
+                status = run(whole, log, limit, one, (trees or {}).get(name, ROOT))
+                if status != 0:
+                    end = log.read_text(errors="replace")[-6000:]
+                    raise SystemExit(f"error: {shlex.join(whole)}: exit {status}\n{end}")
+                yield number, name, json.loads(file.read_text())
