@@ -27,6 +27,7 @@ from kernels.findings import Findings
 from kernels.gram_arguments import (
     check_adasum_coefficients,
     check_gram,
+    check_partials,
     check_table,
     check_tree,
     check_weighted_sum,
@@ -188,7 +189,7 @@ def gram_bytes(
 
 def adasum_coefficients_bytes(partials: Tensor) -> int:
     """Least traffic of `adasum_coefficients`, in bytes: partials read, coefficients written."""
-    given = check_sized("partials", partials)
+    given = check_partials(check_sized("partials", partials))
     return given.nbytes + 8 * given.shape[1] * given.shape[2]
 
 
@@ -215,9 +216,9 @@ def gram_reference(tensors: Sequence[Tensor], segments: Sequence[int] | None = N
 
 
 def adasum_coefficients_reference(partials: Tensor, tree: Rows) -> Tensor:
-    """`adasum_coefficients` of float64 partials in plain float64 torch, as the formula has it."""
-    checked = check_tensor("partials", partials).detach()
-    matrices = checked.sum(0)
+    """`adasum_coefficients` in plain float64 torch, as the formula has it: one matrix for all."""
+    checked = check_partials(check_tensor("partials", partials)).detach()
+    matrices = (checked.sum(4) if checked.dim() == 5 else checked).sum(0)
     count, size, _ = matrices.shape
     vectors = list(torch.eye(size, dtype=torch.float64, device=matrices.device))
     vectors = [one.expand(count, size) for one in vectors]

@@ -42,18 +42,10 @@ def check_adasum_coefficients(
     spread: Tensor | None,
 ) -> Call:
     """Check the arguments of `adasum_coefficients`; makes the rows where `out` is None."""
-    given = check_tensor("partials", partials)
-    shape, device = given.shape, given.device
-    if given.dtype != torch.float64:
-        raise TypeError(f"partials has dtype {given.dtype}: pass what gram returns, float64")
-    pairs = len(shape) == 5 and shape[4] == 2
-    if not (pairs or len(shape) == 4) or shape[2] != shape[3] or 0 in (shape[0], shape[2]):
-        raise ValueError(
-            f"partials has shape {tuple(shape)}: pass gram's results stacked, [R, S, n, n] or, "
-            "precise, [R, S, n, n, 2]"
-        )
-    rows, count = check_tree(tree, shape[2]), shape[1]
-    target = _check_written("out", out, (count, shape[2]), device)
+    given = check_partials(check_tensor("partials", partials))
+    _, count, size, *_ = given.shape
+    device, pairs, rows = given.device, given.dim() == 5, check_tree(tree, size)
+    target = _check_written("out", out, (count, size), device)
     if spread is not None:
         check_table("spread", spread, (count,), device)
         if not pairs:
@@ -65,6 +57,20 @@ def check_adasum_coefficients(
             )
     made = out is None
     return Call("adasum_coefficients", [given], target, (), spread=spread, tree=rows, made=made)
+
+
+def check_partials(given: Tensor) -> Tensor:
+    """Return a tensor if it has the dtype and shape of results of `gram`, stacked."""
+    if given.dtype != torch.float64:
+        raise TypeError(f"partials has dtype {given.dtype}: pass what gram returns, float64")
+    shape = tuple(given.shape)
+    square = len(shape) in (4, 5) and shape[2] == shape[3] and shape[4:] in ((), (2,))
+    if not square or 0 in (shape[0], shape[2]):
+        raise ValueError(
+            f"partials has shape {shape}: pass gram's results stacked, [R, S, n, n] or, precise, "
+            "[R, S, n, n, 2]"
+        )
+    return given
 
 
 def check_weighted_sum(

@@ -58,6 +58,11 @@ static inline lanes choose(masks where, lanes one, lanes other)
     return (lanes)((where & (masks)one) | (~where & (masks)other));
 }
 
+static inline struct wide choose_wide(masks where, struct wide one, struct wide other)
+{
+    return (struct wide){choose(where, one.high, other.high), choose(where, one.low, other.low)};
+}
+
 static inline lanes magnitude(lanes a)
 {
     return choose(a < 0, -a, a);
@@ -158,15 +163,36 @@ static void add_tables(const struct task *t, int64_t segment, struct wide *matri
         }
 }
 
-/* 1 - share d / A; 1 where A, the squared norm, is none, or is what its matrix rounded away. */
-static struct wide factor_of(const struct task *t, struct wide dot, struct wide norm, lanes length,
-                             struct wide share)
+/* The factors by which what stands at `left` and `right` is added: 1 - share d / A, or 1 beside a
+ * vector without direction, whose squared norm A is none or is what its matrix rounded away. Parallel
+ * ones, as those of one element are, have their mean: of these d / A may be as large as it likes, and
+ * a sum of large terms would be left of what is small. Only a precise matrix tells parallel from
+ * nearly so. */
+static void weigh(const struct task *t, const struct replay *r, const double *joined,
+                  struct wide *factors)
 {
-    lanes least_norm = length * length * all(t->precise ? 0x1p-92 : 0x1p-46);
-    masks zero = (norm.high < TINY) | (norm.high < least_norm);
-    struct wide one = {all(1), all(0)};
-    struct wide factor = plus(one, negative(times(share, over(dot, norm))));
-    return (struct wide){choose(zero, one.high, factor.high), choose(zero, one.low, factor.low)};
+    int64_t left = joined[0], right = joined[1], ends[] = {left, right};
+    struct wide one = {all(1), all(0)}, shares[2], norms[2];
+    struct wide dot = r->matrix[left * t->count + right];
+    struct wide p = {all(joined[2]), all(0)}, q = {all(joined[3]), all(0)};
+    masks zeros[2];
+    for (int i = 0; i < 2; i++) {
+        lanes length = r->lengths[ends[i]];
+        shares[i] = over(i ? q : p, two_sum(p.high, q.high));
+        norms[i] = r->matrix[ends[i] * t->count + ends[i]];
+        zeros[i] = norms[i].high < TINY;
+        zeros[i] |= norms[i].high < length * length * all(t->precise ? 0x1p-92 : 0x1p-46);
+        factors[i] = plus(one, negative(times(shares[i], over(dot, norms[i]))));
+        factors[i] = choose_wide(zeros[i], one, factors[i]);
+    }
+    if (t->precise) {
+        lanes a = r->lengths[left], b = r->lengths[right];
+        struct wide apart = plus(times(norms[0], norms[1]), negative(times(dot, dot)));
+        lanes lost = all(0x1p-100) * (a * a * norms[1].high + b * b * norms[0].high);
+        masks parallel = (magnitude(apart.high) <= lost) & ~(zeros[0] | zeros[1]);
+        for (int i = 0; i < 2; i++)
+            factors[i] = choose_wide(parallel, shares[i], factors[i]);
+    }
 }
 
 /* What stands at `left` becomes the sum with these factors of itself and what stands at `right`. */
@@ -215,16 +241,10 @@ static void replay_segments(const struct task *t, int64_t segment, struct replay
             /* Zero, or NaN of NaN and Inf. */
             finite += r->matrix[i * size + j].high * 0;
     }
-    for (int64_t k = 0; k < size - 1; k++) {
-        const double *joined = t->tree + 4 * k;
-        int64_t left = joined[0], right = joined[1];
-        struct wide p = {all(joined[2]), all(0)}, q = {all(joined[3]), all(0)};
-        struct wide whole = two_sum(p.high, q.high), dot = r->matrix[left * size + right];
-        struct wide alpha = factor_of(t, dot, r->matrix[left * size + left], r->lengths[left],
-                                      over(p, whole));
-        struct wide beta = factor_of(t, dot, r->matrix[right * size + right], r->lengths[right],
-                                     over(q, whole));
-        join(r, size, left, right, alpha, beta);
+    for (const double *joined = t->tree; joined < t->tree + 4 * (size - 1); joined += 4) {
+        struct wide factors[2];
+        weigh(t, r, joined, factors);
+        join(r, size, joined[0], joined[1], factors[0], factors[1]);
     }
     for (int k = 0; k < 4 && segment + k < t->segments; k++)
         if (is_chosen(t, segment + k)) {

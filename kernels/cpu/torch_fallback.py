@@ -272,13 +272,7 @@ def _replay(tables: list[Any], tree: Tree, precise: bool) -> tuple[list[float], 
         leaves = [{i: Decimal(1)} for i in range(size)]
         last = 0
         for left, right, p, q in tree:
-            dot, whole = matrix[left][right], Decimal(p) + Decimal(q)
-            factors = []
-            for one, weight in ((left, p), (right, q)):
-                norm, part = matrix[one][one], Decimal(weight) / whole
-                zero = _is_zero(norm, lengths[one], precise)
-                factors.append(Decimal(1) if zero else 1 - part * dot / norm)
-            alpha, beta = factors
+            alpha, beta = _weigh(matrix, lengths, (left, right), (p, q), precise)
             rows = zip(matrix[left], matrix[right], strict=True)
             matrix[left] = [alpha * x + beta * y for x, y in rows]
             for row in matrix:
@@ -308,9 +302,29 @@ def _sum_of(tables: list[Any], precise: bool) -> list[list[Decimal]]:
     ]
 
 
-def _is_zero(norm: Decimal, length: Decimal, precise: bool) -> bool:
-    """Whether a squared norm is none, or no more than what its matrix rounded away."""
-    return norm < Decimal(TINY) or norm < Decimal(2.0 ** (-92 if precise else -46)) * length**2
+def _weigh(
+    matrix: list[list[Decimal]],
+    lengths: list[Decimal],
+    ends: tuple[int, int],
+    weights: tuple[float, float],
+    precise: bool,
+) -> list[Decimal]:
+    """Return the factors of the vectors at both ends; kernels/cpu/replay.h says why these."""
+    (i, j), given = ends, [Decimal(weight) for weight in weights]
+    dot, norms = matrix[i][j], [matrix[i][i], matrix[j][j]]
+    shares = [weight / sum(given) for weight in given]
+    seen = Decimal(2.0 ** (-92 if precise else -46))
+    zeros = [
+        norm < Decimal(TINY) or norm < seen * lengths[end] ** 2
+        for norm, end in zip(norms, ends, strict=True)
+    ]
+    lost = Decimal(2.0**-100) * (lengths[i] ** 2 * norms[1] + lengths[j] ** 2 * norms[0])
+    if precise and not any(zeros) and abs(norms[0] * norms[1] - dot**2) <= lost:
+        return shares
+    return [
+        Decimal(1) if zero else 1 - share * dot / norm
+        for zero, share, norm in zip(zeros, shares, norms, strict=True)
+    ]
 
 
 def _spread_of(norm: Decimal, length: Decimal) -> Decimal:

@@ -36,7 +36,7 @@ DTYPES = (None, torch.float32, torch.float16, torch.float64)
 SCALES = (1.0, 0.5, 2, 1e-300, 1e300)
 
 # Plain data, whose wrong values are passed to the functions that take them.
-DATA = {"DTYPES", "Layout"}
+DATA = {"DTYPES", "Layout", "SPREAD_LIMIT"}
 # What tests/kernels/cpu/test_native.py tries, and types that plans have.
 OTHERS = {name for name in kernels.__all__ if "lan" in name} | {"BackendInfo", "backend_info"}
 
@@ -79,6 +79,16 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
     out, found_inf, scale = optional(look), flag(), value(*SCALES)
     dtype, layout = value(*DTYPES), _layouts(look)
     rows = st.integers(0, 3).flatmap(lambda n: tensor(Look((n, 3), torch.float64)))
+    table = st.tuples(st.integers(0, 3), st.integers(1, 3)).flatmap(
+        lambda shape: tensor(Look(shape, torch.float64))
+    )
+    partials = st.tuples(st.integers(1, 2), st.integers(0, 3), st.integers(1, 3)).flatmap(
+        lambda n: st.sampled_from((n[2], 2)).flatmap(
+            lambda last: tensor(Look((*n, n[2], last)[: 4 + (last == 2)], torch.float64))
+        )
+    )
+    spread = sometimes(st.just(constant(None)), optional(Look((2,), torch.float64)), 2)
+    tree = value([], [(0, 1, 1, 1)], [(0, 1, 1, 1), (0, 2, 2.0, 1)], [(1, 0, 0, 1)], [(0, 0)], None)
     buffer = st.integers(0, 3).flatmap(
         lambda n: st.sampled_from((look.dtype, torch.float32)).map(
             lambda d: plain(Look((n * max(1, 64 // d.itemsize),), d), 4)
@@ -93,12 +103,18 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         "adasum": ([a, a], {"segments": cuts, **weights, **pair}),
         "adasum_bytes": ([a, a], {}),
         "adasum_reference": ([a, a], {"segments": cuts, **weights}),
+        "adasum_coefficients": ([partials, tree], {"spread": spread, "out": table}),
+        "adasum_coefficients_bytes": ([partials], {}),
+        "adasum_coefficients_reference": ([partials, tree], {}),
         "combine": ([a, a, rows], {"segments": cuts, **weights, **pair}),
         "combine_bytes": ([a, a], {"segments": cuts}),
         "combine_reference": ([a, a, rows], {"segments": cuts, **weights}),
         "dot_and_norms": ([a, a], {"segments": cuts}),
         "dot_and_norms_bytes": ([a, a], {"segments": cuts}),
         "dot_and_norms_reference": ([a, a], {"segments": cuts}),
+        "gram": ([many], {"segments": cuts, "precise": value(True, False), "spread": spread}),
+        "gram_bytes": ([many], {"segments": cuts}),
+        "gram_reference": ([many], {"segments": cuts}),
         "layout_of": ([many], {"dtype": dtype, "alignment": value(None, 64, 4, 256)}),
         "max_abs_reference": ([many], {}),
         "pack": ([many], {**packed, "out": sometimes(buffer, value(None), 2)}),
@@ -113,6 +129,9 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         "unpack": ([buffer, many], packed),
         "unpack_bytes": ([buffer, many], {"layout": layout}),
         "unpack_reference": ([buffer, layout], {"scale": scale}),
+        "weighted_sum": ([many, table], {"segments": cuts, **pair}),
+        "weighted_sum_bytes": ([many], {"segments": cuts}),
+        "weighted_sum_reference": ([many, table], {"segments": cuts}),
     }
 
 

@@ -67,6 +67,13 @@ def answers() -> list[Tensor]:
     for source in DTYPES:
         a, b, c = (random(20_011, source, "cpu", seed) for seed in (1, 2, 3))
         found += [kernels.dot_and_norms(a, b, (0, 7, 7, 20_011)), kernels.adasum(a, b)]
+        many, cuts = [a, b, c] * 3, (0, 7, 7, 20_011)
+        found += [kernels.gram(many[:count], cuts) for count in range(1, 10)]
+        precise = kernels.gram(many[:3], cuts, precise=True)
+        tree = [(0, 1, 1.0, 1.0), (0, 2, 2.0, 1.0)]
+        factors = kernels.adasum_coefficients(precise[None], tree)
+        found += [precise, factors, kernels.adasum_coefficients(found[-7][None], tree)]
+        found += [kernels.weighted_sum([a, b, c], factors, cuts)]
         for target in DTYPES:
             layout = kernels.layout_of([a, b], dtype=target)
             packed = kernels.pack([a, b], layout=layout, scale=1 / 3)

@@ -104,6 +104,7 @@ def test_header_and_python_have_the_same_fields_and_numbers() -> None:
     assert int(numbers["BLOCK"]) == native.BLOCK
     assert float.fromhex(numbers["TINY"]) == arithmetic.TINY
     assert float.fromhex(numbers["CANCELLED"]) == arithmetic.CANCELLED
+    assert float.fromhex(numbers["SPREAD_LIMIT"]) == arithmetic.SPREAD_LIMIT
     safe = float.fromhex(numbers["SAFE_LOW"]), float.fromhex(numbers["SAFE_HIGH"])
     assert safe == (torch_fallback._SAFE_LOW, torch_fallback._SAFE_HIGH)
 
