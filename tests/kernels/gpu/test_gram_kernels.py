@@ -200,6 +200,16 @@ def test_precise_coefficients_leave_rows_that_are_not_chosen(backend, count):
     assert ((out[1].cpu() - wanted[1]).abs() <= EPS * wanted[1].abs()).all()
 
 
+def test_precise_coefficients_of_parallel_vectors_are_their_shares(backend):
+    """However their lengths differ; and of one that is zero as well, those of the others."""
+    x = random(40, torch.float32, backend.device, 1)
+    tree = [(0, 1, 1, 1), (0, 3, 2, 1), (0, 2, 3, 1)]
+    matrices = kernels.gram([x, 2.0**20 * x, 0 * x, x], precise=True)
+    got = kernels.adasum_coefficients(matrices[None], tree)
+    shares = torch.tensor([[1 / 3, 1 / 3, 1.0, 1 / 3]], dtype=torch.float64)
+    assert ((got.cpu() - shares).abs() <= EPS * shares).all()
+
+
 @pytest.mark.parametrize(
     ("dtype", "count", "apart"),
     [(torch.float32, 3, 1e-6), *[pytest.param(dtype, 5, apart, marks=slow) for dtype, apart in
