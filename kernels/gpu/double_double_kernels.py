@@ -1,9 +1,4 @@
-"""What Adasum's matrices take in double-double: precise sums, and the replay of a tree, on a GPU.
-
-A number is an unevaluated sum high + low of two float64, about 106 bits (T. J. Dekker: A
-floating-point technique for extending the available precision, 1971). Products are written as
-fused multiply-adds, so that there is none that the compiler could fuse with an addition.
-"""
+"""Precise Gram matrices, and the coefficients of a tree, on a GPU: both in double-double."""
 
 from __future__ import annotations
 
@@ -20,61 +15,13 @@ from kernels.gpu import launcher
 from kernels.gpu.chunking import chunks_of
 from kernels.gpu.device_tables import TABLES, AddressTable, Scratch, upload
 from kernels.gpu.dot_products import is_last
+from kernels.gpu.double_double import add, divide, exact_product, multiply
 from kernels.gpu.launcher import Kernel, jit, tl, triton
 from kernels.gpu.tiles import THREADS, convert, load_tile
 
 _SCRATCH = Scratch()
 _TINY = TINY if triton is None else tl.constexpr(TINY)
 _LIMIT = SPREAD_LIMIT if triton is None else tl.constexpr(SPREAD_LIMIT)
-
-
-@jit
-def _two_sum(a, b):
-    """The rounded sum and what it lost (Knuth)."""
-    total = a + b
-    other = total - a
-    return total, (a - (total - other)) + (b - other)
-
-
-@jit
-def _normalised(high, low):
-    """The same number with `low` at most half a unit in the last place of `high`."""
-    total = high + low
-    return total, low - (total - high)
-
-
-@jit
-def _product(a, b):
-    """The rounded product and what it lost."""
-    high = tl.fma(a, b, 0.0)
-    return high, tl.fma(a, b, -high)
-
-
-@jit
-def _add(a_high, a_low, b_high, b_low):
-    high, lost = _two_sum(a_high, b_high)
-    low, rest = _two_sum(a_low, b_low)
-    high, low = _normalised(high, lost + low)
-    return _normalised(high, low + rest)
-
-
-@jit
-def _multiply(a_high, a_low, b_high, b_low):
-    high, lost = _product(a_high, b_high)
-    return _normalised(high, tl.fma(a_high, b_low, tl.fma(a_low, b_high, lost)))
-
-
-@jit
-def _divide(a_high, a_low, b_high, b_low):
-    """By long division: each quotient divides what the ones before it leave."""
-    first = a_high / b_high
-    high, low = _multiply(b_high, b_low, -first, 0.0)
-    a_high, a_low = _add(a_high, a_low, high, low)
-    second = a_high / b_high
-    high, low = _multiply(b_high, b_low, -second, 0.0)
-    a_high, a_low = _add(a_high, a_low, high, low)
-    high, low = _normalised(first, second)
-    return _add(high, low, a_high / b_high, 0.0)
 
 
 @jit
@@ -86,9 +33,9 @@ def _chunk_sum(a, b, length, DTYPE: tl.constexpr):
     for done in range(0, length, THREADS):
         x = load_tile(a + done * BYTES, length - done, DTYPE, False, THREADS)
         y = load_tile(b + done * BYTES, length - done, DTYPE, False, THREADS)
-        product, lost = _product(convert(x, tl.float64), convert(y, tl.float64))
-        high, low = _add(high, low, product, lost)
-    return tl.reduce((high, low), 0, _add)
+        product, lost = exact_product(convert(x, tl.float64), convert(y, tl.float64))
+        high, low = add(high, low, product, lost)
+    return tl.reduce((high, low), 0, add)
 
 
 @jit
@@ -100,8 +47,8 @@ def _sum_of_chunks(rows, count):
         k = done + tl.arange(0, THREADS)
         part = tl.load(rows + 2 * k, mask=k < count, other=0.0, cache_modifier=".cg")
         rest = tl.load(rows + 2 * k + 1, mask=k < count, other=0.0, cache_modifier=".cg")
-        high, low = _add(high, low, part, rest)
-    return tl.reduce((high, low), 0, _add)
+        high, low = add(high, low, part, rest)
+    return tl.reduce((high, low), 0, add)
 
 
 @jit
@@ -202,21 +149,36 @@ def _at(vector, one):
 
 
 @jit
-def _factor(share_high, share_low, dot_high, dot_low, high, low, reach, GUARD: tl.constexpr):
-    """1 - share dot / norm; 1 for a zero vector, whose squared norm is none or was rounded away."""
-    zero = (high < _TINY) | (high < GUARD * reach * reach)
-    dot_high, dot_low = _multiply(share_high, share_low, dot_high, dot_low)
-    high, low = _divide(dot_high, dot_low, tl.where(zero, 1.0, high), tl.where(zero, 0.0, low))
-    high, low = _add(1.0, 0.0, -high, -low)
+def _is_zero(norm, reach, GUARD: tl.constexpr):
+    """Whether a squared norm is none, or no more than what its matrix rounded away."""
+    return (norm < _TINY) | (norm < GUARD * reach * reach)
+
+
+@jit
+def _factor(share_high, share_low, dot_high, dot_low, high, low, zero):
+    """1 - share dot / norm; 1 for a zero vector."""
+    dot_high, dot_low = multiply(share_high, share_low, dot_high, dot_low)
+    high, low = divide(dot_high, dot_low, tl.where(zero, 1.0, high), tl.where(zero, 0.0, low))
+    high, low = add(1.0, 0.0, -high, -low)
     return tl.where(zero, 1.0, high), tl.where(zero, 0.0, low)
+
+
+@jit
+def _are_parallel(a_high, a_low, b_high, b_low, dot_high, dot_low, a_reach, b_reach):
+    """Whether |a|^2 |b|^2 is (a.b)^2 but for what a precise matrix rounds away."""
+    high, low = multiply(a_high, a_low, b_high, b_low)
+    other, rest = multiply(dot_high, dot_low, dot_high, dot_low)
+    apart, _ = add(high, low, -other, -rest)
+    lost = tl.fma(a_reach * a_reach, b_high, b_reach * b_reach * a_high)
+    return tl.abs(apart) <= 2.0**-100 * lost
 
 
 @jit
 def _blend(alpha_high, alpha_low, a_high, a_low, beta_high, beta_low, b_high, b_low):
     """The sum of alpha a and beta b."""
-    high, low = _multiply(alpha_high, alpha_low, a_high, a_low)
-    other, rest = _multiply(beta_high, beta_low, b_high, b_low)
-    return _add(high, low, other, rest)
+    high, low = multiply(alpha_high, alpha_low, a_high, a_low)
+    other, rest = multiply(beta_high, beta_low, b_high, b_low)
+    return add(high, low, other, rest)
 
 
 @jit
@@ -260,7 +222,7 @@ def _coefficients_kernel(
             rest = tl.zeros([SIZE, SIZE], tl.float64)
             if PRECISE:
                 rest = tl.load(at + 1, mask=inside, other=0.0)
-            high, low = _add(high, low, part, rest)
+            high, low = add(high, low, part, rest)
         lost = tl.max(tl.max(tl.where(tl.abs(high) < float("inf"), 0, 1), axis=1), axis=0) > 0
         c_high = tl.full([SIZE], 1.0, tl.float64)
         c_low = tl.zeros([SIZE], tl.float64)
@@ -274,14 +236,24 @@ def _coefficients_kernel(
             b_high, b_low = _row(high, i, right), _row(low, i, right)
             dot_high, dot_low = _at(a_high, right), _at(a_low, right)
             a_reach, b_reach = _at(reach, left), _at(reach, right)
-            alpha, alpha_low = _factor(
-                _share(join, 2), _share(join, 3), dot_high, dot_low,
-                _at(a_high, left), _at(a_low, left), a_reach, GUARD,
-            )  # fmt: skip
-            beta, beta_low = _factor(
-                _share(join, 4), _share(join, 5), dot_high, dot_low,
-                _at(b_high, right), _at(b_low, right), b_reach, GUARD,
-            )  # fmt: skip
+            a_norm, a_rest = _at(a_high, left), _at(a_low, left)
+            b_norm, b_rest = _at(b_high, right), _at(b_low, right)
+            p_high, p_low = _share(join, 2), _share(join, 3)
+            q_high, q_low = _share(join, 4), _share(join, 5)
+            a_zero, b_zero = _is_zero(a_norm, a_reach, GUARD), _is_zero(b_norm, b_reach, GUARD)
+            alpha, alpha_low = _factor(p_high, p_low, dot_high, dot_low, a_norm, a_rest, a_zero)
+            beta, beta_low = _factor(q_high, q_low, dot_high, dot_low, b_norm, b_rest, b_zero)
+            if PRECISE:
+                # They have their mean. Of these dot / norm may be as large as it likes, and a sum
+                # of large terms would be left of what is small.
+                parallel = _are_parallel(
+                    a_norm, a_rest, b_norm, b_rest, dot_high, dot_low, a_reach, b_reach
+                )
+                parallel = parallel & (a_zero == 0) & (b_zero == 0)
+                alpha = tl.where(parallel, p_high, alpha)
+                alpha_low = tl.where(parallel, p_low, alpha_low)
+                beta = tl.where(parallel, q_high, beta)
+                beta_low = tl.where(parallel, q_low, beta_low)
             # Its dot products with all vectors that stood, then with itself.
             r_high, r_low = _blend(alpha, alpha_low, a_high, a_low, beta, beta_low, b_high, b_low)
             norm, norm_low = _blend(
@@ -295,7 +267,7 @@ def _coefficients_kernel(
             of_left = root == left
             by_high = tl.where(of_left, alpha, tl.where(root == right, beta, 1.0))
             by_low = tl.where(of_left, alpha_low, tl.where(root == right, beta_low, 0.0))
-            c_high, c_low = _multiply(c_high, c_low, by_high, by_low)
+            c_high, c_low = multiply(c_high, c_low, by_high, by_low)
             root = tl.where(root == right, left, root)
             new_reach = tl.fma(tl.abs(alpha), a_reach, tl.abs(beta) * b_reach)
             reach = tl.where(k == left, new_reach, reach)

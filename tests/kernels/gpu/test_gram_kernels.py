@@ -22,7 +22,8 @@ from kernels.arithmetic import SPREAD_LIMIT
 from kernels.gpu import launcher
 from tests.kernels.cases import bits, misaligned, poisoned, random, rounding
 from tests.kernels.conftest import ON_GPU, Backend
-from tests.kernels.test_gram import balanced, in_line, unweighted
+from tests.kernels.test_adasum_coefficients import assert_within_100_eps
+from tests.kernels.trees import balanced, in_line, unweighted
 from tests.ptx_emulator.driver import emulated
 
 pytestmark = pytest.mark.parametrize("backend", ["emulator", ON_GPU], indirect=True)
@@ -197,6 +198,31 @@ def test_precise_coefficients_leave_rows_that_are_not_chosen(backend, count):
     kernels.adasum_coefficients(partials, balanced(count), out=out, spread=spread)
     assert (out[[0, 2]] == 7).all()
     assert ((out[1].cpu() - wanted[1]).abs() <= EPS * wanted[1].abs()).all()
+
+
+def test_precise_coefficients_of_parallel_vectors_are_their_shares(backend):
+    """However their lengths differ; and of one that is zero as well, those of the others."""
+    x = random(40, torch.float32, backend.device, 1)
+    tree = [(0, 1, 1, 1), (0, 3, 2, 1), (0, 2, 3, 1)]
+    matrices = kernels.gram([x, 2.0**20 * x, 0 * x, x], precise=True)
+    got = kernels.adasum_coefficients(matrices[None], tree)
+    shares = torch.tensor([[1 / 3, 1 / 3, 1.0, 1 / 3]], dtype=torch.float64)
+    assert ((got.cpu() - shares).abs() <= EPS * shares).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "apart"),
+    [(torch.float32, 3, 1e-6), *[pytest.param(dtype, 5, apart, marks=slow) for dtype, apart in
+     itertools.product((torch.float16, torch.float32), (1e-2, 1e-4, 1e-7))]],
+)  # fmt: skip
+def test_adasum_of_opposed_vectors_is_within_100_eps(backend, dtype, count, apart):
+    """Of ranks with two slices, one of which is cut by a segment."""
+    if not backend.slow:
+        pytest.skip("made on the CPU")
+    base, *noise = [random(90, torch.float64, "cpu", i) for i in range(count + 1)]
+    tensors = [((base + apart * one) * (-1) ** i).to(dtype) for i, one in enumerate(noise)]
+    spread = assert_within_100_eps(tensors, balanced(count), (0, 70, 90), 2)
+    assert dtype == torch.float16 or (spread.max() > SPREAD_LIMIT) == (apart < 1e-4)
 
 
 WEIGHTED = [
