@@ -5,14 +5,20 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from importlib import import_module
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from kernels.arguments import Call
 from kernels.cpu import dispatch
-from kernels.gpu import copy_kernel, launcher, projection_kernels, sum_kernels
+from kernels.gpu import (
+    copy_kernel,
+    double_double_kernels,
+    gram_kernels,
+    launcher,
+    projection_kernels,
+    sum_kernels,
+)
 from kernels.gpu.device_tables import AddressTable
 from kernels.memory import (
     byte_range,
@@ -28,12 +34,15 @@ _LISTS_ON_TRITON: dict[str, Callable[[Call, AddressTable], Run]] = {
     "pack": copy_kernel.Copies,
     "unpack": copy_kernel.Copies,
     "sum_n": sum_kernels.sum_n,
+    "weighted_sum": sum_kernels.weighted_sum,
+    "gram": gram_kernels.gram,
 }
-_PAIRS_ON_TRITON: dict[str, Callable[[Call], Run]] = {
+_OTHERS_ON_TRITON: dict[str, Callable[[Call], Run]] = {
     "scaled_add": sum_kernels.scaled_add,
     "dot_and_norms": projection_kernels.dot_and_norms,
     "combine": projection_kernels.combine,
     "adasum": projection_kernels.adasum,
+    "adasum_coefficients": double_double_kernels.adasum_coefficients,
 }
 
 
@@ -97,10 +106,7 @@ def _bound(call: Call, table: AddressTable | None = None) -> Run:
     with launcher.device_guard(call.out):
         if call.function in _LISTS_ON_TRITON:
             return _LISTS_ON_TRITON[call.function](call, table or AddressTable())
-        if call.function in _PAIRS_ON_TRITON:
-            return _PAIRS_ON_TRITON[call.function](call)
-        run: Run = getattr(import_module("kernels.gpu.gram_kernels"), call.function)(call)
-        return run
+        return _OTHERS_ON_TRITON[call.function](call)
 
 
 def check_memory(call: Call, others: list[tuple[str, Tensor]]) -> None:

@@ -28,7 +28,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench.kernels import bench_packing, bench_projection, bench_reduction, goals, report
+from bench.kernels import (
+    bench_gram,
+    bench_packing,
+    bench_projection,
+    bench_reduction,
+    goals,
+    report,
+)
 from bench.kernels.case import Case
 from bench.kernels.measure import Row, measure
 from bench.kernels.timing import DEVICE
@@ -36,7 +43,12 @@ from bench.provenance import commit, version
 
 ROWS = pytest.StashKey[list[Row]]()
 BEGAN = pytest.StashKey[tuple[float, float]]()
-_SPECS = [*bench_packing.SPECS, *bench_reduction.SPECS, *bench_projection.SPECS]
+_SPECS = [
+    *bench_packing.SPECS,
+    *bench_reduction.SPECS,
+    *bench_projection.SPECS,
+    *bench_gram.SPECS,
+]
 # Each row's position in the report, by its name.
 POSITIONS = {str(spec): position for position, spec in enumerate(_SPECS)}
 _played = {"now": 0.0}

@@ -15,7 +15,9 @@ from bench.kernels.peers_projection import EAGER, THREE_DOTS
 PACKING, SUMS = ("pack", "unpack"), ("sum_n", "scaled_add")
 LARGE = 64_000_000
 ON_CHIP = 2 << 20
-_CPU_KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "combine", "adasum")
+_CPU_KERNELS = (
+    *("pack", "unpack", "sum_n", "scaled_add", "combine", "adasum", "gram", "weighted_sum"),
+)
 
 
 def singled_out(kernel: str, series: str, size: int) -> bool:
@@ -137,6 +139,18 @@ GPU = (
     Goal(
         "dot_and_norms of 64 MB or more: fraction of the read-only roof",
         _of("dot_and_norms", least=LARGE),
+        _fraction,
+        0.9,
+    ),
+    Goal(
+        "gram of up to 8, 64 MB or more together: fraction of the read-only roof",
+        lambda row: row.kernel == "gram" and row.traffic >= LARGE and "n=16" not in row.label,
+        _fraction,
+        0.9,
+    ),
+    Goal(
+        "weighted_sum, 64 MB or more together: fraction of the roof",
+        lambda row: row.kernel == "weighted_sum" and row.traffic >= LARGE,
         _fraction,
         0.9,
     ),

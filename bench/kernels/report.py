@@ -25,11 +25,14 @@ _NO_CURVES = (
     *("planned segments", WALL, FRESH),
 )
 _ROOFS = {
-    "cuda": "The roof is that large copy, of dot_and_norms the sum. Times are the device's alone, "
-    "but for rows by wall clock.",
+    "cuda": "The roof is that large copy, of dot_and_norms and gram the sum. Times are the "
+    "device's alone, but for rows by wall clock.",
     "cpu": "The roof is a copy of as much traffic as the row's, at most that large one.",
 }
-KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
+KERNELS = (
+    *("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"),
+    *("gram", "weighted_sum"),
+)
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:

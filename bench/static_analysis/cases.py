@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ from bench.static_analysis.occupancy import ARCHITECTURES
 from kernels.gpu import (
     chunking,
     copy_kernel,
+    double_double_kernels,
+    gram_kernels,
     launcher,
     one_launch_kernel,
     projection_kernels,
@@ -31,6 +34,7 @@ class Kernel(NamedTuple):
         variants: By name, what differs from `values`; a mapping has a value for each dtype.
         options: Triton's options beside those of all kernels.
         stores: Whether it writes tiles.
+        dtypes: The dtypes to compile it for.
     """
 
     function: Any
@@ -39,6 +43,7 @@ class Kernel(NamedTuple):
     variants: Mapping[str, Mapping[str, Any]]
     options: Mapping[str, Any] = MappingProxyType({})
     stores: bool = True
+    dtypes: Sequence[str] = tuple(ITEMSIZES)
 
 
 _FINDINGS = {"checked": {"findings": ("found_inf",)}, "max_abs": {"findings": ("max_abs",)}}
@@ -92,6 +97,41 @@ KERNELS = {
         _FINDINGS,
         {"launch_cooperative_grid": True, "maxnreg": one_launch_kernel.REGISTERS},
     ),
+    "weighted_sum": Kernel(
+        sum_kernels._weighted_sum_kernel.function,
+        sum_kernels.weighted_tile_of,
+        _ELEMENTWISE,
+        {"misaligned": {"ALIGNED": False}, **_FINDINGS},
+    ),
+    "precise_gram": Kernel(
+        double_double_kernels._precise_gram_kernel.function,
+        chunking.tile_of,
+        {"ALIGNED": False, "CHOOSE": True},
+        {},
+        stores=False,
+    ),
+}
+# By the number of tensors, for each of which the code is another.
+KERNELS |= {
+    f"gram{count}": Kernel(
+        gram_kernels._gram_kernel.function,
+        partial(gram_kernels.tile_of, count),
+        {"COUNT": count, "ROW": gram_kernels.row_of(count), **_EDGES_APART},
+        {},
+        stores=False,
+    )
+    for count in range(1, 9)
+}
+KERNELS |= {
+    f"coefficients{size}": Kernel(
+        double_double_kernels._coefficients_kernel.function,
+        lambda *_, size=size: (0, double_double_kernels.warps_of(size)),
+        {"ALIGNED": False, "SIZE": size, "PRECISE": precise, "SPREAD": True},
+        {},
+        stores=False,
+        dtypes=("fp64",),
+    )
+    for size, precise in ((8, False), (16, True), (32, True), (64, True))
 }
 DTYPES = ("DTYPE", "A", "B", "OUT", "TENSOR", "BUFFER")
 _VARIANT_CAPABILITY = 90
@@ -126,7 +166,7 @@ def cases() -> list[Case]:
     plain = [
         Case(name, "plain", dtype, capability)
         for name in KERNELS
-        for dtype in ITEMSIZES
+        for dtype in KERNELS[name].dtypes
         for capability in ARCHITECTURES
     ]
     return plain + [

@@ -27,8 +27,8 @@ RESULTS = Path(__file__).parents[1] / "results"
 _NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 # For each pointer, the constexpr that names its dtype, or the dtype itself.
 _POINTERS = {"a": "A", "b": "B", "out": "OUT", "buffer": "BUFFER"}
-_POINTERS |= {"table": "i64", "addresses": "i64", "arrivals": "i64"}
-_POINTERS |= {"partials": "fp64", "dots": "fp64"}
+_POINTERS |= dict.fromkeys(("table", "addresses", "arrivals", "places", "tree"), "i64")
+_POINTERS |= dict.fromkeys(("partials", "dots", "matrices", "coefficients", "spread"), "fp64")
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kernels.gpu import launcher
@@ -90,3 +91,23 @@ def chunks_of(a: Tensor, bounds: tuple[int, ...]) -> Chunks:
     key = ("chunks", itemsize, block, _tiles(bounds, block), bounds)
     found: Chunks = TABLES.fetch(key, a.device, make)
     return found
+
+
+class Aligned:
+    """Tensors on 16-byte boundaries: themselves, or copies to be refreshed before each launch.
+
+    Vector and scalar accesses put other elements into a thread, so sums round differently. Ranks
+    must find the same bits wherever their buffers start; only the segments may decide.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = [
+            one if one.data_ptr() % 16 == 0 else torch.empty_like(one.detach()) for one in tensors
+        ]
+        pairs = zip(self.tensors, tensors, strict=True)
+        self._copies = [(copy, one) for copy, one in pairs if copy is not one]
+
+    def refresh(self) -> None:
+        """Copy what is not aligned, in the order of the current stream."""
+        for copy, one in self._copies:
+            copy.copy_(one.detach())

@@ -1,4 +1,4 @@
-"""Device functions of the projection: dot products, their partial sums, and the coefficients."""
+"""Device functions of dot products, their partial sums, and the coefficients."""
 
 from __future__ import annotations
 
@@ -120,6 +120,21 @@ def store_row(row, dot, norm_a, norm_b):
     tl.store(row, dot)
     tl.store(row + 1, norm_a)
     tl.store(row + 2, norm_b)
+
+
+@jit
+def is_last(arrivals, expected):
+    """Count this program in at `arrivals`; returns whether none of those expected is missing.
+
+    Protocol: a program stores its partials, then counts them (release). The one that finds all
+    others counted (acquire) sees all partials. It sets the counter back to zero, ready for the next
+    launch on this scratch memory.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals, 1, sem="acq_rel") + 1 == expected
+    if last:
+        tl.store(arrivals, tl.full([], 0, tl.int64))
+    return last
 
 
 @jit

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.arguments import Call
 from kernels.arithmetic import compute_dtype
 from kernels.gpu import launcher
-from kernels.gpu.chunking import Chunks, chunks_of
+from kernels.gpu.chunking import Aligned, Chunks, chunks_of
 from kernels.gpu.device_tables import Scratch
 from kernels.gpu.dot_products import (
     arrive,
@@ -192,27 +192,8 @@ def _meta(a: Tensor, chunks: Chunks) -> dict[str, Hashable]:
     }
 
 
-class _Aligned:
-    """Tensors on 16-byte boundaries: themselves, or copies to be refreshed before each launch.
-
-    Vector and scalar accesses put other elements into a thread, so sums round differently. Ranks
-    must find the same bits wherever their buffers start; only the segments may decide.
-    """
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = [
-            one if one.data_ptr() % 16 == 0 else torch.empty_like(one.detach()) for one in tensors
-        ]
-        pairs = zip(self.tensors, tensors, strict=True)
-        self._copies = [(copy, one) for copy, one in pairs if copy is not one]
-
-    def refresh(self) -> None:
-        for copy, one in self._copies:
-            copy.copy_(one.detach())
-
-
 def _with_scratch(
-    launch: launcher.Launch, aligned: _Aligned, use: Hashable, chunks: Chunks, counters: int
+    launch: launcher.Launch, aligned: Aligned, use: Hashable, chunks: Chunks, counters: int
 ) -> Callable[..., None]:
     """A launch that takes factors of the squared norms, if any, partials and zeroed counters first.
 
@@ -234,7 +215,7 @@ def dot_and_norms(call: Call) -> Callable[[], None]:
     """Bind out = float64 rows of the segments, in one launch."""
     if len(call.bounds) == 1:
         return launcher.nothing
-    aligned, chunks = _Aligned(*call.inputs), chunks_of(call.inputs[0], call.bounds)
+    aligned, chunks = Aligned(*call.inputs), chunks_of(call.inputs[0], call.bounds)
     launch = _dots_kernel.bind(
         chunks.chunks,
         (call.out, chunks.table),
@@ -298,7 +279,7 @@ def adasum(call: Call) -> Callable[[float, float], None]:
     programs = _programs(a, chunks) if call.cooperative else 0
     if programs == 0 or out.data_ptr() % 16 != 0:
         return _in_two(call)
-    aligned = _Aligned(a, b)
+    aligned = Aligned(a, b)
     launch = _one_launch_kernel.bind(
         programs,
         (0, 0, torch.empty(1, dtype=torch.float64, device=a.device), chunks.table),

@@ -1,4 +1,4 @@
-"""sum_n and scaled_add on a GPU: one launch each."""
+"""sum_n, scaled_add and weighted_sum on a GPU: one launch each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kernels.arguments import Call
 from kernels.arithmetic import compute_dtype
 from kernels.gpu import launcher
+from kernels.gpu.chunking import chunks_of, tile_of
 from kernels.gpu.device_tables import AddressTable
 from kernels.gpu.launcher import Kernel, jit, tl
 from kernels.gpu.tiles import convert, float_of, load_tile, part_of, report, store_tile, weigh
@@ -170,3 +171,104 @@ def scaled_add(call: Call) -> Callable[[float, float], None]:
         num_warps=warps,
     )
     return lambda alpha, beta: launch(launcher.float_bits(alpha), launcher.float_bits(beta))
+
+
+@jit
+def _weighted_total(
+    addresses,
+    row,
+    offset,
+    count,
+    n,
+    DTYPE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum, in list order, of the tensors' tiles `offset` bytes into each, times their factors."""
+    ONCE: tl.constexpr = "evict_first"
+    x = load_tile(tl.load(addresses) + offset, count, DTYPE, VECTORS, BLOCK, ONCE)
+    factor = tl.load(row)
+    # To which a product adds nothing, not even its sign where it is zero.
+    total = tl.full([BLOCK], -0.0, tl.float64)
+    # One tensor ahead, as in `_total`.
+    for k in range(1, n):
+        at = tl.load(addresses + k) + offset
+        following = load_tile(at, count, DTYPE, VECTORS, BLOCK, ONCE)
+        total = tl.fma(convert(x, tl.float64), factor, total)
+        x, factor = following, tl.load(row + k)
+    return convert(tl.fma(convert(x, tl.float64), factor, total), DTYPE)
+
+
+@Kernel
+def _weighted_sum_kernel(
+    addresses,
+    coefficients,
+    table,
+    out,
+    findings,
+    n: tl.int32,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One chunk of the sum. Chunks and tiles go backwards: `gram` left their tail in L2.
+
+    All reads of a tile come before its write, so `out` may be one of the tensors.
+    """
+    ONCE: tl.constexpr = "evict_first"
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    chunk = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    start = tl.load(table + 3 * chunk)
+    length = tl.load(table + 3 * chunk + 1)
+    row = coefficients + tl.load(table + 3 * chunk + 2) * n
+    tiles = (length + BLOCK - 1) // BLOCK
+    for k in range(tiles):
+        done = (tiles - 1 - k) * BLOCK
+        count = tl.minimum(length - done, BLOCK)
+        offset = (start + done) * BYTES
+        to = out.to(tl.int64) + offset
+        if ALIGNED and offset % 16 == 0 and count % VECTOR == 0:
+            x = _weighted_total(addresses, row, offset, count, n, DTYPE, True, BLOCK)
+            report(x, findings)
+            store_tile(to, count, x, True, ONCE)
+        else:
+            # In parts, rolled up: see scalar_pointer.
+            PART: tl.constexpr = part_of(BLOCK, 4)
+            for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
+                before = part * PART
+                y = _weighted_total(
+                    addresses, row, offset + before * BYTES, count - before, n, DTYPE, False, PART
+                )
+                report(y, findings)
+                store_tile(to + before * BYTES, count - before, y, False, ONCE)
+
+
+def weighted_tile_of(numel: int, itemsize: int) -> tuple[int, int]:
+    """(elements a tile, warps): sums in float64 take the registers of half a tile of `gram`."""
+    block, warps = tile_of(numel, itemsize)
+    return min(block, 2048), warps
+
+
+def weighted_sum(call: Call, table: AddressTable) -> Callable[[], None]:
+    """Bind out = the sum of the tensors times their segments' coefficients."""
+    addresses, out = call.addresses, call.out
+    if out.numel() == 0:
+        return launcher.nothing
+    assert call.coefficients is not None
+    chunks = chunks_of(out, call.bounds)
+    block, warps = weighted_tile_of(out.numel(), out.element_size())
+    return _weighted_sum_kernel.bind(
+        chunks.chunks,
+        (),
+        table.write(addresses, out.device),
+        call.coefficients,
+        chunks.table,
+        out,
+        call.findings,
+        len(addresses),
+        DTYPE=out.dtype,
+        ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
+        BLOCK=block,
+        num_warps=warps,
+    )

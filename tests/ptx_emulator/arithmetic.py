@@ -215,6 +215,14 @@ def _bit_field(a: Array, start: Array, length: Array) -> Array:
     return ((a.astype(np.uint64) >> skipped) & mask).astype(np.uint32)
 
 
+def _signed_bit_field(a: Array, start: Array, length: Array) -> Array:
+    """Return the bits that `_bit_field` does, with the highest of them as the sign."""
+    skipped, kept = (np.minimum(x & 255, 32).astype(np.int64) for x in (start, length))
+    above = 64 - np.maximum(kept, 1)
+    field = a.astype(np.int64) >> skipped << above >> above
+    return np.where(kept > 0, field, 0).astype(np.int32)
+
+
 def _extreme(name: str, a: Array, b: Array) -> Array:
     """Return min or max of floats: a number wins against a NaN, -0 is below 0."""
     bits = np.dtype(f"u{a.dtype.itemsize}")
@@ -279,6 +287,7 @@ def _list_integers() -> None:
     _list("neg", _SIGNED, np.negative, 1)
     _list("abs", _SIGNED, np.abs, 1)
     _list("bfe", ("u32",), _bit_field, 3)
+    OPERATIONS["bfe.s32", 3] = Operation(("s32", "u32", "u32"), "s32", _signed_bit_field)
 
 
 def _list_bits() -> None:
@@ -305,6 +314,7 @@ def _list_floats() -> None:
             _list(opcode, _FLOATS, _rounded(compute))
             _list(opcode, ("f32x2",), _on_pairs(_rounded(compute)))
     _list("div.rn", _FLOATS, _rounded(np.divide))
+    _list("sqrt.rn", ("f64",), np.sqrt, 1)
     _list("neg", _FLOATS, np.negative, 1)
     _list("abs", _FLOATS, np.abs, 1)
     _list("abs", ("f16",), np.abs, 1)

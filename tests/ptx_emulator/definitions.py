@@ -156,6 +156,14 @@ def shifted(name: str, kind: str, a: int, count: int) -> int:
     return a << count if name == "shl" else a >> count
 
 
+def extracted(kind: str, a: int, start: int, length: int) -> int:
+    """Return a bit field, whose highest bit a signed type repeats."""
+    start, length = start & 255, length & 255
+    field = a >> start & (1 << length) - 1
+    top = a >> min(start + length - 1, 31) & 1 if length else 0
+    return field - (top << length) if kind == "s32" else field
+
+
 ORDERED = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
     "gt": operator.gt, "ge": operator.ge,
@@ -165,7 +173,6 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "or": operator.or_, "xor": operator.xor, "not": operator.invert, "neg": operator.neg,
     "abs": abs, "mov": lambda a: a, "selp": lambda a, b, p: a if p else b, "prmt": permuted,
     "mad": lambda a, b, c: a * b + c,
-    "bfe": lambda a, start, length: a >> (start & 255) & (1 << (length & 255)) - 1,
 }  # fmt: skip
 
 
@@ -200,6 +207,10 @@ def expected(opcode: str, kinds: tuple[str, ...], result: str, bits: tuple[int, 
         return int(compared(modifiers[0], *values))
     if name in ("shl", "shr"):
         return encoded(result, shifted(name, result, *values))
+    if name == "bfe":
+        return encoded(result, extracted(result, *values))
+    if name == "sqrt":
+        return encoded(result, math.sqrt(values[0]) if values[0] >= 0 else math.nan)
     if name == "fma":
         return nearest(fused(*values), result)
     if name in ("div", "rem") and result[0] != "f":

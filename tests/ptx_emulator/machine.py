@@ -15,7 +15,7 @@ from tests.ptx_emulator.arithmetic import Array
 from tests.ptx_emulator.memory import Traffic
 from tests.ptx_emulator.parse import Immediate, Instruction, Name, Program
 from tests.ptx_emulator.races import Clocks
-from tests.ptx_emulator.threads import Launch, Threads
+from tests.ptx_emulator.threads import WARP, Launch, Threads
 
 _EXITED = np.iinfo(np.int64).max
 # Basic blocks run, for each resident block, after which a launch counts as hung.
@@ -141,6 +141,12 @@ class _Residents:
             elif opcode == "bar.sync":
                 if instruction.operands != (Immediate(0),):
                     raise NotImplementedError(f"{instruction.text}: only barrier 0 is known")
+                waits[taken] = True
+            elif opcode == "bar.warp.sync":
+                if instruction.operands != (Immediate(-1),) or self._launch.program.threads != WARP:
+                    raise NotImplementedError(
+                        f"{instruction.text}: only a block of one warp is known"
+                    )
                 waits[taken] = True
             elif len(taken):
                 whole = everyone and len(taken) == len(threads)

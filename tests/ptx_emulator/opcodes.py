@@ -56,7 +56,8 @@ ATOMICS = {
 }
 # Atomics whose result nobody reads, by the type of their operands.
 MAXIMA = {f"red.global.gpu.relaxed.max.{kind}": kind for kind in ("s32", "s64")}
-SHUFFLES = {"shfl.sync.bfly.b32": "b32"}
+# Whether a thread names the lane it reads, else by which bits that differs from its own.
+SHUFFLES = {"shfl.sync.bfly.b32": False, "shfl.sync.idx.b32": True}
 REDUCTIONS = {
     f"redux.sync.{name}.{kind}": OPERATIONS[f"{name}.{kind}", 2]
     for name, kinds in (("min", "s32 u32 f32"), ("max", "s32 u32 f32"),
@@ -73,4 +74,4 @@ MATRICES = {
 # Waits for the launch ahead on the stream, which is over here: only who has waited is kept.
 WAITS = {"griddepcontrol.wait": None}
 # Handled by machine.py itself.
-CONTROL = frozenset({"bra", "bra.uni", "ret", "bar.sync"})
+CONTROL = frozenset({"bra", "bra.uni", "ret", "bar.sync", "bar.warp.sync"})

@@ -144,7 +144,7 @@ mul.hi.u32 %r1, %r2, %r2
 mul24.lo.u32 %r1, %r2, %r2
 mul.wide.s64 %rd1, %rd2, %rd2
 mad.hi.s32 %r1, %r2, %r2, %r2
-bfe.s32 %r1, %r2, %r2, %r2
+bfe.u64 %rd1, %rd2, %r2, %r2
 prmt.b32.f4e %r1, %r2, %r2, %r2
 shf.l.wrap.b32 %r1, %r2, %r2, %r2
 lop3.b32 %r1, %r2, %r2, %r2, 150
@@ -248,6 +248,8 @@ def test_listed_instruction_with_unknown_operands_is_refused_by_name(text):
         ("mov.u32 %r2, %tid.x; redux.sync.max.s32 %r1, %r2, -1", 31),
         ("mov.u32 %r2, %tid.x; redux.sync.min.u32 %r1, %r2, -1", 0),
         ("mov.u32 %r2, %tid.x; shfl.sync.bfly.b32 %r1, %r2, 16, 31, -1", 16),
+        ("mov.u32 %r2, %tid.x; shfl.sync.idx.b32 %r1, %r2, 37, 31, -1", 5),
+        ("mov.u32 %r2, %tid.x; add.s32 %r1, %r2, 7; shfl.sync.idx.b32 %r1, %r2, %r1, 31, -1", 7),
     ],
 )
 def test_loads_and_moves_of_parts_and_warps_give_what_ptx_says(text, result):

@@ -49,6 +49,18 @@ def test_store_to_what_all_threads_load_races_whichever_thread_stores(writer):
     launch(body.format(writer, "bar.sync 0;"))
 
 
+def test_barrier_of_one_warp_orders_a_block_that_is_one():
+    body = """
+	ld.shared.b32 	%r2, [global_smem];
+	bar.warp.sync 	-1;
+	setp.eq.b32 	%p1, %r1, 9;
+	@%p1 st.shared.b32 	[global_smem], %r1;"""
+    memory = torch.zeros(8, dtype=torch.int64)
+    machine.launch(program(body, 32), 1, [memory.data_ptr()], 16, resident=1)
+    with pytest.raises(NotImplementedError, match="only a block of one warp"):
+        launch(body)
+
+
 def test_store_by_the_second_of_two_loading_threads_races_with_the_first():
     body = """
 	setp.eq.b32 	%p1, %r1, 5;

@@ -294,14 +294,16 @@ class Threads:
         if (mask != 0xFFFFFFFF).any() or not whole:
             raise AccessError(f"{instruction.text}: not all threads of a warp execute it")
 
-    def _shuffle(self, instruction: Instruction, kind: str, index: Array | None) -> None:
+    def _shuffle(self, instruction: Instruction, named: bool, index: Array | None) -> None:
         target, source, lanes, clamp, members = instruction.operands
-        if not isinstance(lanes, Immediate) or clamp != Immediate(31):
-            raise NotImplementedError("only constant lanes within a whole warp are known")
+        if clamp != Immediate(31) or not (named or isinstance(lanes, Immediate)):
+            raise NotImplementedError("only lanes within a whole warp are known")
         self._require_warps(instruction, index, members)
-        values = self._registers.read_each(source, kind, index)
-        order = np.arange(WARP) ^ lanes.bits
-        self._registers.write(target, kind, values.reshape(-1, WARP)[:, order].reshape(-1), index)
+        values = self._registers.read_each(source, "b32", index).reshape(-1, WARP)
+        chosen = self._registers.read_each(lanes, "u32", index).reshape(-1, WARP) % WARP
+        order = chosen if named else np.arange(WARP) ^ chosen
+        moved = np.take_along_axis(values, order.astype(np.int64), axis=1)
+        self._registers.write(target, "b32", moved.reshape(-1), index)
 
     def _reduce(self, instruction: Instruction, operation: Operation, index: Array | None) -> None:
         target, source, members = instruction.operands

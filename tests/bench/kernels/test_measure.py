@@ -7,7 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from bench.kernels import bench_packing, bench_projection, bench_reduction, peers_compiled, report
+from bench.kernels import (
+    bench_gram,
+    bench_packing,
+    bench_projection,
+    bench_reduction,
+    peers_compiled,
+    report,
+)
 from bench.kernels.bench_packing import Spec
 from bench.kernels.bench_reduction import _spec
 from bench.kernels.case import Case, WrongAnswer
@@ -56,10 +63,18 @@ def cases(compiled: bool = False) -> list[Case]:
             bench_projection.Spec(kernel, "fp32", "planned", 40_000, planned=True)
             for kernel in ("dot_and_norms", "combine", "adasum")
         ]
+    sums: list[bench_gram.Spec] = []
+    if not compiled:
+        sums += [
+            bench_gram.Spec(kernel, "small", "small", size=40_000, count=3, planned=planned)
+            for kernel in ("gram", "weighted_sum")
+            for planned in (False, True)
+        ]
     return [
         *(bench_packing.case_of(spec, compiled) for spec in packing),
         *(bench_reduction.case_of(spec, compiled) for spec in reduction),
         *(bench_projection.case_of(spec, compiled) for spec in projection),
+        *map(bench_gram.case_of, sums),
     ]
 
 
@@ -83,7 +98,7 @@ def test_measure_times_a_right_kernel_beside_all_its_peers_and_refuses_a_wrong_o
         return result
 
     idle = case.ours.call()
-    if case.spec.kernel == "dot_and_norms":
+    if case.spec.kernel in ("dot_and_norms", "gram"):
         idle = torch.full_like(idle, torch.nan)
     for wrong in (off, lambda: idle):
         bad = dataclasses.replace(case.ours, call=wrong)
@@ -164,8 +179,9 @@ def test_rows_written_are_read_again_and_one_cut_short_is_measured_anew(tmp_path
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_rows_have_distinct_names(device, monkeypatch):
-    for module in (bench_packing, bench_reduction, bench_projection):
+    for module in (bench_gram, bench_packing, bench_reduction, bench_projection):
         monkeypatch.setattr(module, "DEVICE", device)
     packing = [*bench_packing._specs("pack"), *bench_packing._specs("unpack")]
-    names = [*map(str, [*packing, *bench_reduction._specs(), *bench_projection._specs()])]
+    sums = [*bench_reduction._specs(), *bench_projection._specs(), *bench_gram._specs()]
+    names = [*map(str, [*packing, *sums])]
     assert len({*names}) == len(names) > 100

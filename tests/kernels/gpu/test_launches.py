@@ -142,12 +142,45 @@ def test_chunks_past_2_31_elements(monkeypatch, cooperative):
     assert relative_l2(out, reference) <= torch.finfo(torch.bfloat16).eps
 
 
+def test_sums_of_chunks_past_2_31_elements(monkeypatch):
+    """As above, where the element behind the chunks lies in a vector that they share."""
+    base, numel, cut = 1 << 31, (1 << 31) + 2051, chunking.cut
+
+    def last(bounds: tuple[int, ...], block: int, vector: int) -> Any:
+        rows, shares, tiles = cut((5, bounds[-1] - base), 1024, vector)
+        return np.add(rows, (base, 0, 0)), shares, tiles
+
+    monkeypatch.setattr(chunking, "cut", last)
+    monkeypatch.setattr(chunking, "_tiles", lambda *_: 1)
+    whole = [reserved(2 * numel).view(torch.bfloat16) for _ in range(2)]
+    tensors = [one[base + 5 :] for one in whole]
+    for seed, tensor in enumerate(tensors):
+        tensor.copy_(random(len(tensor), torch.bfloat16, "cpu", seed))
+    factors = torch.tensor([[0.5, -3.0]]).double()
+    expected = kernels.gram_reference(tensors), kernels.weighted_sum_reference(tensors, factors)
+    with emulated(races=False):
+        matrices, precise = kernels.gram(whole), kernels.gram(whole, precise=True)
+        kernels.weighted_sum(whole, factors, out=whole[0])
+    # A rounding for each of 2046 sums, and in the reference one for each product as well.
+    bound = 2 * 2046 * torch.finfo(torch.float64).eps
+    assert relative_l2(matrices, expected[0]) <= bound
+    assert relative_l2(precise.sum(3), expected[0]) <= bound
+    assert relative_l2(tensors[0], expected[1]) <= torch.finfo(torch.bfloat16).eps
+
+
 def test_other_calls_are_one_launch(on_triton, monkeypatch):
     a, b = (random(5000, torch.float32, on_triton.device, seed) for seed in (1, 2))
     with launches(monkeypatch) as log:
         kernels.dot_and_norms(a, b)
         kernels.scaled_add(a, b)
-    assert log == ["_dots_kernel", "_scaled_add_kernel"]
+        matrices = kernels.gram([a, b])
+        factors = kernels.adasum_coefficients(matrices[None], [(0, 1, 1, 1)])
+        kernels.weighted_sum([a, b], factors)
+        kernels.gram([a, b], precise=True, spread=torch.ones_like(matrices[:, 0, 0]))
+    assert log == [
+        *("_dots_kernel", "_scaled_add_kernel", "_gram_kernel", "_coefficients_kernel"),
+        *("_weighted_sum_kernel", "_precise_gram_kernel"),
+    ]
 
 
 def test_nothing_is_launched_for_nothing(on_triton, monkeypatch):
@@ -175,6 +208,12 @@ def calls(device: torch.device) -> None:
             kernels.adasum(a, b, bounds, out=out, found_inf=found_inf)
             dots = kernels.dot_and_norms(a, b, bounds)
             kernels.combine(a, b, dots, bounds, out=out, found_inf=found_inf)
+            matrices = kernels.gram([a, b, c], bounds)
+            tree = [(0, 1, 1, 1), (0, 2, 2, 1)]
+            spread = torch.ones_like(matrices[:, 0, 0])
+            factors = kernels.adasum_coefficients(matrices[None], tree, spread=spread)
+            kernels.gram([a, b, c], bounds, precise=True, spread=spread)
+            kernels.weighted_sum([a, b, c], factors, bounds, out=out, found_inf=found_inf)
 
 
 def test_a_launch_finds_the_code_that_triton_would(on_triton, monkeypatch):
@@ -201,7 +240,7 @@ def test_a_launch_finds_the_code_that_triton_would(on_triton, monkeypatch):
     # What is bound is not run: that takes the emulator seconds.
     monkeypatch.setattr(Launch, "__call__", lambda launch, *leading: None)
     calls(on_triton.device)
-    assert len(found) == 6
+    assert len(found) == 10
 
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("looked for by Triton again")

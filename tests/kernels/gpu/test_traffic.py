@@ -62,6 +62,11 @@ CALLS = {
     "combine": Call(
         lambda t: kernels.combine(*t[:2], torch.ones(1, 3).double()), lambda t: 3 * t[0].nbytes
     ),
+    "gram": Call(kernels.gram, _whole),
+    "weighted_sum": Call(
+        lambda t: kernels.weighted_sum(t, torch.ones(1, 4).double()),
+        lambda t: _whole(t) + t[0].nbytes,
+    ),
 }
 DTYPES = (torch.float16, torch.float32)
 
@@ -94,7 +99,9 @@ def test_aligned_tensors_move_once(emulator, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["pack", "unpack", "sum_n", "scaled_add", "combine"])
+@pytest.mark.parametrize(
+    "name", ["pack", "unpack", "sum_n", "scaled_add", "combine", "weighted_sum"]
+)
 @pytest.mark.parametrize("every", [True, False], ids=["all", "one"])
 def test_misaligned_tensors_fill_the_sectors_they_touch(emulator, name, dtype, every):
     tensors = [random(NUMEL, dtype, "cpu", seed) for seed in range(4)]
@@ -114,6 +121,21 @@ def test_odd_segments_cost_their_own_edges(emulator, dtype):
     # each of a, b, a and b again, and out touches at most two.
     bound = 3 * a.nbytes * (1 + 1 / 16) + 4 * 5 * 2 * SECTOR
     assert 3 * a.nbytes <= sectors(emulator) <= bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gram_of_twelve_reads_each_as_often_as_its_group_meets_others(emulator, dtype):
+    """Of three groups each meets two. Programs side by side take the same chunk."""
+    tensors = [random(NUMEL // 4, dtype, "cpu", seed) for seed in range(12)]
+    kernels.gram(tensors)
+    assert len(emulator.launches) == 1
+    assert sectors(emulator) == 2 * _whole(tensors)
+
+
+def test_precise_gram_that_nobody_asks_for_reads_no_tensor(emulator):
+    tensors = [random(NUMEL, torch.float32, "cpu", seed) for seed in range(2)]
+    matrices = kernels.gram(tensors, (0, THIRD, NUMEL), precise=True, spread=torch.ones(2).double())
+    assert not matrices.any() and sectors(emulator) == 0
 
 
 # An H200 as torch describes it.

@@ -1,0 +1,353 @@
+"""What Adasum's matrices take in double-double: precise sums, and the replay of a tree, on a GPU.
+
+A number is an unevaluated sum high + low of two float64, about 106 bits (T. J. Dekker: A
+floating-point technique for extending the available precision, 1971). Products are written as
+fused multiply-adds, so that there is none that the compiler could fuse with an addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.arguments import Call, Tree
+from kernels.arithmetic import SPREAD_LIMIT, TINY
+from kernels.gpu import launcher
+from kernels.gpu.chunking import chunks_of
+from kernels.gpu.device_tables import TABLES, AddressTable, Scratch, upload
+from kernels.gpu.dot_products import is_last
+from kernels.gpu.launcher import Kernel, jit, tl, triton
+from kernels.gpu.tiles import THREADS, convert, load_tile
+
+_SCRATCH = Scratch()
+_TINY = TINY if triton is None else tl.constexpr(TINY)
+_LIMIT = SPREAD_LIMIT if triton is None else tl.constexpr(SPREAD_LIMIT)
+
+
+@jit
+def _two_sum(a, b):
+    """The rounded sum and what it lost (Knuth)."""
+    total = a + b
+    other = total - a
+    return total, (a - (total - other)) + (b - other)
+
+
+@jit
+def _normalised(high, low):
+    """The same number with `low` at most half a unit in the last place of `high`."""
+    total = high + low
+    return total, low - (total - high)
+
+
+@jit
+def _product(a, b):
+    """The rounded product and what it lost."""
+    high = tl.fma(a, b, 0.0)
+    return high, tl.fma(a, b, -high)
+
+
+@jit
+def _add(a_high, a_low, b_high, b_low):
+    high, lost = _two_sum(a_high, b_high)
+    low, rest = _two_sum(a_low, b_low)
+    high, low = _normalised(high, lost + low)
+    return _normalised(high, low + rest)
+
+
+@jit
+def _multiply(a_high, a_low, b_high, b_low):
+    high, lost = _product(a_high, b_high)
+    return _normalised(high, tl.fma(a_high, b_low, tl.fma(a_low, b_high, lost)))
+
+
+@jit
+def _divide(a_high, a_low, b_high, b_low):
+    """By long division: each quotient divides what the ones before it leave."""
+    first = a_high / b_high
+    high, low = _multiply(b_high, b_low, -first, 0.0)
+    a_high, a_low = _add(a_high, a_low, high, low)
+    second = a_high / b_high
+    high, low = _multiply(b_high, b_low, -second, 0.0)
+    a_high, a_low = _add(a_high, a_low, high, low)
+    high, low = _normalised(first, second)
+    return _add(high, low, a_high / b_high, 0.0)
+
+
+@jit
+def _chunk_sum(a, b, length, DTYPE: tl.constexpr):
+    """The dot product of `length` elements at the addresses a and b."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    high = tl.zeros([THREADS], tl.float64)
+    low = tl.zeros([THREADS], tl.float64)
+    for done in range(0, length, THREADS):
+        x = load_tile(a + done * BYTES, length - done, DTYPE, False, THREADS)
+        y = load_tile(b + done * BYTES, length - done, DTYPE, False, THREADS)
+        product, lost = _product(convert(x, tl.float64), convert(y, tl.float64))
+        high, low = _add(high, low, product, lost)
+    return tl.reduce((high, low), 0, _add)
+
+
+@jit
+def _sum_of_chunks(rows, count):
+    """The sum of `count` partials, read past the L1 cache."""
+    high = tl.zeros([THREADS], tl.float64)
+    low = tl.zeros([THREADS], tl.float64)
+    for done in range(0, count, THREADS):
+        k = done + tl.arange(0, THREADS)
+        part = tl.load(rows + 2 * k, mask=k < count, other=0.0, cache_modifier=".cg")
+        rest = tl.load(rows + 2 * k + 1, mask=k < count, other=0.0, cache_modifier=".cg")
+        high, low = _add(high, low, part, rest)
+    return tl.reduce((high, low), 0, _add)
+
+
+@jit
+def _store_pair(place, high, low):
+    tl.store(place, high)
+    tl.store(place + 1, low)
+
+
+@Kernel
+def _precise_gram_kernel(
+    partials,
+    arrivals,
+    addresses,
+    table,
+    spread,
+    matrices,
+    n: tl.int32,
+    DTYPE: tl.constexpr,
+    CHOOSE: tl.constexpr,
+):
+    """The sums of all pairs of tensors over one chunk; a segment's last program adds them up.
+
+    It is launched where Adasum may need it and mostly does not: a program whose segment is not
+    chosen ends at once, that of the segment's first chunk after it has stored zeros.
+    """
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    chunks, chunk = tl.num_programs(0).to(tl.int64), tl.program_id(0).to(tl.int64)
+    start = tl.load(table + 3 * chunk)
+    length = tl.load(table + 3 * chunk + 1)
+    segment = tl.load(table + 3 * chunk + 2)
+    share = table + 3 * chunks + 2 * segment
+    first, count = tl.load(share), tl.load(share + 1)
+    matrix = matrices + 2 * segment * n * n
+    chosen = True
+    if CHOOSE:
+        # NaN is above nothing.
+        chosen = tl.load(spread + segment) > _LIMIT
+    if chosen:
+        for i in range(n):
+            a = tl.load(addresses + i) + start * BYTES
+            for j in range(i + 1):
+                b = tl.load(addresses + j) + start * BYTES
+                high, low = _chunk_sum(a, b, length, DTYPE)
+                _store_pair(partials + 2 * ((i * (i + 1) // 2 + j) * chunks + chunk), high, low)
+        if is_last(arrivals + segment, count):
+            for i in range(n):
+                for j in range(i + 1):
+                    rows = partials + 2 * ((i * (i + 1) // 2 + j) * chunks + first)
+                    high, low = _sum_of_chunks(rows, count)
+                    # On the diagonal both are one place, and the values equal.
+                    _store_pair(matrix + 2 * (i * n + j), high, low)
+                    _store_pair(matrix + 2 * (j * n + i), high, low)
+    elif chunk == first:
+        for done in range(0, 2 * n * n, THREADS):
+            k = done + tl.arange(0, THREADS)
+            tl.store(matrix + k, tl.zeros([THREADS], tl.float64), mask=k < 2 * n * n)
+
+
+def precise_gram(call: Call, table: AddressTable) -> Callable[[], None]:
+    """Bind out = [S, n, n, 2], double-double dot products, in one launch."""
+    segments, n, device = len(call.bounds) - 1, len(call.inputs), call.out.device
+    if segments == 0:
+        return launcher.nothing
+    chunks = chunks_of(call.inputs[0], call.bounds)
+    launch = _precise_gram_kernel.bind(
+        chunks.chunks,
+        (call.out, chunks.table),
+        table.write(call.addresses, device),
+        chunks.table,
+        call.out if call.spread is None else call.spread,
+        call.out,
+        n,
+        DTYPE=call.inputs[0].dtype,
+        CHOOSE=call.spread is not None,
+        num_warps=4,
+    )
+    floats = n * (n + 1) * chunks.chunks
+
+    def run() -> None:
+        with launcher.device_guard(call.out):
+            stream = launcher.current_stream()
+            launch(*_SCRATCH.fetch("precise gram", device, stream, floats, segments))
+
+    return run
+
+
+@jit
+def _row(tile, rows, one):
+    """One row of a tile, as it is."""
+    return tl.sum(tl.where(rows == one, tile, 0.0), axis=0)
+
+
+@jit
+def _at(vector, one):
+    """One element of a vector, as it is."""
+    k = tl.arange(0, vector.shape[0])
+    return tl.sum(tl.where(k == one, vector, 0.0), axis=0)
+
+
+@jit
+def _factor(share_high, share_low, dot_high, dot_low, high, low, reach, GUARD: tl.constexpr):
+    """1 - share dot / norm; 1 for a zero vector, whose squared norm is none or was rounded away."""
+    zero = (high < _TINY) | (high < GUARD * reach * reach)
+    dot_high, dot_low = _multiply(share_high, share_low, dot_high, dot_low)
+    high, low = _divide(dot_high, dot_low, tl.where(zero, 1.0, high), tl.where(zero, 0.0, low))
+    high, low = _add(1.0, 0.0, -high, -low)
+    return tl.where(zero, 1.0, high), tl.where(zero, 0.0, low)
+
+
+@jit
+def _blend(alpha_high, alpha_low, a_high, a_low, beta_high, beta_low, b_high, b_low):
+    """The sum of alpha a and beta b."""
+    high, low = _multiply(alpha_high, alpha_low, a_high, a_low)
+    other, rest = _multiply(beta_high, beta_low, b_high, b_low)
+    return _add(high, low, other, rest)
+
+
+@jit
+def _share(join, column):
+    bits = tl.load(join + column)
+    return bits.to(tl.float64, bitcast=True)
+
+
+@Kernel
+def _coefficients_kernel(
+    partials,
+    tree,
+    spread,
+    out,
+    tables: tl.int32,
+    n: tl.int32,
+    SIZE: tl.constexpr,
+    PRECISE: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
+    """The coefficients of one segment.
+
+    The matrix of the vectors that stand becomes, join by join, that of the vectors that then do.
+    Each leaf has one coefficient, and is below one vector that stands, its root.
+    """
+    GUARD: tl.constexpr = 2.0**-92 if PRECISE else 2.0**-46
+    PARTS: tl.constexpr = 2 if PRECISE else 1
+    segment, segments = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    k = tl.arange(0, SIZE)
+    i, j = k[:, None], k[None, :]
+    chosen = True
+    if PRECISE and SPREAD:
+        chosen = tl.load(spread + segment) > _LIMIT
+    if chosen:
+        high = tl.zeros([SIZE, SIZE], tl.float64)
+        low = tl.zeros([SIZE, SIZE], tl.float64)
+        inside = (i < n) & (j < n)
+        for table in range(tables):
+            at = partials + (((table * segments + segment) * n + i) * n + j) * PARTS
+            part = tl.load(at, mask=inside, other=0.0)
+            rest = tl.zeros([SIZE, SIZE], tl.float64)
+            if PRECISE:
+                rest = tl.load(at + 1, mask=inside, other=0.0)
+            high, low = _add(high, low, part, rest)
+        lost = tl.max(tl.max(tl.where(tl.abs(high) < float("inf"), 0, 1), axis=1), axis=0) > 0
+        c_high = tl.full([SIZE], 1.0, tl.float64)
+        c_low = tl.zeros([SIZE], tl.float64)
+        root = k
+        reach = tl.sqrt(tl.maximum(tl.sum(tl.where(i == j, high, 0.0), axis=0), 0.0))
+        widest = tl.full([], 1.0, tl.float64)
+        for step in range(n - 1):
+            join = tree + 6 * step
+            left, right = tl.load(join).to(tl.int32), tl.load(join + 1).to(tl.int32)
+            a_high, a_low = _row(high, i, left), _row(low, i, left)
+            b_high, b_low = _row(high, i, right), _row(low, i, right)
+            dot_high, dot_low = _at(a_high, right), _at(a_low, right)
+            a_reach, b_reach = _at(reach, left), _at(reach, right)
+            alpha, alpha_low = _factor(
+                _share(join, 2), _share(join, 3), dot_high, dot_low,
+                _at(a_high, left), _at(a_low, left), a_reach, GUARD,
+            )  # fmt: skip
+            beta, beta_low = _factor(
+                _share(join, 4), _share(join, 5), dot_high, dot_low,
+                _at(b_high, right), _at(b_low, right), b_reach, GUARD,
+            )  # fmt: skip
+            # Its dot products with all vectors that stood, then with itself.
+            r_high, r_low = _blend(alpha, alpha_low, a_high, a_low, beta, beta_low, b_high, b_low)
+            norm, norm_low = _blend(
+                alpha, alpha_low, _at(r_high, left), _at(r_low, left),
+                beta, beta_low, _at(r_high, right), _at(r_low, right),
+            )  # fmt: skip
+            r_high = tl.where(k == left, norm, r_high)
+            r_low = tl.where(k == left, norm_low, r_low)
+            high = tl.where(i == left, r_high[None, :], tl.where(j == left, r_high[:, None], high))
+            low = tl.where(i == left, r_low[None, :], tl.where(j == left, r_low[:, None], low))
+            of_left = root == left
+            by_high = tl.where(of_left, alpha, tl.where(root == right, beta, 1.0))
+            by_low = tl.where(of_left, alpha_low, tl.where(root == right, beta_low, 0.0))
+            c_high, c_low = _multiply(c_high, c_low, by_high, by_low)
+            root = tl.where(root == right, left, root)
+            new_reach = tl.fma(tl.abs(alpha), a_reach, tl.abs(beta) * b_reach)
+            reach = tl.where(k == left, new_reach, reach)
+            square = new_reach * new_reach
+            found = tl.where(norm > 0.0, square / tl.where(norm > 0.0, norm, 1.0), float("inf"))
+            widest = tl.maximum(widest, tl.where(square < _TINY, 1.0, found))
+        nan = float("nan")
+        tl.store(out + segment * n + k, tl.where(lost, nan, c_high), mask=k < n)
+        if SPREAD and not PRECISE:
+            tl.store(spread + segment, tl.where(lost, nan, widest))
+
+
+def _tree_table(tree: Tree, device: torch.device) -> Tensor:
+    """int64 rows (left, right, and p/(p+q) and q/(p+q) as the bits of high and low)."""
+
+    def make(pinned: Tensor | None) -> tuple[Tensor, Tensor]:
+        rows = []
+        for left, right, p, q in tree:
+            whole = Fraction(p) + Fraction(q)
+            numbers = []
+            for share in (Fraction(p) / whole, Fraction(q) / whole):
+                numbers += [float(share), float(share - Fraction(float(share)))]
+            rows.append([left, right, *np.array(numbers).view(np.int64)])
+        return upload(np.array(rows, dtype=np.int64).reshape(-1), device, pinned)
+
+    found: tuple[Tensor, Tensor] = TABLES.fetch(("tree", tree), device, make)
+    return found[0]
+
+
+def warps_of(size: int) -> int:
+    """One waits for no other; more where a matrix is more than its registers hold."""
+    return 1 if size <= 16 else min(size * size // 128, 16)
+
+
+def adasum_coefficients(call: Call) -> Callable[[], None]:
+    """Bind out = [S, n], the coefficients of the tree's vectors, in one launch."""
+    (partials,), out = call.inputs, call.out
+    segments, n = out.shape
+    if segments == 0:
+        return launcher.nothing
+    size = launcher.power_of_two_above(max(n, 2))
+    return _coefficients_kernel.bind(
+        segments,
+        (),
+        partials,
+        _tree_table(call.tree, out.device),
+        out if call.spread is None else call.spread,
+        out,
+        partials.shape[0],
+        n,
+        SIZE=size,
+        PRECISE=call.precise,
+        SPREAD=call.spread is not None,
+        num_warps=warps_of(size),
+    )

@@ -1,0 +1,298 @@
+"""gram on a GPU: all dot products of n tensors in one pass over memory and one launch.
+
+Products of float16, bfloat16 and float32 are exact in float64, in which all sums are, in every
+thread one for each of the n(n+1)/2 entries: for n up to 8 they stay in its registers. More tensors
+are taken in groups of four, every two groups by programs of their own: a *range* of them. What they
+read again, the programs beside them have just left in L2.
+
+Where float64 is slow, two results a cycle and multiprocessor on sm_103 and sm_120, its units and no
+memory bound it: of 8 tensors they have 36 multiply-adds and 8 conversions for every 8 elements, 22
+cycles in which memory moves 96 bytes (sm_120) or 640 (sm_103) and not 32. Sums of float32 pairs
+would take about ten instructions a product, 3 cycles, but hold 48 bits: too few for the 2**-46 by
+which `adasum_coefficients` tells a zero vector. So it is float64 there as well.
+
+As in projection_kernels.py, chunks follow from segments, size and dtype alone, and their partials
+are added in one order, by the last program to arrive, so the bits never depend on timing. There are
+up to 36 partials a chunk: the last program of each 64 chunks adds theirs, the last of those the
+segment's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.arguments import Call
+from kernels.gpu import chunking, launcher
+from kernels.gpu.chunking import Aligned, chunks_of
+from kernels.gpu.device_tables import TABLES, AddressTable, Scratch, upload
+from kernels.gpu.dot_products import is_last
+from kernels.gpu.double_double_kernels import precise_gram
+from kernels.gpu.launcher import Kernel, jit, tl, triton
+from kernels.gpu.tiles import THREADS, convert, load_edges, load_tile, whole_vectors
+
+_SCRATCH = Scratch()
+# Tensors that one program takes at most, and of two groups' each.
+_MOST, _GROUP = 8, 4
+# Chunks whose partials are added first; the square is more than a segment has.
+SET = 64 if triton is None else tl.constexpr(64)
+
+
+@jit
+def _no_tiles():
+    """An empty tuple, to which tiles of any kind are added."""
+    return ()
+
+
+@jit
+def _halve(parts, WIDTH: tl.constexpr):
+    """Cut each of `parts`, tiles whose threads hold 2 * WIDTH neighbours, in even and odd ones."""
+    halves = _no_tiles()
+    for k in tl.static_range(len(parts)):
+        x = parts[k]
+        if WIDTH > 1:
+            halves += tl.split(tl.reshape(x, [x.numel // (2 * WIDTH), WIDTH, 2]))
+        else:
+            halves += tl.split(tl.reshape(x, [x.numel // 2, 2]))
+    return halves
+
+
+@jit
+def _by_element(x, VECTOR: tl.constexpr):
+    """The VECTOR elements of each thread's vectors as tiles of their own: no thread moves any."""
+    parts = (x,)
+    if VECTOR >= 8:
+        parts = _halve(parts, 4)
+    if VECTOR >= 4:
+        parts = _halve(parts, 2)
+    if VECTOR >= 2:
+        parts = _halve(parts, 1)
+    return parts
+
+
+@jit
+def _add_products(sums, tiles, VECTOR: tl.constexpr, COUNT: tl.constexpr):
+    """Add to each thread's sums [(i, j) for j <= i] what its elements of the tiles have."""
+    parts = _no_tiles()
+    for i in tl.static_range(COUNT):
+        parts += (_by_element(tiles[i], VECTOR),)
+    for v in tl.static_range(VECTOR):
+        x = _no_tiles()
+        for i in tl.static_range(COUNT):
+            x += (convert(parts[i][v], tl.float64),)
+        added = _no_tiles()
+        for i in tl.static_range(COUNT):
+            for j in tl.static_range(i + 1):
+                added += (tl.fma(x[i], x[j], sums[i * (i + 1) // 2 + j]),)
+        sums = added
+    return sums
+
+
+@jit
+def _store_sums(row, sums, PAIRS: tl.constexpr):
+    """Store the sums over all threads at `row`, four at once, which share their barriers."""
+    column = tl.arange(0, 4)
+    zero = tl.zeros([THREADS], tl.float64)
+    sums += (zero, zero, zero)
+    for k in tl.static_range(0, PAIRS, 4):
+        even = tl.join(sums[k], sums[k + 2])
+        odd = tl.join(sums[k + 1], sums[k + 3])
+        four = tl.reshape(tl.join(even, odd), [THREADS, 4])
+        tl.store(row + k + column, tl.sum(four, axis=0), mask=k + column < PAIRS)
+
+
+@jit
+def _add_rows(partials, stride, count, PAIRS: tl.constexpr, ROW: tl.constexpr):
+    """The sums [ROW] of up to SET rows of partials, every `stride`th, read past the L1 cache."""
+    k, column = tl.arange(0, SET)[:, None], tl.arange(0, ROW)[None, :]
+    inside = (k < count) & (column < PAIRS)
+    row = partials + k * stride * PAIRS + column
+    return tl.sum(tl.load(row, mask=inside, other=0.0, cache_modifier=".cg"), axis=0)
+
+
+@jit
+def _store_entries(out, total, places, n, ROW: tl.constexpr):
+    """Store those entries of a segment's matrix that this range is to store, and their mirror."""
+    place = tl.load(places + tl.arange(0, ROW))
+    tl.store(out + place, total, mask=place >= 0)
+    tl.store(out + place % n * n + place // n, total, mask=(place >= 0) & (place % n != place // n))
+
+
+@jit
+def _finish(
+    partials,
+    arrivals,
+    out,
+    places,
+    n,
+    chunk,
+    chunks,
+    segment,
+    share,
+    PAIRS: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    """Add the partials of a set of chunks, then of the segment, where no chunk of it is missing."""
+    first, count = tl.load(share), tl.load(share + 1)
+    # The set's sums take the place of the partials of its first chunk.
+    head = first + (chunk - first) // SET * SET
+    held = tl.minimum(first + count - head, SET)
+    if is_last(arrivals + head, held):
+        total = _add_rows(partials + head * PAIRS, 1, held, PAIRS, ROW)
+        complete = count <= SET
+        if count > SET:
+            column = tl.arange(0, ROW)
+            tl.debug_barrier()
+            tl.store(partials + head * PAIRS + column, total, mask=column < PAIRS)
+            sets = (count + SET - 1) // SET
+            complete = is_last(arrivals + chunks + segment, sets)
+            if complete:
+                total = _add_rows(partials + first * PAIRS, SET, sets, PAIRS, ROW)
+        if complete:
+            _store_entries(out + segment * n * n, total, places, n, ROW)
+
+
+@Kernel
+def _gram_kernel(
+    partials,
+    arrivals,
+    addresses,
+    table,
+    places,
+    matrices,
+    n: tl.int32,
+    ranges: tl.int32,
+    segments: tl.int32,
+    DTYPE: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Partials of one chunk of COUNT tensors; the last program of a segment writes its entries."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    PAIRS: tl.constexpr = COUNT * (COUNT + 1) // 2
+    chunks = tl.num_programs(0) // ranges
+    # The ranges of a chunk run side by side.
+    chunk = (tl.program_id(0) // ranges).to(tl.int64)
+    mine = (tl.program_id(0) % ranges).to(tl.int64)
+    start = tl.load(table + 3 * chunk)
+    length = tl.load(table + 3 * chunk + 1)
+    segment = tl.load(table + 3 * chunk + 2)
+    before, inner = whole_vectors(start, length, VECTOR)
+    at = _no_tiles()
+    for i in tl.static_range(COUNT):
+        at += (tl.load(addresses + mine * COUNT + i) + start * BYTES,)
+    wide = _no_tiles()
+    for _ in tl.static_range(PAIRS):
+        wide += (tl.zeros([BLOCK // VECTOR], tl.float64),)
+    for done in range(0, inner, BLOCK):
+        tiles = _no_tiles()
+        for i in tl.static_range(COUNT):
+            here = at[i] + (before + done) * BYTES
+            tiles += (load_tile(here, inner - done, DTYPE, True, BLOCK),)
+        wide = _add_products(wide, tiles, VECTOR, COUNT)
+    sums = _no_tiles()
+    for k in tl.static_range(PAIRS):
+        by_thread = tl.reshape(wide[k], [BLOCK // VECTOR // THREADS, THREADS])
+        sums += (tl.sum(by_thread, axis=0),)
+    if inner != length:
+        edges = _no_tiles()
+        for i in tl.static_range(COUNT):
+            edges += (load_edges(at[i], before, inner, length, DTYPE),)
+        sums = _add_products(sums, edges, 1, COUNT)
+    partials += mine * chunks * PAIRS
+    _store_sums(partials + chunk * PAIRS, sums, PAIRS)
+    share = table + 3 * chunks + 2 * segment
+    arrivals += mine * (chunks + segments)
+    places += mine * ROW
+    _finish(partials, arrivals, matrices, places, n, chunk, chunks, segment, share, PAIRS, ROW)
+
+
+def _ranges(n: int) -> list[list[int]]:
+    """The tensors of each range; those from `n` on are none, and fill it up."""
+    if n <= _MOST:
+        return [[*range(n)]]
+    groups = [[*range(k, k + _GROUP)] for k in range(0, n, _GROUP)]
+    return [first + second for first, second in itertools.combinations(groups, 2)]
+
+
+def _places_of(n: int, row: int, device: torch.device) -> Tensor:
+    """int64 [ranges, row] on the device: which entry of the matrix each sum is, -1 for none.
+
+    The entries of one group are in several ranges: in equal bits, of which one stores them.
+    """
+
+    def make(pinned: Tensor | None) -> tuple[Tensor, Tensor]:
+        ranges, stored = _ranges(n), set[int]()
+        places = np.full((len(ranges), row), -1)
+        for mine, tensors in enumerate(ranges):
+            pairs = ((i, j) for k, i in enumerate(tensors) for j in tensors[: k + 1])
+            for column, (i, j) in enumerate(pairs):
+                if max(i, j) < n and i * n + j not in stored:
+                    stored.add(i * n + j)
+                    places[mine, column] = i * n + j
+        return upload(places.ravel(), device, pinned)
+
+    found: tuple[Tensor, Tensor] = TABLES.fetch(("gram", n), device, make)
+    return found[0]
+
+
+def tile_of(count: int, numel: int, itemsize: int) -> tuple[int, int]:
+    """(elements a tile, warps) where a program takes `count` tensors.
+
+    Of few a thread loads several vectors each before it uses the first.
+    """
+    block, warps = chunking.tile_of(numel, itemsize)
+    return min(block, 128 * (16 // itemsize) * max(1, 4 // count)), warps
+
+
+def row_of(count: int) -> int:
+    """Sums of `count` tensors, up to a power of two."""
+    return launcher.power_of_two_above(count * (count + 1) // 2)
+
+
+def gram(call: Call, table: AddressTable) -> Callable[[], None]:
+    """Bind out = float64 [S, n, n], the dot products of the segments, in one launch."""
+    if call.precise:
+        return precise_gram(call, table)
+    segments, n, device = len(call.bounds) - 1, len(call.inputs), call.out.device
+    if segments == 0:
+        return launcher.nothing
+    aligned, chunks = Aligned(*call.inputs), chunks_of(call.inputs[0], call.bounds)
+    ranges, dtype = _ranges(n), call.inputs[0].dtype
+    places = [tensor.data_ptr() for tensor in aligned.tensors]
+    count = len(ranges[0])
+    pairs, row = count * (count + 1) // 2, row_of(count)
+    block, warps = tile_of(count, call.inputs[0].numel(), dtype.itemsize)
+    launch = _gram_kernel.bind(
+        chunks.chunks * len(ranges),
+        (call.out, chunks.table),
+        table.write(array("Q", [places[min(i, n - 1)] for i in itertools.chain(*ranges)]), device),
+        chunks.table,
+        _places_of(n, row, device),
+        call.out,
+        n,
+        len(ranges),
+        segments,
+        DTYPE=dtype,
+        COUNT=count,
+        ROW=row,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    floats = len(ranges) * chunks.chunks * pairs
+    counters = len(ranges) * (chunks.chunks + segments)
+
+    def run() -> None:
+        aligned.refresh()
+        with launcher.device_guard(call.out):
+            stream = launcher.current_stream()
+            launch(*_SCRATCH.fetch("gram", device, stream, floats, counters))
+
+    return run
