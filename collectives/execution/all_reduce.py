@@ -94,12 +94,11 @@ class Runner:
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError or TypeError where one of the ranges cannot reduce such tensors here."""
         for spec in specs:
-            chosen = spec.outer != "auto"
-            if not chosen and is_plain_sum(op):
+            if spec.outer == "auto" and is_plain_sum(op):
                 continue
             kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
             on_gpu = any(device.type == "cuda" for device, _ in kinds)
-            if not chosen:
+            if spec.outer == "auto":
                 nbytes = sum(tensor.nbytes for tensor in tensors)
                 spec = auto_by_messages(op, "cuda" if on_gpu else "cpu", nbytes, self.topology)
             phases = phases_of(spec, op, self.topology)
@@ -169,7 +168,8 @@ class Runner:
         spec = spec_for(options.specs, flat.numel())
         if spec.outer == "auto":
             spec = self.choose(flat, op)
-        spec = for_dtype(spec, op, flat.dtype)
+        if op.reads_tree:
+            spec = for_dtype(spec, op, flat.dtype)
         round_robin = ONE_TENSOR
         if spec.is_round_robin:
             round_robin = RoundRobin(_count(options.segments), self.first)

@@ -31,11 +31,9 @@ def auto_by_messages(op: Reducer, device: str, nbytes: int, topology: Topology) 
 
 
 def for_dtype(spec: AllReduceSpec, op: Reducer, dtype: torch.dtype) -> AllReduceSpec:
-    """Return what runs on a dtype: the same tree in pairs where `op` reads no trees of it."""
-    if not op.reads_tree or op.reads_tree_of(dtype):
-        return spec
+    """Return what runs on a dtype, where `op` reads trees: in pairs where not of this dtype."""
     pairwise = algorithm(spec.outer).pairwise
-    if pairwise is None:
+    if pairwise is None or op.reads_tree_of(dtype):
         return spec
     return replace(spec, alg=f"{spec.inner}/{pairwise}" if spec.inner else pairwise)
 

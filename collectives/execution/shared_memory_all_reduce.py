@@ -295,7 +295,7 @@ def _method_of(
     by_size = spec.outer == "auto" and op.associative
     if spec.outer == "auto" and not by_size:
         spec = auto_of(op, nbytes, size)
-    if not by_size:
+    if op.reads_tree:
         spec = for_dtype(spec, op, vector.dtype)
     # Shards are a matter of messages to what reduces all at once.
     if spec.inner is not None or (spec.shards != 1 and in_pairs):

@@ -27,7 +27,7 @@ def check_ops(ranks: Ranks) -> None:
     model = Odd()
     columns = [ranks.columns(model, step) for step in range(STEPS)]
     cases = [(op, None) for op in (*OPS, *USERS)]
-    for op, algorithm in (*cases, ("Adasum", "vhdd"), ("Longest", "psgpu#2")):
+    for op, algorithm in (*cases, ("Adasum", "vhdd"), ("Adasum", "direct"), ("Longest", "psgpu#2")):
         wrapped = ranks.wrap(model, ranks.state(op, algorithm))
         for step in range(STEPS):
             wrapped.zero_grad()

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from adasum import Adasum, AdasumReducer
-from collectives import Average, Group, Max, Reducer, Sum, calls, run_threads
+from collectives import Average, Group, Max, Operands, Reducer, Sum, calls, run_threads
+from collectives.reducers import Piece
 from collectives.schedules import direct
 from collectives.schedules.algorithm import Order
+from collectives.schedules.folding import balanced_tree
 from collectives.schedules.registry import ORDERED
 from tests.collectives.consistency.ranks import WAYS, everywhere, run
 from tests.collectives.operators import Longest
@@ -365,6 +367,43 @@ def test_elementwise_operators_are_one_pass_in_rank_order(op: Reducer) -> None:
                 assert torch.equal(mine, same)
 
     run_threads(5, work)
+
+
+@pytest.mark.parametrize("cuts", [(0, 1003), (0, 130, 1003), (0, 100, 101, 450, 1003)])
+@pytest.mark.parametrize("kind", ["common", "zeros", "opposed 1e-06"])
+def test_reduce_and_plans_of_pieces_with_a_tree_have_the_same_bits(
+    kind: str, cuts: Sequence[int]
+) -> None:
+    """Whether pieces cut segments or not; a plan runs on what its tensors then hold."""
+    for dtype, op in itertools.product(NARROW, (Adasum, UNWEIGHTED)):
+        inputs = vectors(kind, 5, dtype)
+        held = [vector.clone() for vector in inputs]
+        outs = [torch.full_like(inputs[0], float("nan")) for _ in range(2)]
+        both = [
+            Operands(
+                [
+                    Piece(tuple(part[low:high] for part in parts), out[low:high], low)
+                    for low, high in itertools.pairwise(cuts)
+                ],
+                1003,
+                BOUNDS,
+                None,
+                (1,) * 5,
+                balanced_tree(5),
+            )
+            for parts, out in zip((inputs, held), outs, strict=True)
+        ]
+        op.reduce(both[0])
+        run_again = op.bind(both[1])
+        for part in held:
+            part.zero_()
+        run_again()
+        assert not outs[1].any()
+        for part, vector in zip(held, inputs, strict=True):
+            part.copy_(vector)
+        run_again()
+        assert bits(outs[0]) == bits(outs[1])
+        check(outs[0], defined(inputs, weighted=op.weighted), (kind, dtype, op, cuts))
 
 
 def test_names_that_carry_adasum_hold_direct() -> None:

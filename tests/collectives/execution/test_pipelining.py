@@ -173,7 +173,7 @@ def test_parts_of_a_message_cover_it_and_begin_aligned(numel: int) -> None:
         assert all(part.tensor.storage_offset() % 4 == 0 for part in found)
 
 
-@pytest.mark.parametrize("name", ["xring", "rechd", "vhdd", "psgpu"])
+@pytest.mark.parametrize("name", ["xring", "rechd", "vhdd", "direct", "psgpu"])
 def test_links_that_cut_their_messages_otherwise_give_the_same_answer(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +182,7 @@ def test_links_that_cut_their_messages_otherwise_give_the_same_answer(
     What is received is NaN until its part has arrived. For Adasum's bound see below.
     """
     monkeypatch.setattr(pipelining, "_NEAR_PART_BYTES", int(2.5 * SMALL))
-    op, inputs = Adasum if name == "vhdd" else Sum, vectors(4, 2042)
+    op, inputs = Adasum if name in ("vhdd", "direct") else Sum, vectors(4, 2042)
     schedule = one_level(name, 4 if name == "psgpu" else 1, Topology(4, 4))
     counts = set()
 
@@ -199,7 +199,7 @@ def test_links_that_cut_their_messages_otherwise_give_the_same_answer(
         if op is Sum:
             assert torch.equal(answer, whole[0])
         assert ((answer - whole[0]).abs() <= 3 * torch.finfo(torch.float32).eps * reach).all()
-    assert counts == ({"5"} if name in ("xring", "psgpu") else {"4", "5"})
+    assert counts == ({"5"} if name in ("xring", "direct", "psgpu") else {"4", "5"})
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
@@ -218,7 +218,10 @@ def test_sum_in_parts_is_the_sum(name: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("name", "size"),
     # Five ranks take the steps of four, after the fifth has handed its vector over.
-    [("vhdd", 2), pytest.param("vhdd", 4, marks=pytest.mark.slow), ("vhdd", 5), ("rd", 3)],
+    [
+        *(("vhdd", 2), pytest.param("vhdd", 4, marks=pytest.mark.slow), ("vhdd", 5), ("rd", 3)),
+        *(("direct", 2), ("direct", 3), ("direct", 5)),
+    ],
 )
 def test_adasum_in_parts_is_its_definition(
     name: str, size: int, segments: Sequence[int] | None
