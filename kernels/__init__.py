@@ -25,7 +25,7 @@ from kernels import logs
 from kernels.arithmetic import SPREAD_LIMIT
 from kernels.backends import BackendInfo, backend_info
 from kernels.findings import max_abs_reference
-from kernels.gram import (
+from kernels.gram_matrix import (
     adasum_coefficients,
     adasum_coefficients_bytes,
     adasum_coefficients_reference,

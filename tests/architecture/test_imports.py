@@ -33,7 +33,7 @@ GRAPH = graph_of(MODULES)
 WINGS = {
     "kernels": (
         ("kernels.__init__",),
-        ("kernels.packing", "kernels.reduction", "kernels.projection"),
+        ("kernels.packing", "kernels.reduction", "kernels.projection", "kernels.gram_matrix"),
         ("kernels.torch_ops",),
         ("kernels.plans", "kernels.derivatives"),
         ("kernels.binding",),
