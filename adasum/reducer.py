@@ -34,9 +34,11 @@ class AdasumReducer(Reducer):
     counts as one of twice as many reals: a.b is Re<a, b>. Symmetric, but not associative: the order
     of the ranks is part of the answer (adjacent ranks pair first).
 
-    On a GPU it takes two launches, dots and combination, also where one cooperative launch would
-    do: that one waits until all of its programs are resident, maybe for NCCL's kernel, which waits
-    for another rank's, which waits likewise.
+    Of more than two vectors with a tree it takes one Gram matrix a segment: `gram_reduction.py`.
+
+    On a GPU a pair takes two launches, dots and combination, also where one cooperative launch
+    would do: that one waits until all of its programs are resident, maybe for NCCL's kernel, which
+    waits for another rank's, which waits likewise.
 
     Args:
         weighted: False takes every pair as p = q, as Horovod's Adasum of a power of two of ranks
