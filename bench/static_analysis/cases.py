@@ -127,7 +127,7 @@ KERNELS |= {
         stores=False,
         dtypes=("fp64",),
     )
-    for size, precise in ((8, False), (16, True), (32, True), (64, True))
+    for size, precise in ((8, False), (16, True), (32, True))
 }
 DTYPES = ("DTYPE", "A", "B", "OUT", "TENSOR", "BUFFER")
 _VARIANT_CAPABILITY = 90

@@ -298,7 +298,10 @@ def _tree_table(tree: Tree, device: torch.device) -> Tensor:
 
 
 def warps_of(size: int) -> int:
-    """One waits for no other; more where a matrix is more than its registers hold."""
+    """One waits for no other; more where a matrix is more than its registers hold.
+
+    Of more than 32 vectors ptxas spills a few bytes, of more than 64 many.
+    """
     return 1 if size <= 16 else min(size * size // 128, 16)
 
 
