@@ -20,6 +20,7 @@ from torch import Tensor
 import kernels
 from adasum.pieces import ClippedPiece, add_up, clipped, device_of
 from collectives import Operands
+from kernels.validation import tracing
 
 LIMIT = 2.0**30
 """The spread up to which float64 sums are precise enough for float32 results."""
@@ -35,10 +36,11 @@ def reduce_tree(operands: Operands, segments: tuple[int, ...], tree: Tree) -> No
     for piece in clipped(operands, segments):
         grams.append(kernels.gram(piece.parts, piece.segments))
         pieces.append(piece)
-    coefficients = _coefficients(operands, pieces, grams, len(segments) - 1, tree)
+    replay = _Replay(operands, pieces, len(segments) - 1, tree)
+    replay(grams)
     for piece in pieces:
         kernels.weighted_sum(
-            piece.parts, coefficients[piece.touched], piece.segments, out=piece.out
+            piece.parts, replay.coefficients[piece.touched], piece.segments, out=piece.out
         )
 
 
@@ -46,48 +48,83 @@ def bind_tree(operands: Operands, segments: tuple[int, ...], tree: Tree) -> Call
     """Plan `reduce_tree`."""
     pieces = list(clipped(operands, segments))
     grams = [kernels.plan_gram(piece.parts, piece.segments) for piece in pieces]
-    count, device = len(segments) - 1, device_of(operands)
-    coefficients = torch.zeros(count, len(tree) + 1, dtype=torch.float64, device=device)
+    replay = _Replay(operands, pieces, len(segments) - 1, tree, planned=True)
     sums = [
         kernels.plan_weighted_sum(
-            piece.parts, coefficients[piece.touched], piece.segments, out=piece.out
+            piece.parts, replay.coefficients[piece.touched], piece.segments, out=piece.out
         )
         for piece in pieces
     ]
 
     def run() -> None:
-        found = _coefficients(operands, pieces, [plan() for plan in grams], count, tree)
-        coefficients.copy_(found)
+        replay([plan() for plan in grams])
         for plan in sums:
             plan()
 
     return run
 
 
-def _coefficients(
-    operands: Operands,
-    pieces: Sequence[ClippedPiece],
-    grams: Sequence[Tensor],
-    count: int,
-    tree: Tree,
-) -> Tensor:
-    """Return float64 [count, n], each part's coefficient in every segment."""
-    device, parts = device_of(operands), len(tree) + 1
-    spread = torch.zeros(count, dtype=torch.float64, device=device)
-    tables = _gathered(operands, add_up(pieces, grams, (count, parts, parts), device))
-    coefficients = kernels.adasum_coefficients(tables, tree, spread=spread)
-    if device.type == "cpu" and not (spread > LIMIT).any():
-        return coefficients
-    grams = [
-        kernels.gram(piece.parts, piece.segments, precise=True, spread=spread[piece.touched])
-        for piece in pieces
-    ]
-    table = add_up(pieces, grams, (count, parts, parts, 2), device, precise=True)
-    tables = _gathered(operands, table)
-    return kernels.adasum_coefficients(tables, tree, out=coefficients, spread=spread)
+class _Replay:
+    """Finds each part's coefficient in every segment from the pieces' Gram matrices.
 
+    Args:
+        operands: What is reduced.
+        pieces: Its pieces.
+        count: The number of segments.
+        tree: How the parts are joined.
+        planned: Whether it runs many times, on the host by a plan of all ranks' tables.
 
-def _gathered(operands: Operands, table: Tensor) -> Tensor:
-    """Return all tables of the ranks that together hold the vectors."""
-    gather = operands.gather_partials
-    return table.unsqueeze(0) if gather is None else gather(table)
+    Attributes:
+        coefficients: float64 [count, n].
+    """
+
+    def __init__(
+        self,
+        operands: Operands,
+        pieces: Sequence[ClippedPiece],
+        count: int,
+        tree: Tree,
+        *,
+        planned: bool = False,
+    ) -> None:
+        self._operands, self._pieces, self._tree = operands, pieces, tree
+        parts, self._device = len(tree) + 1, device_of(operands)
+        self._shape = count, parts, parts
+        self._spread = torch.zeros(count, dtype=torch.float64, device=self._device)
+        self.coefficients = self._spread.new_zeros(count, parts)
+        self._planned = planned
+        self._plan: Callable[[], Tensor] | None = None
+        self._tables = self._spread
+
+    def __call__(self, grams: Sequence[Tensor]) -> None:
+        """Write `coefficients`."""
+        pieces, spread = self._pieces, self._spread
+        self._replay(self._gathered(add_up(pieces, grams, self._shape, self._device)))
+        if self._device.type == "cpu" and not (spread > LIMIT).any():
+            return
+        grams = [
+            kernels.gram(piece.parts, piece.segments, precise=True, spread=spread[piece.touched])
+            for piece in pieces
+        ]
+        table = add_up(pieces, grams, (*self._shape, 2), self._device, precise=True)
+        kernels.adasum_coefficients(
+            self._gathered(table), self._tree, out=self.coefficients, spread=spread
+        )
+
+    def _replay(self, tables: Tensor) -> None:
+        given = {"out": self.coefficients, "spread": self._spread}
+        # Under a dispatch mode of any thread no plan can be made.
+        if not self._planned or (self._plan is None and tracing()):
+            kernels.adasum_coefficients(tables, self._tree, **given)
+            return
+        if self._plan is None:
+            self._tables = tables.clone()
+            self._plan = kernels.plan_adasum_coefficients(self._tables, self._tree, **given)
+        else:
+            self._tables.copy_(tables)
+        self._plan()
+
+    def _gathered(self, table: Tensor) -> Tensor:
+        """Return all tables of the ranks that together hold the vectors."""
+        gather = self._operands.gather_partials
+        return table.unsqueeze(0) if gather is None else gather(table)
