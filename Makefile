@@ -28,7 +28,7 @@ FIRST = -c $(VENV)/first.txt
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo evidence test test-slow test-kernels test-collectives test-emulated \
+.PHONY: help build demo evidence test test-slow test-nightly test-kernels test-collectives test-emulated \
 	test-timing test-recipes test-torch test-newest nightly lint docs docs-links bench gpu bench-compiled clean
 
 help:  ## this list
@@ -44,9 +44,9 @@ evidence: $(READY) build  ## run what is missing of docs/evidence/protocol.md: t
 	PYTHONPATH=examples $(PY) -m evidence $(EVIDENCE_ARGS)
 
 # Two files at a time have more threads than there are cores: one that spins keeps the one it waits for from running.
-test test-slow test-kernels test-collectives test-emulated: export OMP_WAIT_POLICY = passive
+test test-slow test-nightly test-kernels test-collectives test-emulated: export OMP_WAIT_POLICY = passive
 # Tests start hundreds of processes; without bytecode on disk each would compile every module anew, for about a second.
-test test-slow test-kernels test-collectives test-emulated: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-nightly test-kernels test-collectives test-emulated: export PYTHONDONTWRITEBYTECODE =
 FILES = --dist loadfile --no-loadscope-reorder
 TWO_FILES = -n 2 $(FILES)
 
@@ -54,7 +54,10 @@ test: $(READY) build  ## the tests to run before a commit: every package, two fi
 	$(PY) -m pytest tests $(TWO_FILES) $(PYTEST_ARGS)
 
 test-slow: $(READY) build  ## the long tests, which `make test` leaves out
-	$(PY) -m pytest tests -m 'slow and not timing' $(TWO_FILES) $(PYTEST_ARGS)
+	$(PY) -m pytest tests -m 'slow and not timing and not nightly' $(TWO_FILES) $(PYTEST_ARGS)
+
+test-nightly: $(READY) build  ## the longest tests, which .ci/run leaves out, too
+	$(PY) -m pytest tests -m 'nightly and not timing' $(TWO_FILES) $(PYTEST_ARGS)
 
 test-kernels: $(READY) build  ## the tests of kernels, and of the emulator that runs their compiled code
 	$(PY) -m pytest tests/kernels tests/ptx_emulator $(TWO_FILES) $(PYTEST_ARGS)
@@ -81,7 +84,7 @@ test-torch: export PYTHONDONTWRITEBYTECODE =
 test-torch: $(READY) build  ## torch's own tests of DDP, and its optimizers, over adasum: 6 minutes
 	$(PY) -m tests.torch_conformance $(CONFORMANCE_ARGS)
 
-nightly: test-slow test-recipes test-newest  ## all of what no commit waits for: for every night
+nightly: test-slow test-nightly test-recipes test-newest  ## all of what no commit waits for: for every night
 
 # What torch does not promise to keep breaks here first. An index of nightly builds: PIP_ARGS="--extra-index-url ...".
 test-newest:  ## the tests on the newest torch, pre-releases too, in an environment made anew: for every night

@@ -37,9 +37,28 @@ LONGEST = (
     "docs",
 )
 
+# Files whose slow tests run for minutes, more than every commit's CI has: marked `nightly`.
+NIGHTLY = (
+    "adasum/optimizer/test_mutations.py",
+    "adasum/optimizer/test_soak.py",
+    "adasum/test_direct.py",
+    "collectives/test_interrupts.py",
+    "frozen/test_frozen.py",
+    "kernels/gpu/test_gram_kernels.py",
+    "kernels/test_projection.py",
+    "kernels/test_reduction.py",
+)
 
+
+# First, as the option -m deselects in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests of the longest files to the front."""
+    """Mark the nightly tests, and sort those of the longest files to the front."""
+    for item in items:
+        if item.get_closest_marker("slow") and item.nodeid.removeprefix("tests/").startswith(
+            NIGHTLY
+        ):
+            item.add_marker("nightly")
 
     def rank(item: pytest.Item) -> int:
         path = item.nodeid.removeprefix("tests/")

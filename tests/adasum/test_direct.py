@@ -26,8 +26,8 @@ NARROW = (torch.float16, torch.bfloat16, torch.float32)
 # 1003 is no multiple of any number of ranks: cuts fall inside segments. There is an empty one, one
 # of one element, and one longer than most slices.
 BOUNDS = (0, 1, 1, 130, 900, 1003)
-# Powers of two and others, and in `make test-slow` all of them.
-QUICK = {1, 2, 3, 4, 5, 8, 17}
+# Powers of two and others, and in `make test-nightly` all of them.
+QUICK = {1, 2, 3, 4, 5, 8}
 SIZES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 18)]
 OPPOSED = [f"opposed {10.0**-power:g}" for power in range(1, 8)]
 KINDS = ["common", "apart", "parallel", "orthogonal", "tiny", "huge", "zeros", *OPPOSED]
