@@ -44,7 +44,7 @@ def _sum_of_chunks(rows, count):
     high = tl.zeros([THREADS], tl.float64)
     low = tl.zeros([THREADS], tl.float64)
     for done in range(0, count, THREADS):
-        k = done + tl.arange(0, THREADS)
+        k = done + tl.arange(0, THREADS).to(tl.int64)
         part = tl.load(rows + 2 * k, mask=k < count, other=0.0, cache_modifier=".cg")
         rest = tl.load(rows + 2 * k + 1, mask=k < count, other=0.0, cache_modifier=".cg")
         high, low = add(high, low, part, rest)
@@ -103,7 +103,7 @@ def _precise_gram_kernel(
                     _store_pair(matrix + 2 * (j * n + i), high, low)
     elif chunk == first:
         for done in range(0, 2 * n * n, THREADS):
-            k = done + tl.arange(0, THREADS)
+            k = done + tl.arange(0, THREADS).to(tl.int64)
             tl.store(matrix + k, tl.zeros([THREADS], tl.float64), mask=k < 2 * n * n)
 
 

@@ -111,7 +111,7 @@ def _add_rows(partials, stride, count, PAIRS: tl.constexpr, ROW: tl.constexpr):
     """The sums [ROW] of up to SET rows of partials, every `stride`th, read past the L1 cache."""
     k, column = tl.arange(0, SET)[:, None], tl.arange(0, ROW)[None, :]
     inside = (k < count) & (column < PAIRS)
-    row = partials + k * stride * PAIRS + column
+    row = partials + (k.to(tl.int64) * stride * PAIRS + column)
     return tl.sum(tl.load(row, mask=inside, other=0.0, cache_modifier=".cg"), axis=0)
 
 

@@ -130,11 +130,12 @@ def test_kernels_address_in_64_bits(name: str) -> None:
 
     Tables, with a few words a tile, may be addressed by the tile's number.
     """
-    (case,) = (
+    plain = [
         case
         for case in cases()
-        if (case.kernel, case.capability, case.dtype, case.variant) == (name, 90, "fp16", "plain")
-    )
+        if (case.kernel, case.capability, case.variant) == (name, 90, "plain")
+    ]
+    case = min(plain, key=lambda case: case.dtype != "fp16")
     code = compiled.compile_case(case).asm["ttir"]
     small = re.findall(r"(\S+) = (?:tt\.make_range|arith\.constant)", code)
     found = [_OFFSET.search(line) for line in code.splitlines() if "tt.addptr" in line]
