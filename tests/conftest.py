@@ -42,11 +42,19 @@ NIGHTLY = (
     "adasum/optimizer/test_mutations.py",
     "adasum/optimizer/test_soak.py",
     "adasum/test_direct.py",
+    "adasum/test_weights.py",
     "collectives/test_interrupts.py",
+    "examples/test_evidence.py",
     "frozen/test_frozen.py",
-    "kernels/gpu/test_gram_kernels.py",
+    "horovod_conformance",
+    "kernels/cpu/test_bits.py",
+    "kernels/gpu",
     "kernels/test_projection.py",
     "kernels/test_reduction.py",
+    "kernels/test_weights.py",
+    "kernels/torch_compile",
+    "processes/test_conformance.py",
+    "torch_conformance",
 )
 
 
