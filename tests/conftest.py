@@ -44,7 +44,8 @@ NIGHTLY = (
     "adasum/test_direct.py",
     "adasum/test_weights.py",
     "collectives/test_interrupts.py",
-    "examples/test_evidence.py",
+    "examples",
+    "faults",
     "frozen/test_frozen.py",
     "horovod_conformance",
     "kernels/cpu/test_bits.py",
@@ -53,6 +54,7 @@ NIGHTLY = (
     "kernels/test_reduction.py",
     "kernels/test_weights.py",
     "kernels/torch_compile",
+    "network_namespaces",
     "processes/test_conformance.py",
     "torch_conformance",
 )
