@@ -39,10 +39,13 @@ LONGEST = (
 
 # Files whose slow tests run for minutes, more than every commit's CI has: marked `nightly`.
 NIGHTLY = (
+    "adasum/check",
     "adasum/optimizer/test_mutations.py",
     "adasum/optimizer/test_soak.py",
     "adasum/test_direct.py",
+    "adasum/test_compile.py",
     "adasum/test_weights.py",
+    "bench",
     "collectives/test_interrupts.py",
     "examples",
     "faults",
@@ -55,7 +58,7 @@ NIGHTLY = (
     "kernels/test_weights.py",
     "kernels/torch_compile",
     "network_namespaces",
-    "processes/test_conformance.py",
+    "processes",
     "torch_conformance",
 )
 
