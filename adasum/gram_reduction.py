@@ -4,10 +4,10 @@ Every vector of the tree is a linear combination v = sum_i c_i g_i of the ranks'
 dot product that it asks for is c^T G c' with G = (g_i . g_j), the Gram matrix of a segment. So the
 tree is replayed on coefficient vectors, and the vectors are blended once.
 
-float64 sums are enough up to cancellations of `LIMIT`: of `(sum |c_i| |g_i|)^2 / |v|^2`, the
-spread, which follows from G. Beyond, G is taken once more as sums of two float64 each. All ranks
-conclude the same from the same tables; on a GPU the kernels conclude it, not the host, so that the
-second tables always travel.
+How far the vectors cancel, the spread `(sum |c_i| |g_i|)^2 / |v|^2`, follows from G. Up to
+`kernels.SPREAD_LIMIT` float64 sums are enough; beyond, G is taken once more as sums of two float64
+each. All ranks conclude the same from the same tables. On a GPU the kernels conclude it, not the
+host, so that the second tables always travel.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ import kernels
 from adasum.pieces import ClippedPiece, add_up, clipped, device_of
 from collectives import Operands
 from kernels.validation import tracing
-
-LIMIT = 2.0**30
-"""The spread up to which float64 sums are precise enough for float32 results."""
 
 Tree = Sequence[tuple[int, int, int, int]]
 
@@ -100,7 +97,7 @@ class _Replay:
         """Write `coefficients`."""
         pieces, spread = self._pieces, self._spread
         self._replay(self._gathered(add_up(pieces, grams, self._shape, self._device)))
-        if self._device.type == "cpu" and not (spread > LIMIT).any():
+        if self._device.type == "cpu" and not (spread > kernels.SPREAD_LIMIT).any():
             return
         grams = [
             kernels.gram(piece.parts, piece.segments, precise=True, spread=spread[piece.touched])
