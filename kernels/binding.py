@@ -51,7 +51,7 @@ def bind(call: Call, table: AddressTable | None = None) -> Run:
 
     Args:
         call: The checked call, with its inputs' addresses or without any; they are then read.
-        table: The table for these addresses in device memory; None makes one.
+        table: A plan's table for these addresses in device memory; None for a call that runs once.
 
     Returns:
         A function of the call's scalars that runs it, any number of times.
@@ -105,7 +105,7 @@ def _bound(call: Call, table: AddressTable | None = None) -> Run:
         return dispatch.bind(call)
     with launcher.device_guard(call.out):
         if call.function in _LISTS_ON_TRITON:
-            return _LISTS_ON_TRITON[call.function](call, table or AddressTable())
+            return _LISTS_ON_TRITON[call.function](call, table or AddressTable(planned=False))
         return _OTHERS_ON_TRITON[call.function](call)
 
 

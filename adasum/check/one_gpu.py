@@ -143,6 +143,31 @@ def _adasum(a: Tensor, b: Tensor, out: Tensor, cuts: tuple[int, ...]) -> Found:
         yield out, want, magnitudes(a, b, dots, segments), bound
 
 
+def _gram(a: Tensor, b: Tensor, _: Tensor, cuts: tuple[int, ...]) -> Found:
+    tensors = [a, b, a + b]
+    for segments in (None, cuts):
+        want = kernels.gram_reference(tensors, segments)
+        lengths = want.diagonal(dim1=1, dim2=2).sqrt()
+        scale = lengths[:, :, None] * lengths[:, None]
+        # Sums are float64's, whatever the dtype.
+        bound = dots_bound(torch.float64, a.numel())
+        yield kernels.gram(tensors, segments), want, scale, bound
+        found = kernels.gram(tensors, segments, precise=True)
+        yield found.sum(3), want, scale, bound
+
+
+def _weighted_sum(a: Tensor, b: Tensor, out: Tensor, cuts: tuple[int, ...]) -> Found:
+    pair = ((0, 1, 1, 1),)
+    for segments in (None, cuts):
+        matrices = kernels.gram([a, b], segments)
+        coefficients = kernels.adasum_coefficients(matrices[None], pair)
+        kernels.weighted_sum([a, b], coefficients, segments, out=out.fill_(math.nan))
+        dots = kernels.dot_and_norms_reference(a, b, segments)
+        want = kernels.combine_reference(a, b, dots, segments)
+        bound = rounding(a.dtype, 2) + dots_bound(torch.float64, a.numel())
+        yield out, want, magnitudes(a, b, dots, segments), bound
+
+
 def magnitudes(a: Tensor, b: Tensor, dots: Tensor, segments: Sequence[int] | None) -> Tensor:
     """Return for each element the magnitude by which errors of the coefficients count.
 
@@ -176,6 +201,9 @@ def _plans(flat: Tensor, layout: kernels.Layout) -> Iterator[tuple[str, _Planned
         "combine": (a, b, dots),
         "adasum": (a, b),
         "adasum in segments": (a, b, cuts),
+        "gram": ([a, b, a], cuts),
+        "adasum_coefficients": (kernels.gram_reference([a, b])[None], ((0, 1, 1, 1),)),
+        "weighted_sum": ([a, b], torch.full((1, 2), 0.3, dtype=torch.float64, device=a.device)),
     }
     for name, arguments in given.items():
         function = name.partition(" ")[0]
@@ -251,5 +279,8 @@ def second_gpu(device: str, sizes: Sequence[int]) -> None:
 
 KERNELS: dict[str, Check] = {
     kernel.__name__[1:]: partial(_check_all, kernel)
-    for kernel in (_pack, _unpack, _sum_n, _scaled_add, _dot_and_norms, _combine, _adasum)
+    for kernel in (
+        *(_pack, _unpack, _sum_n, _scaled_add, _dot_and_norms, _combine, _adasum),
+        *(_gram, _weighted_sum),
+    )
 } | {"plans": _planned}

@@ -13,7 +13,7 @@ from bench.gpu.stages import Stage
 # Several ranks on a GPU: NCCL's code for 2.30, and what it asks for.
 SHARING = 23000
 ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
-ROWS = ("projection", "packing", "reduction")
+ROWS = ("projection", "gram", "packing", "reduction")
 CHECK, RANKS = "check", "ranks-bench"
 # Under the sanitizers all is many times slower: one element, a few tiles with a tail, and enough
 # for several programs.

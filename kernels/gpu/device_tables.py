@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
+# Bytes up to which the driver copies pageable memory without waiting for earlier work.
+_COPIED_AT_ONCE = 1 << 16
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -125,22 +127,28 @@ TABLES = DeviceTables()
 
 
 class AddressTable:
-    """int64 addresses in device memory, of one plan; rewritten when the plan is rebound."""
+    """int64 addresses in device memory.
 
-    def __init__(self) -> None:
+    Args:
+        planned: Whether a plan keeps it. Its first addresses are looked up among all tables, and
+            whatever stream the plan then runs on may read them; those that it is rebound to are
+            written to memory of its own. The addresses of a direct call never are in a table that
+            stays: most lists of tensors are seen once.
+    """
+
+    def __init__(self, planned: bool = True) -> None:
+        self._planned = planned
         self._table: Tensor | None = None
         self._own = False
 
     def write(self, addresses: array[int], device: torch.device) -> Tensor:
-        """Return the table of these addresses.
-
-        The first addresses are looked up among all tables. Later ones are written to memory that is
-        the plan's own, in the order of the current stream.
+        """Return the table of these addresses, written in the order of the current stream.
 
         Raises:
             RuntimeError: A graph is being captured, which would write them at each replay.
         """
-        if self._table is None or len(addresses) != len(self._table):
+        new = self._table is None or len(addresses) != len(self._table)
+        if new and (self._planned or _is_capturing(device)):
             key = ("addresses", addresses.tobytes())
 
             def make(pinned: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -154,10 +162,13 @@ class AddressTable:
         if device.type != "cuda":
             self._table = host
             return host
-        if not self._own:
-            self._table, self._own = torch.empty_like(self._table), True
-        # torch keeps pinned memory that is copied from until the copy is done.
-        self._table.copy_(host.pin_memory(), non_blocking=True)
+        if new or not self._own:
+            self._table, self._own = torch.empty_like(host, device=device), True
+        assert self._table is not None
+        # Of up to 64 KiB CUDA has taken its own copy on return. torch keeps pinned memory that is
+        # copied from until the copy is done.
+        staged = host if host.nbytes <= _COPIED_AT_ONCE else host.pin_memory()
+        self._table.copy_(staged, non_blocking=True)
         return self._table
 
 

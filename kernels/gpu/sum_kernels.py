@@ -188,8 +188,9 @@ def _weighted_total(
     ONCE: tl.constexpr = "evict_first"
     x = load_tile(tl.load(addresses) + offset, count, DTYPE, VECTORS, BLOCK, ONCE)
     factor = tl.load(row)
-    # To which a product adds nothing, not even its sign where it is zero.
-    total = tl.full([BLOCK], -0.0, tl.float64)
+    # -0.0, to which a product adds nothing, not even its sign where it is zero. By its bits: Triton
+    # 3.6 makes 0.0 of it.
+    total = tl.full([BLOCK], -0x8000000000000000, tl.int64).to(tl.float64, bitcast=True)
     # One tensor ahead, as in `_total`.
     for k in range(1, n):
         at = tl.load(addresses + k) + offset
