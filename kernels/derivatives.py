@@ -41,7 +41,7 @@ def tags(*names: str) -> tuple[torch.Tag, ...]:
     return tuple(getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Map:
     """A linear map of tensors to tensors: the arguments of its operator except for the tensors.
 
@@ -116,15 +116,17 @@ def run(call: Call, *scalars: float) -> Any:
     packed, buffer = call.packed, call.out
     bounds = call.bounds if packed else UNUSED
     alignment = packed.layout.alignment if packed else 0
-    settings = partial(Map, call.function, bounds, alignment=alignment, scalars=scalars)
+    # Not by `partial`, of which torch 2.11's dynamo makes an object without attributes.
     if call.function == "unpack":
         assert packed is not None
         codes = [DTYPES.index(dtype) for dtype in packed.dtypes]
-        found = settings(numels=packed.layout.numels, dtypes=codes)([buffer])
+        numels = packed.layout.numels
+        found = Map(call.function, bounds, numels, codes, alignment, scalars)([buffer])
     else:
         # The map makes its own result: free the one that was made for the call.
         call.out = buffer.new_empty(0)
-        found = settings(numels=UNUSED, dtypes=[DTYPES.index(buffer.dtype)])(call.inputs)
+        codes = [DTYPES.index(buffer.dtype)]
+        found = Map(call.function, bounds, UNUSED, codes, alignment, scalars)(call.inputs)
     _report(call.findings, found)
     return _written(call, found) if call.function == "unpack" else found[0]
 

@@ -19,15 +19,14 @@ def is_followed(call: Call) -> bool:
     if not (_asks(call) or _in_dual_level(call)):
         return False
     asking = [(name, tensor) for name, tensor in _named(call) if _follows(tensor)]
-    written = {id(tensor) for tensor in call.written}
     for name, tensor in asking:
         if call.function not in LINEAR:
             refuse(name, tensor, f"{call.function} has no derivative")
-        elif id(tensor) in written:
+        elif any(tensor is one for one in call.written):
             refuse(name, tensor, "it is written in place, of which autograd knows nothing")
         elif not (call.made or call.function == "unpack"):
             refuse(name, tensor, "what is written to out= has no derivative")
-    return bool(asking)
+    return len(asking) > 0
 
 
 def refuse_followed(call: Call, why: str) -> None:

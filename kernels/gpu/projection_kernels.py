@@ -236,7 +236,7 @@ def combine(call: Call, dependent: bool = False) -> Callable[[float, float], Non
     assert dots is not None
     if a.numel() == 0:
         return launcher.nothing
-    chunks = chunks_of(a, call.bounds)
+    chunks = chunks_of(a, call.bounds, summed=False)
     dependent = dependent and launcher.chip_of(a.device).dependent_launch
     launch = _combine_kernel.bind(
         chunks.chunks,

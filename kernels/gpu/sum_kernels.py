@@ -246,9 +246,9 @@ def _weighted_sum_kernel(
 
 
 def weighted_tile_of(numel: int, itemsize: int) -> tuple[int, int]:
-    """(elements a tile, warps): sums in float64 take the registers of half a tile of `gram`."""
+    """(elements a tile, warps): float64 sums have the registers of a quarter of `gram`'s tile."""
     block, warps = tile_of(numel, itemsize)
-    return min(block, 2048), warps
+    return min(block, 4096 // itemsize), warps
 
 
 def weighted_sum(call: Call, table: AddressTable) -> Callable[[], None]:
@@ -257,7 +257,7 @@ def weighted_sum(call: Call, table: AddressTable) -> Callable[[], None]:
     if out.numel() == 0:
         return launcher.nothing
     assert call.coefficients is not None
-    chunks = chunks_of(out, call.bounds)
+    chunks = chunks_of(out, call.bounds, summed=False)
     block, warps = weighted_tile_of(out.numel(), out.element_size())
     return _weighted_sum_kernel.bind(
         chunks.chunks,

@@ -124,9 +124,9 @@ def test_chunks_past_2_31_elements(monkeypatch, cooperative):
     """The last chunks of a buffer of 4 GiB, most of which no memory stands behind."""
     base, numel, cut = 1 << 31, (1 << 31) + 4099, chunking.cut
 
-    def last(bounds: tuple[int, ...], block: int, vector: int) -> Any:
-        rows, shares, tiles = cut((5, bounds[-1] - base), 1024, vector)
-        return np.add(rows, (base, 0, 0)), shares, tiles
+    def last(bounds: tuple[int, ...], block: int, vector: int, tiles: int) -> Any:
+        rows, shares = cut((5, bounds[-1] - base), 1024, vector, tiles)
+        return np.add(rows, (base, 0, 0)), shares
 
     monkeypatch.setattr(chunking, "cut", last)
     monkeypatch.setattr(chunking, "_tiles", lambda *_: 1)
@@ -146,9 +146,9 @@ def test_sums_of_chunks_past_2_31_elements(monkeypatch):
     """As above, where the element behind the chunks lies in a vector that they share."""
     base, numel, cut = 1 << 31, (1 << 31) + 2051, chunking.cut
 
-    def last(bounds: tuple[int, ...], block: int, vector: int) -> Any:
-        rows, shares, tiles = cut((5, bounds[-1] - base), 1024, vector)
-        return np.add(rows, (base, 0, 0)), shares, tiles
+    def last(bounds: tuple[int, ...], block: int, vector: int, tiles: int) -> Any:
+        rows, shares = cut((5, bounds[-1] - base), 1024, vector, tiles)
+        return np.add(rows, (base, 0, 0)), shares
 
     monkeypatch.setattr(chunking, "cut", last)
     monkeypatch.setattr(chunking, "_tiles", lambda *_: 1)

@@ -166,8 +166,9 @@ def test_traffic_of_adasum_grows_with_the_data(monkeypatch, numel, dtype, segmen
     monkeypatch.setattr(chunking, "tile_of", lambda *_: (block // scale, warps))
     bounds = tuple(numel // scale * i // segments // 64 * 64 for i in range(segments))
     bounds = (*bounds, numel // scale)
-    rows, _, tiles = chunking.cut(bounds, block // scale, 16 // size)
-    there, _, _ = chunking.cut(tuple(scale * at for at in bounds), block, 16 // size)
+    tiles = chunking._tiles(bounds, block // scale, chunking._MAX_CHUNKS)
+    rows, _ = chunking.cut(bounds, block // scale, 16 // size, tiles)
+    there, _ = chunking.cut(tuple(scale * at for at in bounds), block, 16 // size, tiles)
     assert (scale * rows[:, :2] == there[:, :2]).all()
 
     a, b = (random(numel // scale, dtype, "cpu", seed) for seed in (1, 2))
