@@ -22,6 +22,45 @@ ENDINGS = ((signal.SIGINT, 15.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
 VARIABLE = "ADASUM_BENCH_COMMAND"
 
 
+class Running:
+    """A command under way in `folder`, whose packages it imports; ended on leaving.
+
+    log: gets what it prints; environment: variables beside those of this process. OSError: it
+    cannot be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        folder: Path = ROOT,
+    ) -> None:
+        self._value = uuid.uuid4().hex
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+        variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", VARIABLE: self._value}
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, **variables, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the process with all that it started."""
+        _end(self.process, self._value)
+
+
 def run(
     command: Sequence[str],
     log: Path,
@@ -29,30 +68,15 @@ def run(
     environment: Mapping[str, str] | None = None,
     folder: Path = ROOT,
 ) -> int | None:
-    """Run a command in `folder`, whose packages it imports; return its status, None if ended.
+    """Run a command to its end: `Running`; return its status, None if ended.
 
-    log: gets what it prints; limit: seconds after which it is ended with all that it started;
-    environment: variables beside those of this process. OSError: it cannot be started.
+    limit: seconds after which it is ended with all that it started.
     """
-    value = uuid.uuid4().hex
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
-    variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", VARIABLE: value}
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, **variables, **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    with Running(command, log, environment, folder) as running:
         try:
-            return process.wait(limit)
+            return running.process.wait(limit)
         except subprocess.TimeoutExpired:
             return None
-        finally:
-            _end(process, value)
 
 
 def _end(process: subprocess.Popen[bytes], value: str) -> None:

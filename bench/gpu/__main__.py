@@ -38,12 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.rmtree(folder / "stages", ignore_errors=True)
     seconds = None if options.minutes is None else options.minutes * 60
     say = partial(print, flush=True)
-    runner = Runner(folder.resolve(), found["device"], source_of(), seconds, say)
+    runner = Runner(folder.resolve(), found["device"], source_of, seconds, say, options.archive)
     chosen = [each for each in stages(found, options.nccl) if options.only in each.name]
     records = runner.run(chosen)
     meta = {**found, "commit": commit(), "date": datetime.date.today().isoformat()}
     for path in page.write(folder, records, meta):
         say(f"wrote {path}")
+    runner.save()
     statuses = {record.status for record in records}
     if statuses & {FAILED, NO_GPU}:
         return 1
@@ -62,6 +63,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", metavar="TEXT", help="stages with TEXT in their name")
     parser.add_argument(
         "--nccl", metavar="PATH", help="a libnccl.so.2 of 2.30 or newer, for ranks on one GPU"
+    )
+    parser.add_argument(
+        "--archive", type=Path, metavar="FILE", help="a .tar.gz of all results, to go on from"
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="results (bench/results/<the GPU's name>)"

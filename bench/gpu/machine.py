@@ -5,6 +5,7 @@ python -m bench.gpu.machine      # one line of JSON; status 2 where torch sees n
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from bench.processes import ROOT, run
 from bench.provenance import version
 from collectives.transport import load_nccl
 
-_PACKAGES = ("kernels", "collectives", "adasum", "bench", "tests")
+PACKAGES = ("kernels", "collectives", "adasum", "bench", "tests")
 _SUFFIXES = (".py", ".c", ".h", ".toml")
 
 
@@ -43,10 +44,11 @@ def facts(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     return found
 
 
-def source_of(root: Path = ROOT) -> str:
-    """Return a digest of the source: what a commit says, and what differs from it."""
+@functools.cache
+def source_of(packages: tuple[str, ...] = PACKAGES, root: Path = ROOT) -> str:
+    """Return a digest of packages' source: what a commit says, and what differs from it."""
     digest = hashlib.sha256()
-    for package in _PACKAGES:
+    for package in packages:
         for path in sorted((root / package).rglob("*")):
             if path.suffix in _SUFFIXES and path.is_file():
                 digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())

@@ -23,29 +23,49 @@ _FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 
 
+# What a change of makes timed rows, and those of ranks, old ones.
+_KERNELS, _RANKS = ("kernels", "bench"), ("kernels", "collectives", "adasum", "bench")
+
+
 def _tests(name: str, *paths: str, **options: Any) -> Stage:
     flags = ("--gpu", "-m", "gpu", "-v", "--tb=short", "--junitxml={out}/junit.xml")
-    return Stage(name, (*_PYTEST, *paths, *flags), **options)
+    return Stage(name, (*_PYTEST, *paths, *flags), beside=True, **options)
 
 
 def _kernel_tests() -> list[Stage]:
-    """Return the tests of kernels in parts: Triton compiles for minutes, and a part may not fit."""
-    large = {name: f"tests/kernels/test_{name}.py" for name in ("projection", "reduction")}
-    parts = {name: [path] for name, path in large.items()}
-    parts["others"] = ["tests/kernels", *(f"--ignore={path}" for path in large.values())]
-    options = {"estimate": 120.0, "limit": 600.0}
-    return [_tests(f"tests-{name}", *paths, **options) for name, paths in parts.items()]
+    """Return the tests of kernels in parts of nearly equal length: most of it Triton compiles."""
+    parts = {
+        "reduction": ["tests/kernels/test_reduction.py"],
+        "gpu": ["tests/kernels/gpu"],
+        "compile": ["tests/kernels/torch_compile"],
+        "projection": ["tests/kernels/test_projection.py", "tests/kernels/test_findings.py"],
+    }
+    ignored = [f"--ignore={path}" for paths in parts.values() for path in paths]
+    parts["others"] = ["tests/kernels", *ignored]
+    # An H200 took 270 s for all, in nine processes at once 43.
+    return [
+        _tests(f"tests-{name}", *paths, estimate=60.0, limit=300.0) for name, paths in parts.items()
+    ]
+
+
+def _pytest_rows(file: str, *flags: str) -> tuple[str, ...]:
+    return (*_PYTEST, f"bench/kernels/bench_{file}.py", "--bench-gpu", *flags)
+
+
+def _answers(file: str) -> Stage:
+    """Return what compiles the kernels of a bench's rows and checks their answers."""
+    command = _pytest_rows(file, "--benchmark-disable")
+    return Stage(f"answers-{file}", command, estimate=60.0, limit=300.0, beside=True)
 
 
 def _rows(part: str, file: str, limit: float) -> Stage:
-    command = (
-        *_PYTEST,
-        f"bench/kernels/bench_{file}.py",
+    command = _pytest_rows(
+        file,
         *("--benchmark-only", "--benchmark-quiet", "--bench-results={out}"),
-        *(f"--bench-part={part}", "--bench-resume", "--bench-gpu"),
+        *(f"--bench-part={part}", "--bench-resume"),
     )
     # Every row counts, also where not all come: the next call goes on with the others.
-    return Stage(f"{part}-{file}", command, estimate=60.0, limit=limit)
+    return Stage(f"{part}-{file}", command, estimate=20.0, limit=limit, reads=_KERNELS)
 
 
 def _sharing(facts: Mapping[str, Any], nccl: str | None) -> tuple[dict[str, str], str]:
@@ -69,8 +89,9 @@ def _sanitizers() -> list[Stage]:
                 *(checker or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
                 *(sys.executable, "-m", "adasum.check", "--here", *KERNELS, "--sizes", *SIZES),
             ),
-            estimate=120.0,
+            estimate=90.0,
             limit=600.0,
+            beside=True,
             # Else all tensors are parts of a few allocations, and a stray access hits another one.
             environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             left_out="" if checker else "compute-sanitizer is not installed",
@@ -87,24 +108,29 @@ def stages(facts: Mapping[str, Any], nccl: str | None) -> list[Stage]:
     python = (sys.executable, "-m")
     sharing, why_not = _sharing(facts, nccl)
     return [
-        Stage(CHECK, (*python, "adasum.check"), estimate=120.0, limit=600.0),
+        Stage(CHECK, (*python, "adasum.check"), estimate=60.0, limit=300.0, beside=True),
         *_kernel_tests(),
+        *map(_answers, ROWS),
         *(_rows("goals", file, 900.0) for file in ROWS),
         Stage(
             RANKS,
             (*python, "bench.collectives.one_gpu", "--ranks", "2", "-J", "{out}/ranks.json"),
-            estimate=60.0,
+            estimate=20.0,
             limit=240.0,
             environment=sharing,
             left_out=why_not,
+            reads=_RANKS,
         ),
-        _tests(
-            "ranks-tests",
-            *(f"tests/processes/test_{each}.py" for each in ("one_gpu", "nccl", "torch_nccl")),
-            estimate=150.0,
-            limit=600.0,
-            environment={**_FORKS, **sharing},
+        *(
+            _tests(
+                f"ranks-{each}",
+                f"tests/processes/test_{each}.py",
+                estimate=60.0,
+                limit=600.0,
+                environment={**_FORKS, **sharing},
+            )
+            for each in ("one_gpu", "nccl", "torch_nccl")
         ),
-        *(_rows("others", file, 1800.0) for file in ROWS),
         *_sanitizers(),
+        *(_rows("others", file, 1800.0) for file in ROWS),
     ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,21 +44,30 @@ def test_facts_of_a_gpu_are_found_by_names_that_exist(monkeypatch: pytest.Monkey
 
 
 def test_stages_come_in_the_order_of_their_worth_and_share_a_gpu_where_nccl_can() -> None:
+    rows = ("projection", "gram", "packing", "reduction")
+    parts = ("reduction", "gpu", "compile", "projection", "others")
     assert [*STAGES] == [
-        *("check", "tests-projection", "tests-reduction", "tests-others"),
-        *("goals-projection", "goals-packing", "goals-reduction", "ranks-bench", "ranks-tests"),
-        *("others-projection", "others-packing", "others-reduction", "memcheck", "racecheck"),
+        *("check", *(f"tests-{part}" for part in parts), *(f"answers-{file}" for file in rows)),
+        *(*(f"goals-{file}" for file in rows), "ranks-bench"),
+        *(f"ranks-{part}" for part in ("one_gpu", "nccl", "torch_nccl")),
+        *("memcheck", "racecheck", *(f"others-{file}" for file in rows)),
     ]
-    for name in ("ranks-bench", "ranks-tests"):
+    # What is timed has the device for itself.
+    timed = {name for name, stage in STAGES.items() if not stage.beside}
+    assert timed == {name for name in STAGES if re.match("goals|others|ranks-bench", name)}
+    for name in ("ranks-bench", "ranks-nccl"):
         assert STAGES[name].environment.items() >= {"LD_PRELOAD": NCCL, **plan.ONE_GPU}.items()
     old = {stage.name: stage for stage in plan.stages(FACTS | {"nccl of cupy": 22803}, None)}
     # What needs no NCCL, or one rank, runs all the same.
-    assert "need NCCL 2.30" in old["ranks-bench"].left_out and old["ranks-tests"].left_out == ""
+    assert "need NCCL 2.30" in old["ranks-bench"].left_out and old["ranks-nccl"].left_out == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_every_kind_of_command_is_accepted_and_says_that_there_is_no_gpu(tmp_path: Path) -> None:
-    kinds = {name: STAGES[name].command for name in ("tests-others", "goals-packing", "memcheck")}
+    kinds = {
+        name: STAGES[name].command
+        for name in ("tests-others", "answers-gram", "goals-packing", "memcheck")
+    }
     kinds |= {"ranks-bench": STAGES["ranks-bench"].command}
     kinds["whole"] = (sys.executable, "-m", "bench.gpu", "--out", "{out}")
     running = {}
@@ -82,8 +93,14 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     ends = [(number, 0.5) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)]
     monkeypatch.setattr(processes, "ENDINGS", ends)
 
-    def run(*given: Stage, seconds: float | None = None, source: str = "1") -> list[Record]:
-        return Runner(tmp_path, "a GPU", source, seconds, lambda line: None).run(given)
+    def run(
+        *given: Stage, seconds: float | None = None, source: str = "1", archive: Path | None = None
+    ) -> list[Record]:
+        def source_of(packages: tuple[str, ...]) -> str:
+            return source if "kernels" in packages else "as ever"
+
+        folder = tmp_path / "results"
+        return Runner(folder, "a GPU", source_of, seconds, lambda line: None, archive).run(given)
 
     return run
 
@@ -103,6 +120,11 @@ def test_stage_done_well_or_not_is_not_run_again_but_on_another_source(
     assert run(*given) == once and count.read_text() == "xx"
     run(*given, source="2")
     assert count.read_text() == "xxxx"
+    # What reads none of what has changed stays.
+    bench = stage("bench", code, count)
+    bench = dataclasses.replace(bench, reads=("bench",))
+    assert run(bench, source="2") == run(bench, source="3")
+    assert count.read_text() == "x" * 5
     gone = stage("tests", "print('torch sees no GPU here'); raise SystemExit(2)")
     assert run(gone)[0].status == NO_GPU
     assert run(stage("tests", ""))[0].status == OK
@@ -129,6 +151,34 @@ def test_stage_out_of_time_is_ended_with_all_below_it_and_goes_on_at_the_next_ca
         assert time.monotonic() < deadline, "a process was left behind"
         time.sleep(0.05)
     assert run(late)[0].status == OK
+
+
+def test_stages_side_by_side_meet_and_are_ended_each_in_its_own_time(
+    run: Any, tmp_path: Path
+) -> None:
+    meet = (
+        "import sys, time, pathlib\n"
+        "mine, other = map(pathlib.Path, sys.argv[1:]); mine.touch()\n"
+        "while not other.exists(): time.sleep(0.01)\n"
+    )
+    files = tmp_path / "a", tmp_path / "b"
+    pair = [stage("a", meet, *files), stage("b", meet, *files[::-1])]
+    slow = stage("slow", "import time; time.sleep(60)", limit=3.0)
+    found = run(*(dataclasses.replace(one, beside=True) for one in [slow, *pair]), stage("c", ""))
+    assert [each.status for each in found] == [OVERRUN, OK, OK, OK]
+    assert found[1].seconds < 3.0 <= found[0].seconds < 10.0
+
+
+def test_archive_has_all_that_was_done_for_a_machine_that_has_nothing(
+    run: Any, tmp_path: Path
+) -> None:
+    archive, count = tmp_path / "state.tar.gz", tmp_path / "count"
+    code = "import sys; open(sys.argv[1], 'a').write('x'); print('said')"
+    once = run(stage("one", code, count), archive=archive)
+    shutil.rmtree(tmp_path / "results")
+    assert run(stage("one", code, count), archive=archive) == once
+    assert count.read_text() == "x"
+    assert (tmp_path / "results" / "stages" / "one" / "log.txt").read_text() == "said\n"
 
 
 def test_page_has_stages_tests_rows_and_predictions(tmp_path: Path) -> None:
