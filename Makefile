@@ -43,18 +43,20 @@ demo: $(READY) build  ## train on handwritten digits: Sum, Average, Adasum at 1,
 evidence: $(READY) build  ## run what is missing of docs/evidence/protocol.md: tables and plots; again to go on
 	PYTHONPATH=examples $(PY) -m evidence $(EVIDENCE_ARGS)
 
-# Two files at a time have more threads than there are cores: one that spins keeps the one it waits for from running.
+# Several files at a time have more threads than there are cores: one that spins keeps the one it waits for from running.
 test test-slow test-nightly test-kernels test-collectives test-emulated: export OMP_WAIT_POLICY = passive
 # Tests start hundreds of processes; without bytecode on disk each would compile every module anew, for about a second.
 test test-slow test-nightly test-kernels test-collectives test-emulated: export PYTHONDONTWRITEBYTECODE =
 FILES = --dist loadfile --no-loadscope-reorder
 TWO_FILES = -n 2 $(FILES)
+# Of two, each waits for a third of its time or more.
+THREE_FILES = -n 3 $(FILES)
 
-test: $(READY) build  ## the tests to run before a commit: every package, two files at a time
-	$(PY) -m pytest tests $(TWO_FILES) $(PYTEST_ARGS)
+test: $(READY) build  ## the tests to run before a commit: every package, three files at a time
+	$(PY) -m pytest tests $(THREE_FILES) $(PYTEST_ARGS)
 
 test-slow: $(READY) build  ## the long tests, which `make test` leaves out
-	$(PY) -m pytest tests -m 'slow and not timing and not nightly' $(TWO_FILES) $(PYTEST_ARGS)
+	$(PY) -m pytest tests -m 'slow and not timing and not nightly' $(THREE_FILES) $(PYTEST_ARGS)
 
 test-nightly: $(READY) build  ## the longest tests, which .ci/run leaves out, too
 	$(PY) -m pytest tests -m 'nightly and not timing' $(TWO_FILES) $(PYTEST_ARGS)
@@ -62,9 +64,8 @@ test-nightly: $(READY) build  ## the longest tests, which .ci/run leaves out, to
 test-kernels: $(READY) build  ## the tests of kernels, and of the emulator that runs their compiled code
 	$(PY) -m pytest tests/kernels tests/ptx_emulator $(TWO_FILES) $(PYTEST_ARGS)
 
-# Three files at a time, because a third of their time is waiting.
 test-collectives: $(READY) build  ## the tests of collectives in one process, without those that start ranks
-	$(PY) -m pytest tests/collectives -n 3 $(FILES) $(PYTEST_ARGS)
+	$(PY) -m pytest tests/collectives $(THREE_FILES) $(PYTEST_ARGS)
 
 test-emulated: $(READY) build  ## collectives and adasum over the kernels' compiled code, emulated: 10 minutes
 	$(PY) -m pytest tests/collectives tests/adasum/test_reducer.py tests/adasum/optimizer/test_optimizer.py \

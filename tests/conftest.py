@@ -6,6 +6,7 @@ runs no test, and they start after it.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -78,6 +79,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, long in enumerate(LONGEST) if path.startswith(long)), len(LONGEST))
 
     items.sort(key=rank)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected out of what is looked through for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Else libraries report what is left at the end."""
+    gc.unfreeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

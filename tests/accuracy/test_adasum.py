@@ -16,7 +16,7 @@ from tests.accuracy.reference import Node, Rounding, averages, exact, line, norm
 from tests.accuracy.vectors import KINDS, NUMEL, WELL_CONDITIONED, vectors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SIZES = (2, 3, 4, 5, 6, 7, 8, 11, 16)
+SIZES = (2, 3, 5, 6, 8, 11, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 7, 16)))
 FLAT = ("vhdd", "rd", "direct", "xring", "bruck", "vhdd#2")
 TWO_LEVEL = ("rechd/vhdd", "xring/rd", "direct/direct", "psgpu/xring")
 

@@ -27,7 +27,7 @@ TWO_LEVEL = ("xring/rechd", "psgpu/rd", "rechd/psgpu", "direct/direct")
 FINITE = [kind for kind in KINDS if kind != "huge"]
 
 
-@pytest.mark.parametrize("size", [2, 3, 8, 13])
+@pytest.mark.parametrize("size", [2, 3, 8, pytest.param(13, marks=pytest.mark.slow)])
 def test_sums_and_averages_of_every_kind_are_within_bounds(size: int) -> None:
     algorithms = ALGORITHMS + (TWO_LEVEL if size % 2 == 0 else ())
     cases = [(a, d, op) for a in algorithms for d in DTYPES for op in (Sum, Average)]

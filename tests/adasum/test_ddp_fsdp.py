@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import adasum as hvd
 from adasum.ddp import HookState, ddp_hook
@@ -23,9 +24,23 @@ def job(rank: int, replicas: int, shards: int) -> tuple[list[str], list[str]]:
     return ddp_job(rank, replicas * shards), fsdp_job(rank, replicas, shards)
 
 
-@pytest.mark.parametrize(
-    ("replicas", "shards"), [*(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 3)), (2, 2)]
-)
+def fsdp_alone(rank: int, replicas: int, shards: int) -> list[str]:
+    dist.init_process_group("gloo")
+    return fsdp_job(rank, replicas, shards)
+
+
+def test_ddp_on_two_ranks_equals_the_definition() -> None:
+    names = [check.__name__ for check in selected(2)]
+    assert run_ranks(2, ddp_job, 2, timeout=150.0) == [names] * 2
+
+
+def test_fsdp_on_two_replicas_of_two_shards_equals_the_definition() -> None:
+    names = [check.__name__ for check in fsdp_jobs.CHECKS]
+    assert run_ranks(4, fsdp_alone, 2, 2, timeout=150.0) == [names] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 1), (3, 1), (2, 2)])
 def test_ddp_and_fsdp_in_processes_equal_the_definition(replicas: int, shards: int) -> None:
     size = replicas * shards
     names = (

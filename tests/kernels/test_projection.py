@@ -55,8 +55,10 @@ def test_dots_of_segments_cut_anywhere(backend, dtype, which):
 @pytest.mark.parametrize(
     ("which", "target"),
     [
-        pytest.param(which, target, marks=() if "new" in target or which > 2 else pytest.mark.slow)
+        # test_dots_of_segments_cut_anywhere has the others.
+        pytest.param(which, target, marks=() if which == 3 or start else pytest.mark.slow)
         for which, target in itertools.product(range(4), ["new", "a", "b", "misaligned"])
+        for start in [(which, target) == (0, "new")]
     ],
 )
 def test_adasum(backend, dtype, which, target):

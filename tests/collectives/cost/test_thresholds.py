@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.cost import ASSUMED, LinkRates, Rate, estimate
+from collectives.cost import ASSUMED, LinkRates, Rate, estimate, thresholds
 from collectives.cost.__main__ import main
 from collectives.cost.library import library_cost
 from collectives.cost.thresholds import (
@@ -17,7 +17,9 @@ from collectives.cost.thresholds import (
     best_specification,
     bruck_bytes,
     candidates,
+    table,
     tree_bytes,
+    tree_table,
 )
 from collectives.schedules import auto
 from collectives.schedules.auto import BRUCK_BYTES, TREE_BYTES, sum_algorithm
@@ -28,6 +30,17 @@ RATES = LinkRates(Rate(1e-4, 1e-9), Rate(1e-4, 1e-9), Rate(1e-5, 1e-10), Rate(1e
 SIZES = [1 << power for power in range(12, 28)]
 
 
+def test_small_rows_of_the_table_are_what_the_model_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that 2 to 7 ranks have to themselves: the row of 4 is one of larger powers, too."""
+    few = [each for each in thresholds._topologies() if each.size in (2, 3, 5, 6, 7)]
+    monkeypatch.setattr(thresholds, "_topologies", lambda: iter(few))
+    rows = {auto.key_of(device, each) for each in few for device in ("cpu", "cuda", "nccl")}
+    for made, written in ((table(), auto.TABLE), (tree_table(), auto.TREE_TABLE)):
+        assert made == {key: text for key, text in written.items() if key in rows}
+        assert len(made) >= 10
+
+
+@pytest.mark.slow
 def test_the_table_of_auto_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     """And what the model makes of the rates that are recorded."""
     main(["--table"])
@@ -39,9 +52,9 @@ def test_the_table_of_auto_is_what_the_command_prints(capsys: pytest.CaptureFixt
         assert f"{name}: dict[Key, str] = {printed}" in written
 
 
-def test_limits_of_gathers_and_reductions_are_what_the_model_makes() -> None:
-    for device in ("cpu", "cuda"):
-        assert (tree_bytes(device), bruck_bytes(device)) == (TREE_BYTES, BRUCK_BYTES[device])
+@pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)])
+def test_limits_of_gathers_and_reductions_are_what_the_model_makes(device: str) -> None:
+    assert (tree_bytes(device), bruck_bytes(device)) == (TREE_BYTES, BRUCK_BYTES[device])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
@@ -35,6 +36,13 @@ from tests.collectives.schedules.simulation import (
 )
 
 SIZES = range(1, 65)
+# A proof of many ranks takes long. A rest is of the sizes that the quick ones leave out.
+FEW = (*range(1, 25), 31, 32, 33, 64)
+QUICK_AND_REST = pytest.mark.parametrize(
+    "sizes",
+    [FEW, pytest.param(sorted({*SIZES} - {*FEW}), marks=pytest.mark.slow)],
+    ids=["quick", "rest"],
+)
 
 
 def divisors(n: int) -> list[int]:
@@ -64,16 +72,18 @@ def prove_rings(n: int, local: int, k: int) -> None:
     assert verify(schedule).steps == 2 * (n - 1)
 
 
-def test_linear_ring_is_proved() -> None:
-    for n in SIZES:
+@QUICK_AND_REST
+def test_linear_ring_is_proved(sizes: Sequence[int]) -> None:
+    for n in sizes:
         for chunks in (1, 2, n, 4 * n) if n < 17 else (1 + n % 7,):
             proof = verify(ring.linear_all_reduce(n, chunks))
             assert proof.carries_adasum
             assert proof.steps == (chunks + 2 * n - 3 if n > 1 else 0)
 
 
-def test_reduce_is_proved() -> None:
-    for n in SIZES:
+@QUICK_AND_REST
+def test_reduce_is_proved(sizes: Sequence[int]) -> None:
+    for n in sizes:
         for root in range(n) if n < 9 else (n // 2, n - 1):
             for chunks in (None, 1, 1 + n % 5) if n < 9 else (1 + n % 9,):
                 schedule = ring.reduce(n, root, chunks)
@@ -117,8 +127,9 @@ def test_tree_reduce_and_brucks_all_gather_are_proved_in_log_n_steps() -> None:
             assert (proof.steps, proof.one_tree) == (steps, True)
 
 
-def test_direct_is_proved_for_every_size() -> None:
-    for n in SIZES:
+@QUICK_AND_REST
+def test_direct_is_proved_for_every_size(sizes: Sequence[int]) -> None:
+    for n in sizes:
         for schedule in (direct.all_reduce(n), sharded(direct.all_reduce(n), 2)):
             proof = verify(schedule)
             assert proof.one_tree and proof.carries_adasum and proof.all_at_once

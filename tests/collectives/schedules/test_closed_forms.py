@@ -31,10 +31,21 @@ def levels(record: Algorithm, size: int) -> Iterator[Level]:
                 yield Level(size, shards, None, one_tree)
 
 
+# Those of many ranks take long.
+QUICK = (*range(1, 25), 31, 32, 33, 64)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [QUICK, pytest.param(sorted({*range(1, 65)} - {*QUICK}), marks=pytest.mark.slow)],
+    ids=["quick", "rest"],
+)
 @pytest.mark.parametrize("name", CLOSED)
-def test_closed_form_for_every_size_has_the_steps_of_the_schedule(name: str) -> None:
+def test_closed_form_for_every_size_has_the_steps_of_the_schedule(
+    name: str, sizes: Sequence[int]
+) -> None:
     """The ring's line for Adasum, whose steps grow with n², to 12 ranks."""
-    for size in range(1, 65):
+    for size in sizes:
         compare_all(name, size, lines=size <= 12)
 
 

@@ -25,9 +25,11 @@ from collectives.schedules.verify import verify
 from tests.collectives.schedules.simulation import one_level, with_step
 
 # A proof of a ring takes size³ operations, the others size² log size.
-QUICK = (*range(1, 33), 64)
+QUICK = (*range(1, 25), 31, 32, 33, 64)
 RINGS = pytest.mark.parametrize(
-    "sizes", [QUICK, pytest.param(range(33, 64), marks=pytest.mark.slow)], ids=["quick", "rest"]
+    "sizes",
+    [QUICK, pytest.param(sorted({*range(1, 65)} - {*QUICK}), marks=pytest.mark.slow)],
+    ids=["quick", "rest"],
 )
 
 
@@ -184,9 +186,9 @@ def test_verification_of_more_chunks_than_can_be_held_is_refused() -> None:
 
 
 def test_verification_of_many_messages_costs_no_square_of_them() -> None:
-    """Comparing each with each takes minutes."""
+    """Comparing each with each takes a minute."""
     start = time.monotonic()
-    assert verify(sharded(recursive_doubling.all_reduce(2), 50_000)).steps == 1
+    assert verify(sharded(recursive_doubling.all_reduce(2), 20_000)).steps == 1
     assert time.monotonic() - start < 20.0
 
 
