@@ -82,7 +82,8 @@ def init(
             - "shm": shared memory only; an error if any two ranks share none.
             - "nccl": CUDA tensors travel through cupy's NCCL on each rank's current device, CPU
               tensors as with "auto". With the others, CUDA tensors travel over torch.distributed's
-              NCCL, if every rank of every host can have a GPU of its own.
+              NCCL, if every rank of every host can have a GPU of its own, or ranks may share one
+              (NCCL 2.30 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1).
 
     Returns:
         The default group.

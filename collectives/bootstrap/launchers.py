@@ -104,13 +104,18 @@ def local_ranks() -> tuple[int, int] | tuple[None, None]:
     return None, None
 
 
-def can_use_nccl(size: int) -> bool:
-    """Return whether this host has a GPU for each of its ranks, and torch has NCCL.
+def gpus_for_nccl(size: int) -> list[str] | None:
+    """Return the identities of this rank's GPUs, of which NCCL needs one for each rank.
 
-    Without LOCAL_WORLD_SIZE all `size` ranks may be on this host.
+    Empty where this host has enough for all its ranks, or NCCL lets them share one. None without
+    NCCL or a GPU. Without LOCAL_WORLD_SIZE all `size` ranks may be on this host.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return dist.is_nccl_available() and gpus >= (local_ranks()[1] or size)
+    if gpus == 0 or not dist.is_nccl_available():
+        return None
+    if gpus >= (local_ranks()[1] or size) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return []
+    return [str(torch.cuda.get_device_properties(number).uuid) for number in range(gpus)]
 
 
 def _rank_of(rank_name: str, size_name: str) -> tuple[int, int]:

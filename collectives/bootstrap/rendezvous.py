@@ -6,18 +6,19 @@ import atexit
 import errno
 import hashlib
 import ipaddress
+import json
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from collectives.bootstrap.launchers import can_use_nccl, job, local_ranks
+from collectives.bootstrap.launchers import gpus_for_nccl, job, local_ranks
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import failed, first_line, run_beside
 
@@ -244,7 +245,8 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
 def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) -> str:
     """Return gloo, with NCCL if every rank can use it; a collective of the store's ranks.
 
-    Hosts may differ in their GPUs: a rank with NCCL would wait for one without, for ever.
+    Hosts may differ in their GPUs: a rank with NCCL would wait for one without, for ever. And a
+    launcher may show each rank one GPU, which is another rank's as well or is not.
 
     Args:
         store: The store of these ranks.
@@ -259,15 +261,34 @@ def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) ->
     # here in the same order, so the counters agree.
     with _ended_store_is_a_timeout(rank):
         key = f"adasum backend {store.add(f'adasum backend: rank {rank}', 1)}"
-        able = can_use_nccl(dist.get_world_size() if dist.is_initialized() else size)
+        mine = gpus_for_nccl(dist.get_world_size() if dist.is_initialized() else size)
         answers = [f"{key}: rank {peer}" for peer in range(size)]
-        store.set(answers[rank], "nccl" if able else "gloo")
+        store.set(answers[rank], json.dumps(mine))
         try:
             store.wait(answers, timedelta(seconds=max(timeout, 1e-3)))
         except dist.DistStoreError:
             raise _missing(store, answers, rank, timeout) from None
-        every = set(store.multi_get(answers)) == {b"nccl"}
-    return "cpu:gloo,cuda:nccl" if every else "gloo"
+        every = [json.loads(answer) for answer in store.multi_get(answers)]
+    return "cpu:gloo,cuda:nccl" if _one_each(every) else "gloo"
+
+
+def _one_each(gpus: Sequence[list[str] | None]) -> bool:
+    """Return whether every rank, by what `gpus_for_nccl` says there, can have a GPU of its own."""
+    if None in gpus:
+        return False
+    ranks = [set(seen) for seen in gpus if seen]
+    # Ranks of one host see all of its GPUs, or each some of them: those that share any are as many
+    # as all that they see, or fewer.
+    while ranks:
+        together, count = ranks.pop(), 1
+        while found := [seen for seen in ranks if seen & together]:
+            for seen in found:
+                ranks.remove(seen)
+                together |= seen
+            count += len(found)
+        if count > len(together):
+            return False
+    return True
 
 
 @contextmanager

@@ -11,13 +11,15 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from collectives import CollectiveTimeoutError, TransportError
-from collectives.bootstrap import rendezvous
+from collectives.bootstrap import launchers, rendezvous
 from collectives.bootstrap.rendezvous import (
     agree_on_backend,
     bounded,
@@ -136,9 +138,9 @@ def test_hosts_with_unequal_numbers_of_gpus_have_one_backend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A rank with NCCL would wait for one that has none; a later start asks again."""
-    able = {0: True, 1: False, 2: True}
+    able: dict[int, list[str] | None] = {0: [], 1: None, 2: []}
     mine = threading.local()
-    monkeypatch.setattr(rendezvous, "can_use_nccl", lambda size: able[mine.rank])
+    monkeypatch.setattr(rendezvous, "gpus_for_nccl", lambda size: able[mine.rank])
 
     def backend(rank: int) -> str:
         mine.rank = rank
@@ -146,12 +148,39 @@ def test_hosts_with_unequal_numbers_of_gpus_have_one_backend(
 
     shared = store()
     assert together(*(lambda rank=rank: backend(rank) for rank in able)) == ["gloo"] * 3
-    able[1] = True
+    able[1] = []
     both = ["cpu:gloo,cuda:nccl"] * 3
+    assert together(*(lambda rank=rank: backend(rank) for rank in able)) == both
+    # As where a launcher shows each rank a GPU of its own, and where two ranks see the same one.
+    able |= {0: ["a"], 1: ["b"], 2: []}
+    assert together(*(lambda rank=rank: backend(rank) for rank in able)) == both
+    able[1] = ["a"]
+    assert together(*(lambda rank=rank: backend(rank) for rank in able)) == ["gloo"] * 3
+    able[1], able[2] = ["b", "a"], ["c", "b"]
     assert together(*(lambda rank=rank: backend(rank) for rank in able)) == both
     mine.rank = 0
     with pytest.raises(CollectiveTimeoutError, match=r"rank 0 could not start: rank 1, rank 2 did"):
         agree_on_backend(shared, 0, 3, 0.2)
+
+
+def test_gpus_that_nccl_needs_to_tell_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpu(number: int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=f"gpu-{number}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpu)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    assert launchers.gpus_for_nccl(9) == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert launchers.gpus_for_nccl(3) == ["gpu-0", "gpu-1"]
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert launchers.gpus_for_nccl(3) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert launchers.gpus_for_nccl(3) is None
 
 
 def listening(port: int) -> set[str]:
