@@ -40,13 +40,18 @@ LONGEST = (
 
 # Files whose slow tests run for minutes, more than every commit's CI has: marked `nightly`.
 NIGHTLY = (
+    "accuracy",
     "adasum/check",
+    "adasum/horovod/test_functions_in_processes.py",
     "adasum/optimizer/test_mutations.py",
     "adasum/optimizer/test_soak.py",
+    "adasum/optimizer/test_trainings.py",
+    "adasum/test_ddp_fsdp.py",
     "adasum/test_direct.py",
     "adasum/test_compile.py",
     "adasum/test_weights.py",
     "bench",
+    "collectives/execution/test_pipelining.py",
     "collectives/test_interrupts.py",
     "examples",
     "faults",

@@ -92,8 +92,14 @@ def test_folder_left_by_uninstalling_the_other_package_is_reported_as_missing(
 OTHERS = {"kernels": "import not_installed_here\n", "collectives": "raise NotImplementedError\n"}
 
 
-@pytest.mark.parametrize("overwritten", [False, True])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    ("name", "overwritten"),
+    [
+        *(("kernels", False), ("collectives", True)),
+        pytest.param("kernels", True, marks=pytest.mark.slow),
+        pytest.param("collectives", False, marks=pytest.mark.slow),
+    ],
+)
 def test_other_package_of_our_name_is_refused_with_its_file(
     tmp_path: Path, name: str, overwritten: bool
 ) -> None:

@@ -55,7 +55,7 @@ def _train(make: Make, dtype: torch.dtype = torch.float64, **options: Any) -> Te
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("size", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))])
 def test_owners_under_rd_and_rechd_give_the_bits_of_the_all_reduce_run(size: int, op: str) -> None:
     """Adasum by the gradient method under the same names. Sums without a name have rechd's bits."""
     reduced = {"op": OPS[op], **({"method": "gradient"} if op == "Adasum" else {})}
