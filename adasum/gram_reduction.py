@@ -4,10 +4,9 @@ Every vector of the tree is a linear combination v = sum_i c_i g_i of the ranks'
 dot product that it asks for is c^T G c' with G = (g_i . g_j), the Gram matrix of a segment. So the
 tree is replayed on coefficient vectors, and the vectors are blended once.
 
-How far the vectors cancel, the spread `(sum |c_i| |g_i|)^2 / |v|^2`, follows from G. Up to
-`kernels.SPREAD_LIMIT` float64 sums are enough; beyond, G is taken once more as sums of two float64
-each. All ranks conclude the same from the same tables. On a GPU the kernels conclude it, not the
-host, so that the second tables always travel.
+Where a rank's vectors may cancel too far for float64, its table has sums of two float64 numbers. Each
+rank decides for its own slice, and its table is as good as the sum of all asks for, whatever the
+others hold (`docs/direct.md`). So tables are exchanged once, and no host looks at them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def reduce_tree(operands: Operands, segments: tuple[int, ...], tree: Tree) -> No
     grams: list[Tensor] = []
     # A piece's products are taken before the next piece is looked at, which waits for it.
     for piece in clipped(operands, segments):
-        grams.append(kernels.gram(piece.parts, piece.segments))
+        grams.append(kernels.gram(piece.parts, piece.segments, precise=True))
         pieces.append(piece)
     replay = _Replay(operands, pieces, len(segments) - 1, tree)
     replay(grams)
@@ -44,7 +43,7 @@ def reduce_tree(operands: Operands, segments: tuple[int, ...], tree: Tree) -> No
 def bind_tree(operands: Operands, segments: tuple[int, ...], tree: Tree) -> Callable[[], None]:
     """Plan `reduce_tree`."""
     pieces = list(clipped(operands, segments))
-    grams = [kernels.plan_gram(piece.parts, piece.segments) for piece in pieces]
+    grams = [kernels.plan_gram(piece.parts, piece.segments, precise=True) for piece in pieces]
     replay = _Replay(operands, pieces, len(segments) - 1, tree, planned=True)
     sums = [
         kernels.plan_weighted_sum(
@@ -86,37 +85,23 @@ class _Replay:
     ) -> None:
         self._operands, self._pieces, self._tree = operands, pieces, tree
         parts, self._device = len(tree) + 1, device_of(operands)
-        self._shape = count, parts, parts
-        self._spread = torch.zeros(count, dtype=torch.float64, device=self._device)
-        self.coefficients = self._spread.new_zeros(count, parts)
+        self._shape = count, parts, parts, 2
+        self.coefficients = torch.zeros(count, parts, dtype=torch.float64, device=self._device)
         self._planned = planned
         self._plan: Callable[[], Tensor] | None = None
-        self._tables = self._spread
+        self._tables = self.coefficients
 
     def __call__(self, grams: Sequence[Tensor]) -> None:
         """Write `coefficients`."""
-        pieces, spread = self._pieces, self._spread
-        self._replay(self._gathered(add_up(pieces, grams, self._shape, self._device)))
-        if self._device.type == "cpu" and not (spread > kernels.SPREAD_LIMIT).any():
-            return
-        grams = [
-            kernels.gram(piece.parts, piece.segments, precise=True, spread=spread[piece.touched])
-            for piece in pieces
-        ]
-        table = add_up(pieces, grams, (*self._shape, 2), self._device, precise=True)
-        kernels.adasum_coefficients(
-            self._gathered(table), self._tree, out=self.coefficients, spread=spread
-        )
-
-    def _replay(self, tables: Tensor) -> None:
-        given = {"out": self.coefficients, "spread": self._spread}
+        table = add_up(self._pieces, grams, self._shape, self._device, precise=True)
+        tables, out = self._gathered(table), self.coefficients
         # Under a dispatch mode of any thread no plan can be made.
         if not self._planned or (self._plan is None and tracing()):
-            kernels.adasum_coefficients(tables, self._tree, **given)
+            kernels.adasum_coefficients(tables, self._tree, out=out)
             return
         if self._plan is None:
             self._tables = tables.clone()
-            self._plan = kernels.plan_adasum_coefficients(self._tables, self._tree, **given)
+            self._plan = kernels.plan_adasum_coefficients(self._tables, self._tree, out=out)
         else:
             self._tables.copy_(tables)
         self._plan()

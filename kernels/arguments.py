@@ -60,8 +60,7 @@ class Call:
         findings: What it writes beside `out`.
         dots: Of `combine`.
         coefficients: Of `weighted_sum`.
-        spread: Of `gram` and `adasum_coefficients`: which segments are taken, or left, by how far
-            their vectors cancel; `writes_spread` says whether it is read or written.
+        spread: Of `adasum_coefficients`: how far vectors cancel, which it writes.
         tree: Of `adasum_coefficients`: rows (left, right, p, q).
         packed: Of `pack` and `unpack`.
         cooperative: Of `adasum`: whether one cooperative launch may do it.
@@ -134,13 +133,6 @@ class Call:
         return self.out.dim() == 4 if self.function == "gram" else self.inputs[0].dim() == 5
 
     @property
-    def writes_spread(self) -> bool:
-        """Whether `spread` is found of float64 matrices, not what chooses among segments."""
-        return (
-            self.spread is not None and self.function == "adasum_coefficients" and not self.precise
-        )
-
-    @property
     def in_place(self) -> bool:
         """Whether `out` may be one of the inputs, since it is made element by element."""
         return self.packed is None and self.function not in ("gram", "adasum_coefficients")
@@ -149,8 +141,7 @@ class Call:
     def written(self) -> list[Tensor]:
         """The tensors that it writes."""
         main = self.inputs if self.function == "unpack" else [self.out]
-        found = [self.spread] if self.writes_spread else []
-        return [*main, *[one for one in (*self.findings, *found) if one is not None]]
+        return [*main, *[one for one in (*self.findings, self.spread) if one is not None]]
 
 
 def check_pack(

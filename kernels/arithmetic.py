@@ -13,8 +13,8 @@ TINY = math.sqrt(sys.float_info.min)
 # float64. In float32, rounded coefficients and products make an error of eps (|alpha a| + |beta b|)
 # together: above the limit, no more than eps sqrt(2 / CANCELLED) = 12 eps of the sum's length.
 CANCELLED = 1 / 64
-# Where (sum |c_i| |g_i|)^2 is above this times |v|^2 of v = sum c_i g_i, a float64 Gram matrix
-# gives |v|^2 to fewer than 23 bits, and is to be taken again in double-double.
+# Where (sum |c_i| |g_i|)^2 may be above this times |v|^2 of v = sum c_i g_i, a float64 Gram matrix
+# would give |v|^2 to fewer than 23 bits, and is to be taken in double-double.
 SPREAD_LIMIT = 2.0**30
 
 

@@ -115,11 +115,7 @@ def check_memory(call: Call, others: list[tuple[str, Tensor]]) -> None:
     for (name, tensor), (other_name, other) in itertools.combinations(others, 2):
         check_no_overlap(name, tensor, other_name, other)
     for name, tensor in others:
-        if not (
-            tensor is call.dots
-            or tensor is call.coefficients
-            or (tensor is call.spread and not call.writes_spread)
-        ):
+        if not (tensor is call.dots or tensor is call.coefficients):
             # No element has more than 8 bytes.
             for i in near(call.addresses, 8 * largest, tensor):
                 one, in_place = call.inputs[i], tensor is call.out and call.in_place

@@ -18,7 +18,6 @@ def check_gram(
     segments: Sequence[int] | None,
     out: Tensor | None,
     precise: bool,
-    spread: Tensor | None,
 ) -> Call:
     """Check the arguments of `gram`; makes the matrices where `out` is None."""
     inputs = check_equals(tensors)
@@ -26,13 +25,7 @@ def check_gram(
     count, device = len(bounds) - 1, inputs[0].device
     shape = (count, len(inputs), len(inputs))
     target = _check_written("out", out, (*shape, 2) if precise else shape, device)
-    if spread is not None:
-        if not precise:
-            raise ValueError(
-                "spread chooses among segments for precise=True: drop it, or pass both"
-            )
-        check_table("spread", spread, (count,), device)
-    return Call("gram", inputs, target, bounds, spread=spread, made=out is None)
+    return Call("gram", inputs, target, bounds, made=out is None)
 
 
 def check_adasum_coefficients(
@@ -44,17 +37,10 @@ def check_adasum_coefficients(
     """Check the arguments of `adasum_coefficients`; makes the rows where `out` is None."""
     given = check_partials(check_tensor("partials", partials))
     _, count, size, *_ = given.shape
-    device, pairs, rows = given.device, given.dim() == 5, check_tree(tree, size)
+    device, rows = given.device, check_tree(tree, size)
     target = _check_written("out", out, (count, size), device)
     if spread is not None:
-        check_table("spread", spread, (count,), device)
-        if not pairs:
-            check_writable("spread", spread)
-        elif out is None:
-            raise ValueError(
-                "out is None, but of precise partials a spread has only some rows written: pass "
-                "the coefficients of those that are not"
-            )
+        _check_written("spread", spread, (count,), device)
     made = out is None
     return Call("adasum_coefficients", [given], target, (), spread=spread, tree=rows, made=made)
 

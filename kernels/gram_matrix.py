@@ -10,7 +10,8 @@ So one pass over the vectors gives all coefficients of any tree, and a second on
     result = kernels.weighted_sum(vectors, coefficients, segments)
 
 What rounds G reaches |v|^2 times the spread, (sum |c_i| |g_i|)^2 / |v|^2, which is large where
-vectors cancel: where it is above `SPREAD_LIMIT` take `gram` again with `precise=True`.
+vectors cancel. With `precise=True` it is double-double where vectors may cancel beyond
+`SPREAD_LIMIT`, and the result does not suffer, however they do.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ def gram(
     *,
     out: Tensor | None = None,
     precise: bool = False,
-    spread: Tensor | None = None,
 ) -> Tensor:
     """Return float64 [S, n, n], the dot products of all pairs of n tensors a segment, symmetric.
 
@@ -57,16 +57,17 @@ def gram(
         segments: Element boundaries (0, ..., numel), None for one segment; an empty segment gives
             zeros.
         out: Written and returned. None makes one.
-        precise: Return [S, n, n, 2] instead, each entry an unevaluated sum high + low, with about
-            104 bits. Simple, not fast.
-        spread: With `precise`: float64 [S], what `adasum_coefficients` wrote. Segments whose spread
-            is not above `SPREAD_LIMIT` are not computed and become zeros.
+        precise: Return [S, n, n, 2] instead, each entry an unevaluated sum high + low. Where any
+            vectors v = sum c_i g_i of a segment may have a spread above `SPREAD_LIMIT`, which
+            float64 sums tell, the entries are taken once more with about 104 bits: simply, not
+            fast. Elsewhere all low ones are 0. So |v|^2 has the bits that it needs, of this matrix
+            and of its sum with those of other parts of the same vectors.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
-    matrices: Tensor = run(check_gram(tensors, segments, out, precise, spread))
+    matrices: Tensor = run(check_gram(tensors, segments, out, precise))
     return matrices
 
 
@@ -76,14 +77,13 @@ def plan_gram(
     *,
     out: Tensor | None = None,
     precise: bool = False,
-    spread: Tensor | None = None,
 ) -> GramPlan:
-    """Plan `gram` of these tensors: run it as plan(), with what `spread` then holds.
+    """Plan `gram` of these tensors: run it as plan().
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    return GramPlan(check_gram(tensors, segments, out, precise, spread))
+    return GramPlan(check_gram(tensors, segments, out, precise))
 
 
 def adasum_coefficients(
@@ -103,10 +103,9 @@ def adasum_coefficients(
             `left` and at `right`, with these weights. n - 1 of them, which join all vectors; the
             last one's `left` is the result.
         out: Written and returned. None makes one.
-        spread: float64 [S]. Of [R, S, n, n] partials it is written: the largest spread,
-            `(sum |c_i| |g_i|)^2 / |v|^2`, of the tree's vectors v = sum c_i g_i; 1 where all are
-            zero, inf where only v is. Of precise partials it is read: only rows of `out`, needed
-            then, whose spread is above `SPREAD_LIMIT` are written.
+        spread: float64 [S], written: the largest spread, `(sum |c_i| |g_i|)^2 / |v|^2`, of the
+            tree's vectors v = sum c_i g_i; 1 where all are zero, inf where only v is. Above
+            `SPREAD_LIMIT` partials should have been precise.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.

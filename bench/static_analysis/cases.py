@@ -102,7 +102,7 @@ KERNELS = {
     "precise_gram": Kernel(
         double_double_kernels._precise_gram_kernel.function,
         chunking.tile_of,
-        {"ALIGNED": False, "CHOOSE": True},
+        {"ALIGNED": False, "SIZE": 8},
         {},
         stores=False,
     ),
@@ -112,7 +112,7 @@ KERNELS |= {
     f"gram{count}": Kernel(
         gram_kernels._gram_kernel.function,
         partial(gram_kernels.tile_of, count),
-        {"COUNT": count, "ROW": gram_kernels.row_of(count), **_EDGES_APART},
+        {"COUNT": count, "ROW": gram_kernels.row_of(count), "PARTS": 2, **_EDGES_APART},
         {},
         stores=False,
     )

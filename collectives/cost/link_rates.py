@@ -50,8 +50,6 @@ class LinkRates:
         call: Seconds of a collective beside its steps.
         host: Seconds that the host spends on a step before the device begins it. Nothing on a CPU,
             where it is a part of alpha.
-        precise: Whether the second, precise tables of Gram matrices always travel, as on a GPU,
-            where the kernels and not the host find out whether they are needed.
 
     Raises:
         ValueError: A number is negative or not finite.
@@ -64,7 +62,6 @@ class LinkRates:
     nic: float | None = None
     call: float = 0.0
     host: float = 0.0
-    precise: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -84,7 +81,6 @@ ASSUMED = LinkRates(
     sum=Rate(3e-6, 3 / 3.35e12),
     adasum=Rate(7.5e-6, 7.5 / 3.35e12),
     host=60e-6,
-    precise=True,
 )
 """Assumptions, not measurements: nodes of H100 GPUs, each with a 400 Gb/s adapter of its own.
 

@@ -35,7 +35,6 @@ class Round:
         times: How many such steps there are.
         reduction: "sum" or "adasum".
         dots: Whether shares are of the partial products, not of the buffer.
-        precise: Whether they take place only where `LinkRates.precise` says so.
         passes: Times that what is received is read, in those of a reduction in pairs.
     """
 
@@ -43,7 +42,6 @@ class Round:
     times: int
     reduction: str
     dots: bool
-    precise: bool = False
     passes: float = 1.0
 
 
@@ -99,7 +97,6 @@ class Profile:
         seconds = rates.call + sum(
             each.times * (rates.host + _seconds(each, float(sizes[int(each.dots)]), rates))
             for each in self.rounds
-            if rates.precise or not each.precise
         )
         staged = [each.nodes[:, :, _REDUCE + 1].max() for each in self.rounds if not each.dots]
         intra, inter = (sizes @ self.total).tolist()
@@ -138,9 +135,7 @@ class Profiler:
         # [of the buffer or of the partial products, intra or inter, sent or received, rank]
         self._loads = np.zeros((2, 2, 2, topology.size))
 
-    def add(
-        self, step: BulkStep, reduction: str, *, dots: bool = False, precise: bool = False
-    ) -> None:
+    def add(self, step: BulkStep, reduction: str, *, dots: bool = False) -> None:
         """Add a step of the schedule as often as it says.
 
         Args:
@@ -148,8 +143,6 @@ class Profiler:
             reduction: What they are reduced with, "sum" or "adasum".
             dots: Whether it is of partial products, which a step of the schedule needs beside its
                 own messages.
-            precise: Whether it is of the precise ones, whose bytes are not counted: most machines
-                need them for few buffers.
         """
         if not dots:
             self._steps += step.times
@@ -162,10 +155,9 @@ class Profiler:
         adasum = reduction == "adasum"
         for column, values in _columns(step, size, local, in_pairs=adasum and not step.by_tree):
             table[:, column] += values
-        if not precise:
-            self._loads[int(dots)] += step.times * table.T[_SHARES]
+        self._loads[int(dots)] += step.times * table.T[_SHARES]
         passes = _passes(int(np.max(step.ways))) if adasum and step.by_tree else 1.0
-        self._add_round(table, step.times, reduction, dots=dots, precise=precise, passes=passes)
+        self._add_round(table, step.times, reduction, dots=dots, passes=passes)
 
     def reduce_gathered(self, reduction: str) -> None:
         """Add the reduction of all ranks' vectors on every rank, after the steps."""
@@ -182,8 +174,8 @@ class Profiler:
         ranks, nodes = self._loads[:, 0], self._loads[:, 1].reshape(2, 2, -1, local).sum(axis=3)
         return Profile(
             rounds=tuple(
-                Round(matrix, times, reduction, dots, precise, passes)
-                for (reduction, dots, precise, passes, *_), (matrix, times) in self._rounds.items()
+                Round(matrix, times, reduction, dots, passes)
+                for (reduction, dots, passes, *_), (matrix, times) in self._rounds.items()
             ),
             steps=self._steps,
             busiest=(_distinct(ranks.reshape(2, -1).T), _distinct(nodes.reshape(2, -1).T)),
@@ -197,12 +189,11 @@ class Profiler:
         reduction: str,
         *,
         dots: bool,
-        precise: bool = False,
         passes: float = 1.0,
     ) -> None:
         local = self._topology.local_size
         matrix = _distinct(table.reshape(-1, local * _COLUMNS)).reshape(-1, local, _COLUMNS)
-        key = (reduction, dots, precise, passes, matrix.shape[0], matrix.tobytes())
+        key = (reduction, dots, passes, matrix.shape[0], matrix.tobytes())
         _, before = self._rounds.get(key, (matrix, 0))
         self._rounds[key] = (matrix, before + times)
 

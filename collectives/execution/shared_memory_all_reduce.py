@@ -315,7 +315,7 @@ def _method_of(
         return "two-shot" if algorithm(name).all_at_once and not op.needs_one_tree else None
     rows = 1 if vector.segments is None else len(vector.segments) - 1
     if name == "direct":
-        # A number for each pair of ranks, or two where they are to be precise.
+        # Two numbers for each pair of ranks.
         fits = rows * 16 * size * size <= TABLE_BYTES or not op.needs_one_tree
         return "direct" if fits else None
     fits = rows * _ROW_BYTES <= TABLE_BYTES or not op.needs_one_tree

@@ -306,24 +306,47 @@ void adasum(const struct task *t)
     combine(t);
 }
 
-/* out: the matrix of dot products of each segment, whose blocks are added in their order. */
-void gram(const struct task *t)
+/* Add the blocks of each segment in their order: of all in float64, or of those that are chosen in
+ * double-double. */
+static void add_blocks(const struct task *t, int precise)
 {
-    visitor *visit = t->dtypes[0] == FLOAT64 ? gram_block_double : gram_block_float;
-    walk_blocks(t->precise ? precise_block : visit, t);
     int64_t size = t->count, step = t->precise ? 2 : 1, number = 0;
     double *out = t->out;
-    memset(out, 0, t->segments * size * size * step * sizeof *out);
     for (int64_t segment = 0; segment < t->segments; segment++, out += size * size * step) {
-        int64_t blocks = is_chosen(t, segment) ? blocks_of(t->bounds, segment) : 0;
-        for (int64_t k = 0; k < blocks; k++)
+        int64_t blocks = blocks_of(t->bounds, segment), first = number;
+        number += blocks;
+        if (precise && !is_chosen(t, segment))
+            continue;
+        memset(out, 0, size * size * step * sizeof *out);
+        for (int64_t k = first; k < number; k++)
             for (int64_t i = 0; i < size; i++)
                 for (int64_t j = i; j < size; j++)
-                    add_entry(out + (i * size + j) * step, entry(t, number + k, i, j), t->precise);
+                    add_entry(out + (i * size + j) * step, entry(t, k, i, j), precise);
         for (int64_t i = 0; i < size; i++)
             for (int64_t j = i + 1; j < size; j++)
                 memcpy(out + (j * size + i) * step, out + (i * size + j) * step, 8 * step);
-        number += blocks_of(t->bounds, segment);
+    }
+}
+
+/* out: the matrix of dot products of each segment. Precise, once more in double-double where vectors
+ * may cancel. */
+void gram(const struct task *t)
+{
+    int64_t entries = t->count * t->count;
+    int any = 0;
+    walk_blocks(t->dtypes[0] == FLOAT64 ? gram_block_double : gram_block_float, t);
+    add_blocks(t, 0);
+    for (int64_t segment = 0; t->precise && segment < t->segments; segment++) {
+        double *matrix = (double *)t->out + segment * entries * 2;
+        int chosen = may_cancel(t, matrix);
+        t->coefficients[segment] = chosen;
+        any |= chosen;
+        for (int64_t i = 0; i < entries; i++)
+            matrix[i * 2 + 1] = 0;
+    }
+    if (any) {
+        walk_blocks(precise_block, t);
+        add_blocks(t, 1);
     }
 }
 
@@ -335,8 +358,7 @@ void adasum_coefficients(const struct task *t)
     r.lengths = (lanes *)(r.factors + t->count);
     r.places = (int64_t *)(r.lengths + t->count);
     for (int64_t segment = 0; segment < t->segments; segment += 4)
-        if (is_any_chosen(t, segment))
-            replay_segments(t, segment, &r);
+        replay_segments(t, segment, &r);
 }
 
 /* out = coefficients[0] * tensors[0] + coefficients[1] * tensors[1] + ..., of a row a segment. */

@@ -1,5 +1,5 @@
-/* Double-double arithmetic (Dekker, Knuth), four numbers at a time; precise Gram matrices; and the
- * replay of a tree of Adasum on them.
+/* Double-double arithmetic (Dekker, Knuth), four numbers at a time; Gram matrices made precise where
+ * they have to be; and the replay of a tree of Adasum on them.
  */
 
 /* Unevaluated sums high + low, where low is beneath the last bit of high. */
@@ -68,10 +68,34 @@ static inline lanes magnitude(lanes a)
     return choose(a < 0, -a, a);
 }
 
-/* Whether a segment is one of those whose precise matrix is asked for. */
+/* Whether vectors of a segment may cancel beyond SPREAD_LIMIT, by its matrix of float64 sums, whose
+ * low parts are overwritten. They do not where the matrix of their directions has no eigenvalue below
+ * n / SPREAD_LIMIT: so much of the diagonal is taken off, and what is left has a Cholesky factor. Of
+ * a matrix that is not finite nothing is said. */
+static int may_cancel(const struct task *t, double *matrix)
+{
+    int64_t size = t->count;
+    for (int64_t i = 0; i < size; i++) {
+        double norm = matrix[(i * size + i) * 2];
+        for (int64_t j = i; j < size; j++)
+            matrix[(i * size + j) * 2 + 1] = matrix[(i * size + j) * 2];
+        matrix[(i * size + i) * 2 + 1] = norm == 0 ? 1 : norm * (1 - size / SPREAD_LIMIT);
+    }
+    for (int64_t k = 0; k < size; k++) {
+        const double *row = matrix + k * size * 2 + 1;
+        if (row[k * 2] <= 0)
+            return 1;
+        for (int64_t i = k + 1; i < size; i++)
+            for (int64_t j = i; j < size; j++)
+                matrix[(i * size + j) * 2 + 1] -= row[i * 2] / row[k * 2] * row[j * 2];
+    }
+    return 0;
+}
+
+/* Whether a segment's matrix is to be taken in double-double, where `gram` has found out. */
 static int is_chosen(const struct task *t, int64_t segment)
 {
-    return !t->spread || !t->precise || t->spread[segment] > SPREAD_LIMIT;
+    return t->coefficients[segment] != 0;
 }
 
 /* Adds to the sums the products of n elements, a multiple of STEP, of x and y. */
@@ -87,14 +111,36 @@ static void add_precisely(struct wide *sums, const double *x, const double *y, i
         }
 }
 
-/* The pairs of a block one after the other, each with two of its tensors at a time. */
+/* The first tensor that equals a tensor in a block, bit for bit. */
+static int64_t first_alike(const struct task *t, struct block block, int64_t tensor)
+{
+    int dtype = t->dtypes[tensor];
+    const char *mine = element(t->tensors[tensor], dtype, block.low);
+    int64_t bytes = (const char *)element(t->tensors[tensor], dtype, block.high) - mine;
+    for (int64_t i = 0; i < tensor; i++)
+        if (memcmp(element(t->tensors[i], dtype, block.low), mine, bytes) == 0)
+            return i;
+    return tensor;
+}
+
+/* The pairs of a block one after the other, each with two of its tensors at a time. Vectors that are
+ * taken precisely are often alike: their products are those of the first of them. */
 static void precise_block(const struct task *t, struct block block)
 {
     double left[STRIP], right[STRIP];
+    int64_t alike[t->count];
     if (!is_chosen(t, block.segment))
         return;
     for (int64_t i = 0; i < t->count; i++)
+        alike[i] = first_alike(t, block, i);
+    for (int64_t i = 0; i < t->count; i++)
         for (int64_t j = i; j < t->count; j++) {
+            double *pair = entry(t, block.number, i, j);
+            if (alike[i] < i || alike[j] < j) {
+                int64_t a = least(alike[i], alike[j]), b = alike[i] + alike[j] - a;
+                memcpy(pair, entry(t, block.number, a, b), 2 * sizeof *pair);
+                continue;
+            }
             struct wide sums[2] = {{all(0), all(0)}, {all(0), all(0)}};
             for (int64_t low = block.low; low < block.high; low += STRIP) {
                 int64_t n = least(STRIP, block.high - low);
@@ -105,14 +151,13 @@ static void precise_block(const struct task *t, struct block block)
             struct wide sum = plus(sums[0], sums[1]), whole = {all(0), all(0)};
             for (int k = 0; k < 4; k++)
                 whole = plus(whole, (struct wide){all(sum.high[k]), all(sum.low[k])});
-            double *pair = entry(t, block.number, i, j);
             pair[0] = whole.high[0];
             pair[1] = whole.low[0];
         }
 }
 
 /* Adds to one entry of a matrix that of a block. */
-static void add_entry(double *to, const double *from, int64_t precise)
+static void add_entry(double *to, const double *from, int precise)
 {
     if (!precise) {
         *to += *from;
@@ -122,15 +167,6 @@ static void add_entry(double *to, const double *from, int64_t precise)
                            (struct wide){all(from[0]), all(from[1])});
     to[0] = sum.high[0];
     to[1] = sum.low[0];
-}
-
-/* Whether one of four segments is. */
-static int is_any_chosen(const struct task *t, int64_t segment)
-{
-    int chosen = 0;
-    for (int64_t k = segment; k < least(segment + 4, t->segments); k++)
-        chosen |= is_chosen(t, k);
-    return chosen;
 }
 
 /* What is known of four segments while their tree is replayed: of the vectors that stand the matrix
@@ -246,11 +282,10 @@ static void replay_segments(const struct task *t, int64_t segment, struct replay
         weigh(t, r, joined, factors);
         join(r, size, joined[0], joined[1], factors[0], factors[1]);
     }
-    for (int k = 0; k < 4 && segment + k < t->segments; k++)
-        if (is_chosen(t, segment + k)) {
-            for (int64_t i = 0; i < size; i++)
-                ((double *)t->out)[(segment + k) * size + i] = r->factors[i].high[k] + finite[k];
-            if (t->spread && !t->precise)
-                t->spread[segment + k] = r->widest[k] + finite[k];
-        }
+    for (int k = 0; k < 4 && segment + k < t->segments; k++) {
+        for (int64_t i = 0; i < size; i++)
+            ((double *)t->out)[(segment + k) * size + i] = r->factors[i].high[k] + finite[k];
+        if (t->spread)
+            t->spread[segment + k] = r->widest[k] + finite[k];
+    }
 }

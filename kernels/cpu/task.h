@@ -9,7 +9,7 @@
 #define TINY 0x1p-511
 /* A blend whose square is below this fraction of |alpha a|^2 + |beta b|^2 is lost in float. */
 #define CANCELLED 0x1p-6
-/* Above it a Gram matrix is to be taken in double-double. */
+/* Where vectors may cancel further, their Gram matrix is to be taken in double-double. */
 #define SPREAD_LIMIT 0x1p30
 /* Coefficients inside this range times any float32 lose nothing to float32's exponent. */
 #define SAFE_LOW 0x1p-60
@@ -34,15 +34,17 @@ struct task {
     /* Of `copy` alone: the tensors' elements; whether into the buffer. */
     const int64_t *numels;
     int64_t packing;
+    /* Of `gram` room: whether each segment's vectors may cancel. */
     double *coefficients;
     /* (a.b, |a|^2, |b|^2) of each block and each segment; of `gram` the pairs of each block, and of
      * `adasum_coefficients` room to work in. */
     double *partials;
     double *dots;
-    /* Of `gram` and `adasum_coefficients`: whether matrices are double-double; a number a segment. */
+    /* Of `gram` and `adasum_coefficients`: whether matrices are double-double. */
     int64_t precise;
+    /* Of `adasum_coefficients`: a number a segment, or none; how many matrices one has, and rows
+     * (left, right, p, q). */
     double *spread;
-    /* Of `adasum_coefficients`: how many matrices a segment has, and rows (left, right, p, q). */
     int64_t tables;
     const double *tree;
     /* What to report of the values written: set to 1, and raised. */

@@ -184,29 +184,34 @@ def _is_safe(coefficient: float) -> bool:
 def gram(call: Call) -> None:
     """Write into `out` the matrix of dot products of each segment."""
     call.out.zero_()
-    flat = [tensor.view(-1) for tensor in call.inputs]
-    step = max(1, 2 * _DOT_BLOCK // len(flat))
-    for segment, (start, stop) in enumerate(itertools.pairwise(call.bounds)):
-        if not _is_chosen(call, segment):
-            continue
-        matrix = call.out[segment]
-        for low in range(start, stop, step):
-            rows = torch.stack([one[low : min(low + step, stop)].double() for one in flat])
-            if call.precise:
-                _add_precisely(matrix, rows, exact=flat[0].dtype != torch.float64)
-            else:
-                matrix += rows @ rows.T
+    size, exact = len(call.inputs), call.inputs[0].dtype != torch.float64
+    i, j = torch.triu_indices(size, size, offset=1, device="cpu")
+    for matrix, start, stop in zip(call.out, call.bounds[:-1], call.bounds[1:], strict=True):
+        sums = matrix[..., 0] if call.precise else matrix
+        for rows in _rows(call, start, stop):
+            sums += rows @ rows.T
+        if call.precise and _may_cancel(sums):
+            matrix.zero_()
+            for rows in _rows(call, start, stop):
+                _add_precisely(matrix, rows, exact)
         # What multiplies matrices does not promise that they are symmetric.
-        size = len(flat)
-        i, j = torch.triu_indices(size, size, offset=1, device="cpu")
         matrix[j, i] = matrix[i, j]
 
 
-def _is_chosen(call: Call, segment: int) -> bool:
-    """Whether precise matrices are asked for of this segment."""
-    if call.spread is None or not call.precise:
-        return True
-    return call.spread[segment].item() > SPREAD_LIMIT
+def _rows(call: Call, start: int, stop: int) -> Iterator[Tensor]:
+    """Yield the tensors' elements as rows in float64, some at a time."""
+    step = max(1, 2 * _DOT_BLOCK // len(call.inputs))
+    for low in range(start, stop, step):
+        parts = [tensor.view(-1)[low : min(low + step, stop)] for tensor in call.inputs]
+        yield torch.stack([part.double() for part in parts])
+
+
+def _may_cancel(matrix: Tensor) -> bool:
+    """Whether vectors may cancel beyond the limit; kernels/cpu/replay.h says how it is known."""
+    diagonal = matrix.diagonal()
+    lowered = torch.where(diagonal == 0, 1.0, diagonal * (1 - len(matrix) / SPREAD_LIMIT))
+    factor = torch.linalg.cholesky_ex(matrix - torch.diag(diagonal - lowered))
+    return bool(diagonal.isfinite().all()) and factor.info.item() > 0
 
 
 def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,13 +254,11 @@ def _add_precisely(matrix: Tensor, rows: Tensor, exact: bool) -> None:
 def adasum_coefficients(call: Call) -> None:
     """Write into `out` the coefficients of each segment, and find its spread."""
     for segment, row in enumerate(call.out):
-        if _is_chosen(call, segment):
-            tables = call.inputs[0][:, segment].tolist()
-            found, spread = _replay(tables, call.tree, call.precise)
-            row.copy_(torch.tensor(found, dtype=torch.float64, device="cpu"))
-            if call.writes_spread:
-                assert call.spread is not None
-                call.spread[segment] = spread
+        tables = call.inputs[0][:, segment].tolist()
+        found, spread = _replay(tables, call.tree, call.precise)
+        row.copy_(torch.tensor(found, dtype=torch.float64, device="cpu"))
+        if call.spread is not None:
+            call.spread[segment] = spread
 
 
 def _replay(tables: list[Any], tree: Tree, precise: bool) -> tuple[list[float], float]:

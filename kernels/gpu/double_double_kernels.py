@@ -1,4 +1,4 @@
-"""Precise Gram matrices, and the coefficients of a tree, on a GPU: both in double-double."""
+"""Gram matrices made precise, and the coefficients of a tree, on a GPU: both in double-double."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from torch import Tensor
 from kernels.arguments import Call, Tree
 from kernels.arithmetic import SPREAD_LIMIT, TINY
 from kernels.gpu import launcher
-from kernels.gpu.chunking import chunks_of
-from kernels.gpu.device_tables import TABLES, AddressTable, Scratch, upload
+from kernels.gpu.chunking import Chunks
+from kernels.gpu.device_tables import TABLES, Scratch, upload
 from kernels.gpu.dot_products import is_last
 from kernels.gpu.double_double import add, divide, exact_product, multiply
 from kernels.gpu.launcher import Kernel, jit, tl, triton
-from kernels.gpu.tiles import THREADS, convert, load_tile
+from kernels.gpu.tiles import convert, load_tile
 
 _SCRATCH = Scratch()
 _TINY = TINY if triton is None else tl.constexpr(TINY)
 _LIMIT = SPREAD_LIMIT if triton is None else tl.constexpr(SPREAD_LIMIT)
+# Elements that a program adds at once, several a thread, so that few loads wait for each other.
+_TILE = 512 if triton is None else tl.constexpr(512)
 
 
 @jit
 def _chunk_sum(a, b, length, DTYPE: tl.constexpr):
     """The dot product of `length` elements at the addresses a and b."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    high = tl.zeros([THREADS], tl.float64)
-    low = tl.zeros([THREADS], tl.float64)
-    for done in range(0, length, THREADS):
-        x = load_tile(a + done * BYTES, length - done, DTYPE, False, THREADS)
-        y = load_tile(b + done * BYTES, length - done, DTYPE, False, THREADS)
+    high = tl.zeros([_TILE], tl.float64)
+    low = tl.zeros([_TILE], tl.float64)
+    for done in range(0, length, _TILE):
+        x = load_tile(a + done * BYTES, length - done, DTYPE, False, _TILE)
+        y = load_tile(b + done * BYTES, length - done, DTYPE, False, _TILE)
         product, lost = exact_product(convert(x, tl.float64), convert(y, tl.float64))
         high, low = add(high, low, product, lost)
     return tl.reduce((high, low), 0, add)
@@ -41,10 +43,10 @@ def _chunk_sum(a, b, length, DTYPE: tl.constexpr):
 @jit
 def _sum_of_chunks(rows, count):
     """The sum of `count` partials, read past the L1 cache."""
-    high = tl.zeros([THREADS], tl.float64)
-    low = tl.zeros([THREADS], tl.float64)
-    for done in range(0, count, THREADS):
-        k = done + tl.arange(0, THREADS).to(tl.int64)
+    high = tl.zeros([_TILE], tl.float64)
+    low = tl.zeros([_TILE], tl.float64)
+    for done in range(0, count, _TILE):
+        k = done + tl.arange(0, _TILE).to(tl.int64)
         part = tl.load(rows + 2 * k, mask=k < count, other=0.0, cache_modifier=".cg")
         rest = tl.load(rows + 2 * k + 1, mask=k < count, other=0.0, cache_modifier=".cg")
         high, low = add(high, low, part, rest)
@@ -55,84 +57,6 @@ def _sum_of_chunks(rows, count):
 def _store_pair(place, high, low):
     tl.store(place, high)
     tl.store(place + 1, low)
-
-
-@Kernel
-def _precise_gram_kernel(
-    partials,
-    arrivals,
-    addresses,
-    table,
-    spread,
-    matrices,
-    n: tl.int32,
-    DTYPE: tl.constexpr,
-    CHOOSE: tl.constexpr,
-):
-    """The sums of all pairs of tensors over one chunk; a segment's last program adds them up.
-
-    It is launched where Adasum may need it and mostly does not: a program whose segment is not
-    chosen ends at once, that of the segment's first chunk after it has stored zeros.
-    """
-    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    chunks, chunk = tl.num_programs(0).to(tl.int64), tl.program_id(0).to(tl.int64)
-    start = tl.load(table + 3 * chunk)
-    length = tl.load(table + 3 * chunk + 1)
-    segment = tl.load(table + 3 * chunk + 2)
-    share = table + 3 * chunks + 2 * segment
-    first, count = tl.load(share), tl.load(share + 1)
-    matrix = matrices + 2 * segment * n * n
-    chosen = True
-    if CHOOSE:
-        # NaN is above nothing.
-        chosen = tl.load(spread + segment) > _LIMIT
-    if chosen:
-        for i in range(n):
-            a = tl.load(addresses + i) + start * BYTES
-            for j in range(i + 1):
-                b = tl.load(addresses + j) + start * BYTES
-                high, low = _chunk_sum(a, b, length, DTYPE)
-                _store_pair(partials + 2 * ((i * (i + 1) // 2 + j) * chunks + chunk), high, low)
-        if is_last(arrivals + segment, count):
-            for i in range(n):
-                for j in range(i + 1):
-                    rows = partials + 2 * ((i * (i + 1) // 2 + j) * chunks + first)
-                    high, low = _sum_of_chunks(rows, count)
-                    # On the diagonal both are one place, and the values equal.
-                    _store_pair(matrix + 2 * (i * n + j), high, low)
-                    _store_pair(matrix + 2 * (j * n + i), high, low)
-    elif chunk == first:
-        for done in range(0, 2 * n * n, THREADS):
-            k = done + tl.arange(0, THREADS).to(tl.int64)
-            tl.store(matrix + k, tl.zeros([THREADS], tl.float64), mask=k < 2 * n * n)
-
-
-def precise_gram(call: Call, table: AddressTable) -> Callable[[], None]:
-    """Bind out = [S, n, n, 2], double-double dot products, in one launch."""
-    segments, n, device = len(call.bounds) - 1, len(call.inputs), call.out.device
-    if segments == 0:
-        return launcher.nothing
-    chunks = chunks_of(call.inputs[0], call.bounds)
-    launch = _precise_gram_kernel.bind(
-        chunks.chunks,
-        (call.out, chunks.table),
-        table.write(call.addresses, device),
-        chunks.table,
-        call.out if call.spread is None else call.spread,
-        call.out,
-        n,
-        DTYPE=call.inputs[0].dtype,
-        CHOOSE=call.spread is not None,
-        num_warps=4,
-    )
-    floats = n * (n + 1) * chunks.chunks
-
-    def run() -> None:
-        with launcher.device_guard(call.out):
-            stream = launcher.current_stream()
-            launch(*_SCRATCH.fetch("precise gram", device, stream, floats, segments))
-
-    return run
 
 
 @jit
@@ -146,6 +70,99 @@ def _at(vector, one):
     """One element of a vector, as it is."""
     k = tl.arange(0, vector.shape[0])
     return tl.sum(tl.where(k == one, vector, 0.0), axis=0)
+
+
+@jit
+def _may_cancel(matrix, n, SIZE: tl.constexpr):
+    """Whether vectors may cancel beyond the limit; kernels/cpu/replay.h says how it is known.
+
+    There by n, and here by SIZE, which is a constant and no less.
+    """
+    k = tl.arange(0, SIZE)
+    i, j = k[:, None], k[None, :]
+    g = tl.load(matrix + 2 * (i.to(tl.int64) * n + j), mask=(i < n) & (j < n), other=0.0)
+    lowered = tl.where(g == 0.0, 1.0, tl.fma(g, -SIZE / _LIMIT, g))
+    g = tl.where(i == j, lowered, g)
+    found = tl.full([], 0, tl.int32)
+    for step in range(n):
+        row = _row(g, i, step)
+        pivot = _at(row, step)
+        found = tl.where(pivot <= 0.0, 1, found)
+        # The column is the row along the other dimension.
+        column = tl.sum(tl.where(j == step, g, 0.0), axis=1)
+        less = tl.fma((-column / pivot)[:, None], row[None, :], g)
+        g = tl.where((i > step) & (j > step), less, g)
+    return found > 0
+
+
+@Kernel
+def _precise_gram_kernel(
+    partials,
+    arrivals,
+    addresses,
+    table,
+    matrices,
+    n: tl.int32,
+    ahead: tl.int32,
+    DTYPE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """The sums of all pairs of tensors over one chunk; a segment's last program adds them up.
+
+    They take the place of float64 sums where vectors may cancel. Mostly they do not, and a program
+    ends at once; each finds out by itself, so that nothing waits.
+    """
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    chunks, chunk = tl.num_programs(0).to(tl.int64), tl.program_id(0).to(tl.int64)
+    start = tl.load(table + 3 * chunk)
+    length = tl.load(table + 3 * chunk + 1)
+    segment = tl.load(table + 3 * chunk + 2)
+    share = table + 3 * chunks + 2 * segment
+    first, count = tl.load(share), tl.load(share + 1)
+    matrix = matrices + 2 * segment * n * n
+    if _may_cancel(matrix, n, SIZE):
+        for i in range(n):
+            a = tl.load(addresses + ahead + i) + start * BYTES
+            for j in range(i + 1):
+                b = tl.load(addresses + ahead + j) + start * BYTES
+                high, low = _chunk_sum(a, b, length, DTYPE)
+                _store_pair(partials + 2 * ((i * (i + 1) // 2 + j) * chunks + chunk), high, low)
+        if is_last(arrivals + segment, count):
+            for i in range(n):
+                for j in range(i + 1):
+                    rows = partials + 2 * ((i * (i + 1) // 2 + j) * chunks + first)
+                    high, low = _sum_of_chunks(rows, count)
+                    # On the diagonal both are one place, and the values equal.
+                    _store_pair(matrix + 2 * (i * n + j), high, low)
+                    _store_pair(matrix + 2 * (j * n + i), high, low)
+
+
+def made_precise(call: Call, chunks: Chunks, addresses: Tensor) -> Callable[[], None]:
+    """Bind out = [S, n, n, 2], of float64 sums, to have others where vectors may cancel.
+
+    The tensors' addresses are the last ones.
+    """
+    segments, n, device = len(call.bounds) - 1, len(call.inputs), call.out.device
+    size = launcher.power_of_two_above(max(n, 2))
+    launch = _precise_gram_kernel.bind(
+        chunks.chunks,
+        (call.out, chunks.table),
+        addresses,
+        chunks.table,
+        call.out,
+        n,
+        len(addresses) - n,
+        DTYPE=call.inputs[0].dtype,
+        SIZE=size,
+        num_warps=max(4, warps_of(size)),
+    )
+    floats = n * (n + 1) * chunks.chunks
+
+    def run() -> None:
+        stream = launcher.current_stream()
+        launch(*_SCRATCH.fetch("precise gram", device, stream, floats, segments))
+
+    return run
 
 
 @jit
@@ -209,75 +226,71 @@ def _coefficients_kernel(
     segment, segments = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     k = tl.arange(0, SIZE)
     i, j = k[:, None], k[None, :]
-    chosen = True
-    if PRECISE and SPREAD:
-        chosen = tl.load(spread + segment) > _LIMIT
-    if chosen:
-        high = tl.zeros([SIZE, SIZE], tl.float64)
-        low = tl.zeros([SIZE, SIZE], tl.float64)
-        inside = (i < n) & (j < n)
-        for table in range(tables):
-            at = partials + (((table * segments + segment) * n + i) * n + j) * PARTS
-            part = tl.load(at, mask=inside, other=0.0)
-            rest = tl.zeros([SIZE, SIZE], tl.float64)
-            if PRECISE:
-                rest = tl.load(at + 1, mask=inside, other=0.0)
-            high, low = add(high, low, part, rest)
-        lost = tl.max(tl.max(tl.where(tl.abs(high) < float("inf"), 0, 1), axis=1), axis=0) > 0
-        c_high = tl.full([SIZE], 1.0, tl.float64)
-        c_low = tl.zeros([SIZE], tl.float64)
-        root = k
-        reach = tl.sqrt(tl.maximum(tl.sum(tl.where(i == j, high, 0.0), axis=0), 0.0))
-        widest = tl.full([], 1.0, tl.float64)
-        for step in range(n - 1):
-            join = tree + 6 * step
-            left, right = tl.load(join).to(tl.int32), tl.load(join + 1).to(tl.int32)
-            a_high, a_low = _row(high, i, left), _row(low, i, left)
-            b_high, b_low = _row(high, i, right), _row(low, i, right)
-            dot_high, dot_low = _at(a_high, right), _at(a_low, right)
-            a_reach, b_reach = _at(reach, left), _at(reach, right)
-            a_norm, a_rest = _at(a_high, left), _at(a_low, left)
-            b_norm, b_rest = _at(b_high, right), _at(b_low, right)
-            p_high, p_low = _share(join, 2), _share(join, 3)
-            q_high, q_low = _share(join, 4), _share(join, 5)
-            a_zero, b_zero = _is_zero(a_norm, a_reach, GUARD), _is_zero(b_norm, b_reach, GUARD)
-            alpha, alpha_low = _factor(p_high, p_low, dot_high, dot_low, a_norm, a_rest, a_zero)
-            beta, beta_low = _factor(q_high, q_low, dot_high, dot_low, b_norm, b_rest, b_zero)
-            if PRECISE:
-                # They have their mean. Of these dot / norm may be as large as it likes, and a sum
-                # of large terms would be left of what is small.
-                parallel = _are_parallel(
-                    a_norm, a_rest, b_norm, b_rest, dot_high, dot_low, a_reach, b_reach
-                )
-                parallel = parallel & (a_zero == 0) & (b_zero == 0)
-                alpha = tl.where(parallel, p_high, alpha)
-                alpha_low = tl.where(parallel, p_low, alpha_low)
-                beta = tl.where(parallel, q_high, beta)
-                beta_low = tl.where(parallel, q_low, beta_low)
-            # Its dot products with all vectors that stood, then with itself.
-            r_high, r_low = _blend(alpha, alpha_low, a_high, a_low, beta, beta_low, b_high, b_low)
-            norm, norm_low = _blend(
-                alpha, alpha_low, _at(r_high, left), _at(r_low, left),
-                beta, beta_low, _at(r_high, right), _at(r_low, right),
-            )  # fmt: skip
-            r_high = tl.where(k == left, norm, r_high)
-            r_low = tl.where(k == left, norm_low, r_low)
-            high = tl.where(i == left, r_high[None, :], tl.where(j == left, r_high[:, None], high))
-            low = tl.where(i == left, r_low[None, :], tl.where(j == left, r_low[:, None], low))
-            of_left = root == left
-            by_high = tl.where(of_left, alpha, tl.where(root == right, beta, 1.0))
-            by_low = tl.where(of_left, alpha_low, tl.where(root == right, beta_low, 0.0))
-            c_high, c_low = multiply(c_high, c_low, by_high, by_low)
-            root = tl.where(root == right, left, root)
-            new_reach = tl.fma(tl.abs(alpha), a_reach, tl.abs(beta) * b_reach)
-            reach = tl.where(k == left, new_reach, reach)
-            square = new_reach * new_reach
-            found = tl.where(norm > 0.0, square / tl.where(norm > 0.0, norm, 1.0), float("inf"))
-            widest = tl.maximum(widest, tl.where(square < _TINY, 1.0, found))
-        nan = float("nan")
-        tl.store(out + segment * n + k, tl.where(lost, nan, c_high), mask=k < n)
-        if SPREAD and not PRECISE:
-            tl.store(spread + segment, tl.where(lost, nan, widest))
+    high = tl.zeros([SIZE, SIZE], tl.float64)
+    low = tl.zeros([SIZE, SIZE], tl.float64)
+    inside = (i < n) & (j < n)
+    for table in range(tables):
+        at = partials + (((table * segments + segment) * n + i) * n + j) * PARTS
+        part = tl.load(at, mask=inside, other=0.0)
+        rest = tl.zeros([SIZE, SIZE], tl.float64)
+        if PRECISE:
+            rest = tl.load(at + 1, mask=inside, other=0.0)
+        high, low = add(high, low, part, rest)
+    lost = tl.max(tl.max(tl.where(tl.abs(high) < float("inf"), 0, 1), axis=1), axis=0) > 0
+    c_high = tl.full([SIZE], 1.0, tl.float64)
+    c_low = tl.zeros([SIZE], tl.float64)
+    root = k
+    reach = tl.sqrt(tl.maximum(tl.sum(tl.where(i == j, high, 0.0), axis=0), 0.0))
+    widest = tl.full([], 1.0, tl.float64)
+    for step in range(n - 1):
+        join = tree + 6 * step
+        left, right = tl.load(join).to(tl.int32), tl.load(join + 1).to(tl.int32)
+        a_high, a_low = _row(high, i, left), _row(low, i, left)
+        b_high, b_low = _row(high, i, right), _row(low, i, right)
+        dot_high, dot_low = _at(a_high, right), _at(a_low, right)
+        a_reach, b_reach = _at(reach, left), _at(reach, right)
+        a_norm, a_rest = _at(a_high, left), _at(a_low, left)
+        b_norm, b_rest = _at(b_high, right), _at(b_low, right)
+        p_high, p_low = _share(join, 2), _share(join, 3)
+        q_high, q_low = _share(join, 4), _share(join, 5)
+        a_zero, b_zero = _is_zero(a_norm, a_reach, GUARD), _is_zero(b_norm, b_reach, GUARD)
+        alpha, alpha_low = _factor(p_high, p_low, dot_high, dot_low, a_norm, a_rest, a_zero)
+        beta, beta_low = _factor(q_high, q_low, dot_high, dot_low, b_norm, b_rest, b_zero)
+        if PRECISE:
+            # They have their mean. Of these dot / norm may be as large as it likes, and a sum
+            # of large terms would be left of what is small.
+            parallel = _are_parallel(
+                a_norm, a_rest, b_norm, b_rest, dot_high, dot_low, a_reach, b_reach
+            )
+            parallel = parallel & (a_zero == 0) & (b_zero == 0)
+            alpha = tl.where(parallel, p_high, alpha)
+            alpha_low = tl.where(parallel, p_low, alpha_low)
+            beta = tl.where(parallel, q_high, beta)
+            beta_low = tl.where(parallel, q_low, beta_low)
+        # Its dot products with all vectors that stood, then with itself.
+        r_high, r_low = _blend(alpha, alpha_low, a_high, a_low, beta, beta_low, b_high, b_low)
+        norm, norm_low = _blend(
+            alpha, alpha_low, _at(r_high, left), _at(r_low, left),
+            beta, beta_low, _at(r_high, right), _at(r_low, right),
+        )  # fmt: skip
+        r_high = tl.where(k == left, norm, r_high)
+        r_low = tl.where(k == left, norm_low, r_low)
+        high = tl.where(i == left, r_high[None, :], tl.where(j == left, r_high[:, None], high))
+        low = tl.where(i == left, r_low[None, :], tl.where(j == left, r_low[:, None], low))
+        of_left = root == left
+        by_high = tl.where(of_left, alpha, tl.where(root == right, beta, 1.0))
+        by_low = tl.where(of_left, alpha_low, tl.where(root == right, beta_low, 0.0))
+        c_high, c_low = multiply(c_high, c_low, by_high, by_low)
+        root = tl.where(root == right, left, root)
+        new_reach = tl.fma(tl.abs(alpha), a_reach, tl.abs(beta) * b_reach)
+        reach = tl.where(k == left, new_reach, reach)
+        square = new_reach * new_reach
+        found = tl.where(norm > 0.0, square / tl.where(norm > 0.0, norm, 1.0), float("inf"))
+        widest = tl.maximum(widest, tl.where(square < _TINY, 1.0, found))
+    nan = float("nan")
+    tl.store(out + segment * n + k, tl.where(lost, nan, c_high), mask=k < n)
+    if SPREAD:
+        tl.store(spread + segment, tl.where(lost, nan, widest))
 
 
 def _tree_table(tree: Tree, device: torch.device) -> Tensor:

@@ -32,7 +32,7 @@ from kernels.gpu import chunking, launcher
 from kernels.gpu.chunking import Aligned, chunks_of
 from kernels.gpu.device_tables import TABLES, AddressTable, Scratch, upload
 from kernels.gpu.dot_products import is_last
-from kernels.gpu.double_double_kernels import precise_gram
+from kernels.gpu.double_double_kernels import made_precise
 from kernels.gpu.launcher import Kernel, jit, tl, triton
 from kernels.gpu.tiles import THREADS, convert, load_edges, load_tile, whole_vectors
 
@@ -116,11 +116,20 @@ def _add_rows(partials, stride, count, PAIRS: tl.constexpr, ROW: tl.constexpr):
 
 
 @jit
-def _store_entries(out, total, places, n, ROW: tl.constexpr):
-    """Store those entries of a segment's matrix that this range is to store, and their mirror."""
+def _store_entries(out, total, places, n, ROW: tl.constexpr, PARTS: tl.constexpr):
+    """Store those entries of a segment's matrix that this range is to store, and their mirror.
+
+    PARTS: 2 where each is a sum high + low, of which the low ones are 0.
+    """
     place = tl.load(places + tl.arange(0, ROW))
-    tl.store(out + place, total, mask=place >= 0)
-    tl.store(out + place % n * n + place // n, total, mask=(place >= 0) & (place % n != place // n))
+    mirrored = place % n * n + place // n
+    off_diagonal = (place >= 0) & (place != mirrored)
+    tl.store(out + PARTS * place, total, mask=place >= 0)
+    tl.store(out + PARTS * mirrored, total, mask=off_diagonal)
+    if PARTS == 2:
+        zeros = tl.zeros([ROW], tl.float64)
+        tl.store(out + 2 * place + 1, zeros, mask=place >= 0)
+        tl.store(out + 2 * mirrored + 1, zeros, mask=off_diagonal)
 
 
 @jit
@@ -136,6 +145,7 @@ def _finish(
     share,
     PAIRS: tl.constexpr,
     ROW: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Add the partials of a set of chunks, then of the segment, where no chunk of it is missing."""
     first, count = tl.load(share), tl.load(share + 1)
@@ -154,7 +164,7 @@ def _finish(
             if complete:
                 total = _add_rows(partials + first * PAIRS, SET, sets, PAIRS, ROW)
         if complete:
-            _store_entries(out + segment * n * n, total, places, n, ROW)
+            _store_entries(out + segment * n * n * PARTS, total, places, n, ROW, PARTS)
 
 
 @Kernel
@@ -171,6 +181,7 @@ def _gram_kernel(
     DTYPE: tl.constexpr,
     COUNT: tl.constexpr,
     ROW: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Partials of one chunk of COUNT tensors; the last program of a segment writes its entries."""
@@ -211,7 +222,9 @@ def _gram_kernel(
     share = table + 3 * chunks + 2 * segment
     arrivals += mine * (chunks + segments)
     places += mine * ROW
-    _finish(partials, arrivals, matrices, places, n, chunk, chunks, segment, share, PAIRS, ROW)
+    _finish(
+        partials, arrivals, matrices, places, n, chunk, chunks, segment, share, PAIRS, ROW, PARTS
+    )
 
 
 def _ranges(n: int) -> list[list[int]]:
@@ -260,9 +273,10 @@ def row_of(count: int) -> int:
 
 
 def gram(call: Call, table: AddressTable) -> Callable[[], None]:
-    """Bind out = float64 [S, n, n], the dot products of the segments, in one launch."""
-    if call.precise:
-        return precise_gram(call, table)
+    """Bind out = float64 [S, n, n], the dot products of the segments, in one launch.
+
+    Precise ones, [S, n, n, 2], take a second one.
+    """
     segments, n, device = len(call.bounds) - 1, len(call.inputs), call.out.device
     if segments == 0:
         return launcher.nothing
@@ -272,10 +286,12 @@ def gram(call: Call, table: AddressTable) -> Callable[[], None]:
     count = len(ranges[0])
     pairs, row = count * (count + 1) // 2, row_of(count)
     block, warps = tile_of(count, call.inputs[0].numel(), dtype.itemsize)
+    listed = [min(i, n - 1) for i in itertools.chain(*ranges)] if len(ranges) > 1 else []
+    addresses = table.write(array("Q", [places[i] for i in (*listed, *range(n))]), device)
     launch = _gram_kernel.bind(
         chunks.chunks * len(ranges),
         (call.out, chunks.table),
-        table.write(array("Q", [places[min(i, n - 1)] for i in itertools.chain(*ranges)]), device),
+        addresses,
         chunks.table,
         _places_of(n, row, device),
         call.out,
@@ -285,16 +301,19 @@ def gram(call: Call, table: AddressTable) -> Callable[[], None]:
         DTYPE=dtype,
         COUNT=count,
         ROW=row,
+        PARTS=2 if call.precise else 1,
         BLOCK=block,
         num_warps=warps,
     )
     floats = len(ranges) * chunks.chunks * pairs
     counters = len(ranges) * (chunks.chunks + segments)
+    then = made_precise(call, chunks, addresses) if call.precise else launcher.nothing
 
     def run() -> None:
         aligned.refresh()
         with launcher.device_guard(call.out):
             stream = launcher.current_stream()
             launch(*_SCRATCH.fetch("gram", device, stream, floats, counters))
+            then()
 
     return run

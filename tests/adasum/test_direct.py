@@ -200,8 +200,7 @@ def test_float64_takes_the_steps_and_bits_of_vhdd(dtype: torch.dtype) -> None:
         (Sum, "common", 2),
         (Max, "common", 2),
         (Adasum, "common", 3),
-        # G is not enough, so that more precise tables are exchanged as well.
-        (Adasum, "opposed 1e-06", 4),
+        (Adasum, "opposed 1e-06", 3),
     ],
     ids=str,
 )

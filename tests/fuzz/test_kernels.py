@@ -112,7 +112,7 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         "dot_and_norms": ([a, a], {"segments": cuts}),
         "dot_and_norms_bytes": ([a, a], {"segments": cuts}),
         "dot_and_norms_reference": ([a, a], {"segments": cuts}),
-        "gram": ([many], {"segments": cuts, "precise": value(True, False), "spread": spread}),
+        "gram": ([many], {"segments": cuts, "precise": value(True, False)}),
         "gram_bytes": ([many], {"segments": cuts}),
         "gram_reference": ([many], {"segments": cuts}),
         "layout_of": ([many], {"dtype": dtype, "alignment": value(None, 64, 4, 256)}),

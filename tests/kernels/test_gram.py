@@ -60,9 +60,11 @@ def test_gram_of_every_length(dtype: torch.dtype, numel: int, count: int) -> Non
 def test_precise_gram_is_exact_to_double_double(dtype: torch.dtype, count: int) -> None:
     numel, segments = 700, (0, 0, 1, 3, 600, 700)
     tensors = several(count, numel, dtype, count)
-    # Sums that cancel, which float64 has few bits of.
-    tensors[-1][3:300] = -tensors[0][3:300]
-    tensors[-1][300:600] = tensors[0][300:600]
+    if count > 1:
+        # Sums that cancel, which float64 has few bits of, of vectors that do.
+        tensors[-1][3:300] = -tensors[0][3:300]
+        tensors[-1][300:600] = tensors[0][300:600]
+        tensors[1] = tensors[0].clone()
     out = poisoned((5, count, count, 2), torch.float64, "cpu")
     assert kernels.gram(tensors, segments, precise=True, out=out) is out
     assert torch.equal(out, out.transpose(1, 2))
@@ -75,18 +77,51 @@ def test_precise_gram_is_exact_to_double_double(dtype: torch.dtype, count: int) 
                 dot([x.copy_abs() for x in parts[i]], [y.copy_abs() for y in parts[j]])
             )
             # A sum of two doubles has 2**-106 of its own, and each addition may lose twice that.
-            assert abs(float(dot(minus, [Decimal(1)] * 3))) <= 2.0**-104 * numel * magnitudes
+            # One vector alone cancels with none.
+            bits = 104 if count > 1 else 52
+            assert abs(float(dot(minus, [Decimal(1)] * 3))) <= 2.0**-bits * numel * magnitudes
             assert matrix[i, j, 0] == matrix[i, j].sum()
 
 
-def test_precise_gram_takes_the_segments_whose_spread_is_above_the_limit() -> None:
-    segments = (0, 100, 200, 300, 400, 500)
-    tensors = several(3, 500, torch.float32)
-    spread = torch.tensor([1.0, 2.0**30, 2.0**31, math.nan, math.inf], dtype=torch.float64)
-    whole = kernels.gram(tensors, segments, precise=True)
-    out = poisoned((5, 3, 3, 2), torch.float64, "cpu")
-    kernels.gram(tensors, segments, precise=True, spread=spread, out=out)
-    assert bits(out[[2, 4]]) == bits(whole[[2, 4]]) and not out[[0, 1, 3]].any()
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 17])
+def test_segments_are_precise_where_vectors_may_cancel(count: int) -> None:
+    """Not of zero vectors, of nothing and of NaN; of few elements, and of too small an angle."""
+    segments = (0, 100, 100, 200, 200 + max(2, count - 1), 400, 500, 600)
+    tensors = several(count, 600, torch.float32)
+    for one in tensors[:-1]:
+        one[:100] = 0
+    # The directions of two that are apart by d have the least eigenvalue d^2 / 2.
+    limit = math.sqrt(2 * count / kernels.SPREAD_LIMIT)
+    for low, apart in ((400, 2 * limit), (500, limit / 2)):
+        noise = random(100, torch.float32, "cpu", 7)
+        tensors[-1][low : low + 100] = -2 * (tensors[0][low : low + 100] + apart * noise)
+    tensors[-1][300] = math.nan
+    out, sums = kernels.gram(tensors, segments, precise=True), kernels.gram(tensors, segments)
+    expected = torch.tensor([False, False, False, count > 2, False, False, count > 1])
+    assert torch.equal(out[..., 1].flatten(1).any(1), expected)
+    assert bits(out[~expected][..., 0]) == bits(sums[~expected])
+    difference = (out.sum(-1) - sums).abs()[expected]
+    assert (difference <= 200 * EPS * reach_of(sums)[expected]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_a_matrix_is_right_beside_whatever_is_left(dtype: torch.dtype) -> None:
+    """c^T G c of combinations that cancel as far as they can, by the least eigenvectors."""
+    for apart in (1.0, 1e-2, 1e-4, 1e-6):
+        base, *noise = (random(300, torch.float64, "cpu", seed) for seed in range(6))
+        tensors = [(base + apart * one).to(dtype) for one in noise]
+        matrix = kernels.gram(tensors, precise=True)[0]
+        lengths = matrix[..., 0].diagonal().sqrt()
+        found = torch.linalg.eigh(matrix[..., 0] / lengths / lengths[:, None])[1] / lengths[:, None]
+        for factors in found.T:
+            c, rows = exactly(factors), [exactly(tensor) for tensor in tensors]
+            vector = [dot(c, column) for column in zip(*rows, strict=True)]
+            ones = [Decimal(1)] * 2
+            table = [[dot(exactly(pair), ones) for pair in row] for row in matrix]
+            got, expected = dot(c, [dot(row, c) for row in table]), dot(vector, vector)
+            reach = float((factors.abs() * lengths).sum()) ** 2
+            bound = 2.0**-22 * float(expected) + 2.0**-100 * reach
+            assert abs(float(got - expected)) <= bound
 
 
 @pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-30, 1e19, 3e37])

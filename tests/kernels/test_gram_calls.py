@@ -81,16 +81,16 @@ def test_runs_of_a_plan_have_the_bits_of_direct_calls(function: str) -> None:
 
 
 @pytest.mark.usefixtures("cpu_path")
-def test_plans_read_what_coefficients_and_spread_then_hold() -> None:
+def test_plans_read_what_coefficients_and_tensors_then_hold() -> None:
     given, factors = several(1), rows()
-    spread = torch.zeros(3, dtype=F64)
     blend = kernels.plan_weighted_sum(given, factors, CUTS)
-    precise = kernels.plan_gram(given, CUTS, precise=True, spread=spread)
-    assert not precise().any()
+    precise = kernels.plan_gram(given, CUTS, precise=True)
+    assert not precise()[..., 1].any()
     factors.mul_(3.0)
-    spread.fill_(math.inf)
+    given[2].copy_(given[0])
     assert bits(blend()) == bits(kernels.weighted_sum(given, factors, CUTS))
     assert bits(precise()) == bits(kernels.gram(given, CUTS, precise=True))
+    assert precise.out[..., 1].any()
     written = torch.zeros(3, dtype=F64)
     tables = matrices(2)[0]
     plan = kernels.plan_adasum_coefficients(tables, TREE, spread=written)
@@ -132,11 +132,9 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     "out has dtype torch.float32": (
         lambda: kernels.gram([X], out=torch.zeros(1, 1, 1)), TypeError,
     ),
-    "spread chooses among segments for precise=True": (
-        lambda: kernels.gram([X], spread=torch.zeros(1, dtype=F64)), ValueError,
-    ),
     r"spread has shape \(2,\)": (
-        lambda: kernels.gram([X], precise=True, spread=torch.zeros(2, dtype=F64)), ValueError,
+        lambda: kernels.adasum_coefficients(T, [(0, 1, 1, 1)], spread=torch.zeros(2, dtype=F64)),
+        ValueError,
     ),
     r"coefficients has shape \(1, 3\) but the other arguments ask for \(1, 2\)": (
         lambda: kernels.weighted_sum([X, X], rows(1)), ValueError,
@@ -161,12 +159,6 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     ),
     r"partials has shape \(1, 1, 2, 2, 3\)": (
         lambda: kernels.adasum_coefficients(T.new_zeros(1, 1, 2, 2, 3), []), ValueError,
-    ),
-    "out is None, but of precise partials": (
-        lambda: kernels.adasum_coefficients(
-            T.new_zeros(1, 1, 2, 2, 2), [(0, 1, 1, 1)], spread=T.new_zeros(1)
-        ),
-        ValueError,
     ),
     "tree must be a list or tuple of rows, not int": (
         lambda: kernels.adasum_coefficients(T, 3), TypeError,  # type: ignore[arg-type]
@@ -277,10 +269,9 @@ def spread_of(*given: Tensor) -> Tensor:
 
 
 def precisely(*given: Tensor) -> Tensor:
-    spread = torch.full((3,), math.inf, dtype=F64)
-    tables = kernels.gram(given, CUTS, precise=True, spread=spread)[None]
-    out = torch.zeros(3, 3, dtype=F64)
-    return kernels.adasum_coefficients(tables, TREE, out=out, spread=spread)
+    tables = kernels.gram(given, CUTS, precise=True)[None]
+    spread = torch.zeros(3, dtype=F64)
+    return kernels.adasum_coefficients(tables, TREE, spread=spread)
 
 
 FACTORS = rows()

@@ -235,25 +235,17 @@ def test_bytes_beyond_the_knee_take_another_time() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 64])
-@pytest.mark.parametrize("precise", [False, True])
-def test_adasum_by_direct_costs_its_passes_and_an_exchange_of_tables(
-    size: int, precise: bool
-) -> None:
-    """A Gram matrix and a blend of n slices, and tables of n x n float64 a segment."""
+def test_adasum_by_direct_costs_its_passes_and_an_exchange_of_tables(size: int) -> None:
+    """A Gram matrix and a blend of n slices, and tables of n x n pairs of float64 a segment."""
     nbytes, segments, others = float(1 << 20), 100, size - 1
     (alpha, beta), (call, gamma) = RATES.intra[:2], RATES.adasum[:2]
-    piece, table = nbytes / size, 8.0 * size * size * segments
+    piece, table = nbytes / size, 16.0 * size * size * segments
     # Five units of traffic are those of a pair: both read twice, and one written.
     passes = call + (2 * size + 1) / 5 * piece * gamma
-    tables = others * alpha + RATES.sum.alpha
+    tables = others * alpha + 2 * RATES.sum.alpha
     tables += others * table * (beta + RATES.sum.beta)
     seconds = 2 * others * (alpha + piece * beta) + passes + tables
-    if precise:
-        # Twice as long, and by one kernel more.
-        seconds += others * alpha + 2 * RATES.sum.alpha
-        seconds += 2 * others * table * (beta + RATES.sum.beta)
-    rates = replace(RATES, precise=precise)
-    cost = estimate("direct", nbytes, rates, Topology(size, size), "adasum", segments)
+    cost = estimate("direct", nbytes, RATES, Topology(size, size), "adasum", segments)
     assert cost.seconds == pytest.approx(seconds)
     assert (cost.steps, cost.memory) == (2, pytest.approx(others * piece))
     assert cost.busiest_intra == pytest.approx(others * (2 * piece + table))

@@ -278,9 +278,6 @@ def _kernel(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         with torch._C.DisableTorchFunctionSubclass():
             result = real(*_plain(args), **_plain(kwargs), **inner)
         written = _tensors(args[1]) if name == "unpack" else [result]
-        if name == "adasum_coefficients":
-            # Of tables of sums of two float64 it only reads the spread.
-            written += _tensors(kwargs["spread"])
         if name != "unpack" and out is None:
             machine.allocated(result)
         machine.access(name, machine.current(), _plain(given), _plain(written))

@@ -96,8 +96,10 @@ def test_what_is_not_finite_stays_in_its_segment(backend, value):
     assert found.isnan().all(1).tolist() == [False, False, False, True, False]
     assert spread.isnan().tolist() == [False, False, False, True, False]
     assert torch.equal(found.isnan().any(1), found.isnan().all(1))
-    precise = kernels.gram(tensors, CUTS, precise=True, spread=spread)
-    assert not precise.any()
+    precise = kernels.gram(tensors, CUTS, precise=True)
+    # In double-double are the segments of three and of one.
+    assert precise.isfinite().flatten(1).all(1).tolist() == [True, True, True, False, True]
+    assert bits(precise[3:, ..., 0]) == bits(matrices[3:]) and not precise[3:, ..., 1].any()
     sums = kernels.weighted_sum(tensors, found, CUTS)
     assert sums.isfinite().tolist() == [not 4 <= i < 700 for i in range(NUMEL)]
 
@@ -109,26 +111,25 @@ def test_gram_of_squares_beyond_float32_keeps_them(backend):
     assert got[0, 0, 0] > 0
 
 
-def opposed(backend: Backend, dtype: torch.dtype) -> list[Tensor]:
-    """Three vectors of which the first two cancel but for 1e-6, in the first 300 elements."""
-    tensors = several(3, dtype, backend, 400)
-    tensors[1][:300] = -tensors[0][:300] * (1 + 1e-6)
-    return tensors
-
-
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, pytest.param(torch.float16, marks=slow)]
-)
-def test_precise_gram_of_chosen_segments_is_double_double(backend, dtype):
-    tensors, cuts = opposed(backend, dtype), (0, 0, 300, 400)
-    above = [SPREAD_LIMIT, 2 * SPREAD_LIMIT, math.nan]
-    spread = torch.tensor(above, dtype=torch.float64, device=backend.device)
-    out = poisoned((3, 3, 3, 2), torch.float64, backend.device)
-    kernels.gram(tensors, cuts, out=out, precise=True, spread=spread)
-    assert not out[0].any() and not out[2].any()
+    ("dtype", "count"),
+    [(torch.float32, 3), (torch.float64, 3), (torch.float32, 9),
+     *[pytest.param(dtype, count, marks=slow) for dtype, count in
+       itertools.product((torch.float16, torch.float32), (2, 3, 8, 17, 33))]],
+)  # fmt: skip
+def test_precise_gram_is_double_double_where_vectors_may_cancel(backend, dtype, count):
+    """In one of three segments; a vector of zeros cancels with nothing."""
+    tensors, cuts = several(count, dtype, backend, 400), (0, 0, 300, 400)
+    tensors[1][:300] = -tensors[0][:300] * (1 + 1e-6)
+    tensors[-1][300:] = 0
+    out = poisoned((3, count, count, 2), torch.float64, backend.device)
+    kernels.gram(tensors, cuts, out=out, precise=True)
+    sums = kernels.gram(tensors, cuts)
+    assert not out[0].any() and not out[2, ..., 1].any() and out[1, ..., 1].any()
+    assert bits(out[2, ..., 0]) == bits(sums[2])
     assert torch.equal(out, out.transpose(1, 2))
     values = [[Fraction(x) for x in tensor[:300].double().tolist()] for tensor in tensors]
-    for i, j in itertools.product(range(3), repeat=2):
+    for i, j in [(0, 0), (0, 1), (1, 1), (0, count - 1), (count - 1, count - 1)]:
         terms = [x * y for x, y in zip(values[i], values[j], strict=True)]
         high, low = map(Fraction, out[1, i, j].tolist())
         # Each of 300 sums of double-double is off by 2**-103 at most.
@@ -185,19 +186,18 @@ def test_coefficients_of_zero_vectors_are_one_and_weights_count(backend):
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(17, marks=slow)])
-def test_precise_coefficients_leave_rows_that_are_not_chosen(backend, count):
-    tensors, cuts = opposed(backend, torch.float64), (0, 0, 300, 400)
-    tensors += [random(400, torch.float64, backend.device, i) for i in range(count - 3)]
+def test_precise_coefficients_are_those_of_decimals(backend, count):
+    """Of vectors of which the first two cancel but for 1e-6 in one segment of three."""
+    tensors, cuts = several(count, torch.float32, backend, 400), (0, 0, 300, 400)
+    tensors[1][:300] = -tensors[0][:300] * (1 + 1e-6)
+    wanted_spread = poisoned(3, torch.float64, "cpu")
     with on_cpu():
         pairs = kernels.gram([one.cpu() for one in tensors], cuts, precise=True)
-        wanted = kernels.adasum_coefficients(pairs[None], balanced(count))
-    limits = [SPREAD_LIMIT, 2 * SPREAD_LIMIT, math.nan]
-    spread = torch.tensor(limits, dtype=torch.float64, device=backend.device)
-    out = torch.full((3, count), 7.0, dtype=torch.float64, device=backend.device)
-    partials = pairs[None].to(backend.device)
-    kernels.adasum_coefficients(partials, balanced(count), out=out, spread=spread)
-    assert (out[[0, 2]] == 7).all()
-    assert ((out[1].cpu() - wanted[1]).abs() <= EPS * wanted[1].abs()).all()
+        wanted = kernels.adasum_coefficients(pairs[None], balanced(count), spread=wanted_spread)
+    partials, spread = pairs[None].to(backend.device), poisoned(3, torch.float64, backend.device)
+    out = kernels.adasum_coefficients(partials, balanced(count), spread=spread)
+    assert ((out.cpu() - wanted).abs() <= EPS * wanted.abs()).all()
+    assert ((spread.cpu() - wanted_spread).abs() <= 8 * EPS * wanted_spread).all()
 
 
 def test_precise_coefficients_of_parallel_vectors_are_their_shares(backend):

@@ -35,10 +35,8 @@ def combined(a: Tensor, b: Tensor) -> Tensor:
 def blended(a: Tensor, b: Tensor) -> Tensor:
     """All launches of Adasum by a Gram matrix: nothing comes back to the host."""
     vectors, tree = [a, b, a - b], [(0, 1, 1, 1), (0, 2, 2, 1)]
-    spread = torch.empty(3, dtype=torch.float64, device=a.device)
-    factors = kernels.adasum_coefficients(kernels.gram(vectors, CUTS)[None], tree, spread=spread)
-    precise = kernels.gram(vectors, CUTS, precise=True, spread=spread)
-    kernels.adasum_coefficients(precise[None], tree, out=factors, spread=spread)
+    matrices = kernels.gram(vectors, CUTS, precise=True)
+    factors = kernels.adasum_coefficients(matrices[None], tree)
     return kernels.weighted_sum(vectors, factors, CUTS)
 
 

@@ -168,7 +168,7 @@ def test_sums_of_chunks_past_2_31_elements(monkeypatch):
     assert relative_l2(tensors[0], expected[1]) <= torch.finfo(torch.bfloat16).eps
 
 
-def test_other_calls_are_one_launch(on_triton, monkeypatch):
+def test_other_calls_are_one_launch_and_precise_gram_two(on_triton, monkeypatch):
     a, b = (random(5000, torch.float32, on_triton.device, seed) for seed in (1, 2))
     with launches(monkeypatch) as log:
         kernels.dot_and_norms(a, b)
@@ -176,10 +176,10 @@ def test_other_calls_are_one_launch(on_triton, monkeypatch):
         matrices = kernels.gram([a, b])
         factors = kernels.adasum_coefficients(matrices[None], [(0, 1, 1, 1)])
         kernels.weighted_sum([a, b], factors)
-        kernels.gram([a, b], precise=True, spread=torch.ones_like(matrices[:, 0, 0]))
+        kernels.gram([a, b], precise=True)
     assert log == [
         *("_dots_kernel", "_scaled_add_kernel", "_gram_kernel", "_coefficients_kernel"),
-        *("_weighted_sum_kernel", "_precise_gram_kernel"),
+        *("_weighted_sum_kernel", "_gram_kernel", "_precise_gram_kernel"),
     ]
 
 
@@ -212,7 +212,7 @@ def calls(device: torch.device) -> None:
             tree = [(0, 1, 1, 1), (0, 2, 2, 1)]
             spread = torch.ones_like(matrices[:, 0, 0])
             factors = kernels.adasum_coefficients(matrices[None], tree, spread=spread)
-            kernels.gram([a, b, c], bounds, precise=True, spread=spread)
+            kernels.gram([a, b, c], bounds, precise=True)
             kernels.weighted_sum([a, b, c], factors, bounds, out=out, found_inf=found_inf)
 
 
