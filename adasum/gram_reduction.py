@@ -4,9 +4,9 @@ Every vector of the tree is a linear combination v = sum_i c_i g_i of the ranks'
 dot product that it asks for is c^T G c' with G = (g_i . g_j), the Gram matrix of a segment. So the
 tree is replayed on coefficient vectors, and the vectors are blended once.
 
-Where a rank's vectors may cancel too far for float64, its table has sums of two float64 numbers. Each
-rank decides for its own slice, and its table is as good as the sum of all asks for, whatever the
-others hold (`docs/direct.md`). So tables are exchanged once, and no host looks at them.
+Where a rank's vectors may cancel too far for float64, its table has sums of two float64 numbers.
+Each rank decides for its own slice, and its table is as good as the sum of all asks for, whatever
+the others hold (`docs/direct.md`). So tables are exchanged once, and no host looks at them.
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ def test_reduce_scatter_sends_no_more_than_slices_and_has_directs_bits(size: int
         group.transport.exchange = counted  # type: ignore[method-assign, assignment]
         piece = group.reduce_scatter(mine.clone(), Adasum, prescale=0.5, postscale=2.0)
         group.transport.exchange = exchange  # type: ignore[method-assign]
-        tables = (size - 1) * size * size * 8
+        tables = (size - 1) * size * size * 16
         # All slices but its own, the tables and the negotiation's messages.
         assert sent <= mine.nbytes + tables + 4096
         whole = group.all_reduce(

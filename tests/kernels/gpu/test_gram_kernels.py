@@ -125,7 +125,9 @@ def test_precise_gram_is_double_double_where_vectors_may_cancel(backend, dtype, 
     out = poisoned((3, count, count, 2), torch.float64, backend.device)
     kernels.gram(tensors, cuts, out=out, precise=True)
     sums = kernels.gram(tensors, cuts)
-    assert not out[0].any() and not out[2, ..., 1].any() and out[1, ..., 1].any()
+    assert not out[0].any() and not out[2, ..., 1].any()
+    # The sums of products of float16 are exact in float64.
+    assert out[1, ..., 1].any() == (dtype != torch.float16)
     assert bits(out[2, ..., 0]) == bits(sums[2])
     assert torch.equal(out, out.transpose(1, 2))
     values = [[Fraction(x) for x in tensor[:300].double().tolist()] for tensor in tensors]

@@ -129,8 +129,8 @@ def test_double_double_has_no_product_that_could_be_fused_with_a_sum(capability)
     case = Case("precise_gram", "plain", "fp64", capability)
     blocks = parse(compiled.compile_case(case).asm["ptx"]).basic_blocks
     opcodes = Counter(one.opcode for block in blocks for one in block)
-    # Of four elements a thread the product, and what it loses. Of the matrix's one what is taken off
-    # the diagonal, and the elimination.
+    # Of four elements a thread the product, and what it loses. Of the matrix's one entry what is
+    # taken off the diagonal, and the elimination.
     assert opcodes["fma.rn.f64"] == 4 * 2 + 2 and opcodes["sub.f64"] > 0
     assert not any(name.startswith("mul") and name.endswith("f64") for name in opcodes)
 
