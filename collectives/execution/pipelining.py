@@ -20,7 +20,7 @@ from collectives.transport.base import Message
 # twice as long as its own latency and the host's work on a step take, bytes = 2 (alpha + host) /
 # beta by `collectives.cost.ASSUMED`, so that the host, which puts one part after the other on the
 # stream, stays ahead of the link with a margin. Both ends of a message must cut it alike, and the
-# bits of Adasum depend on it, so that these are constants. Not measured on a GPU.
+# bits of Adasum depend on it, so that these are constants. Not measured between GPUs.
 _NEAR_PART_BYTES = 57_060_000
 _FAR_PART_BYTES = 7_400_000
 # Below it a reduction is no more than the launch of its kernel.

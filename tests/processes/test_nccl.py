@@ -2,8 +2,8 @@
 
 One rank alone sends to itself, which any NCCL does on any GPU.
 
-Written where there was no GPU: not yet run. What its rules make of a stand-in for NCCL is in
-tests/collectives/transport/test_nccl_wrapper.py.
+On an H200 the checks passed; the tests of silent peers did not end in the time that it had. What
+the rules make of a stand-in for NCCL is in tests/collectives/transport/test_nccl_wrapper.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Tolerance"; cupy 14.2): init, split, the first use of a connection, destroy and 
 ranks without a limit; a group that has failed must still be ended; and when a communicator object
 is collected cupy destroys the communicator, which may wait for ever.
 
-Not yet run on a GPU: tested only with a strict stand-in for NCCL (tests/fakes/fake_nccl.py).
-tests/processes/test_nccl.py tests it where there is a GPU.
+Tested with a strict stand-in for NCCL (tests/fakes/fake_nccl.py), and where there is a GPU by
+tests/processes/test_nccl.py, which ran between up to three ranks on one GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NCCL through torch.distributed, whose communicators belong to a process group.
 
-Not yet run on a GPU: tested only with a stand-in for torch's calls (tests/fakes/fake_torch.py).
-tests/processes/test_torch_nccl.py tests it where there is a GPU.
+Tested with a stand-in for torch's calls (tests/fakes/fake_torch.py), and where there is a GPU by
+tests/processes/test_torch_nccl.py: a sum and DDP's hook ran between two ranks on one GPU.
 """
 
 from __future__ import annotations

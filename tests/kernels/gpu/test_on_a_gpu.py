@@ -1,6 +1,6 @@
 """What only a GPU can show: sizes, streams and devices at once, and other work beside a launch.
 
-Written where there was no GPU: not yet run. A launch that waits for another for ever would hang the
+An H200 has run it. A launch that waits for another for ever would hang the
 process, so what may is looked after from the host, with a time limit.
 """
 
