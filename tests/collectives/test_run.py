@@ -190,8 +190,9 @@ def test_bad_schedule_raises_before_anything_is_sent(case: str) -> None:
         return tensor[0].item()
 
     start = time.monotonic()
-    assert run_threads(2, main, timeout=5.0) == [2.0, 2.0]
-    assert time.monotonic() - start < 5.0
+    assert run_threads(2, main, timeout=30.0) == [2.0, 2.0]
+    # No rank has waited for the other until the timeout.
+    assert time.monotonic() - start < 30.0
 
 
 def test_adasum_on_a_schedule_that_cannot_carry_it_is_refused() -> None:
