@@ -30,7 +30,7 @@ BOUNDS = (0, 1, 1, 130, 900, 1003)
 QUICK = {1, 2, 3, 4, 5, 8}
 SIZES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 18)]
 OPPOSED = [f"opposed {10.0**-power:g}" for power in range(1, 8)]
-KINDS = ["common", "apart", "parallel", "orthogonal", "tiny", "huge", "zeros", *OPPOSED]
+KINDS = ["common", "apart", "parallel", "orthogonal", "tiny", "huge", "zeros", "half", *OPPOSED]
 
 
 @pytest.fixture
@@ -55,6 +55,8 @@ def vectors(kind: str, size: int, dtype: torch.dtype) -> list[Tensor]:
         "orthogonal": own * mask,
         "tiny": small * (common + own),
         "huge": large * (common + own),
+        # Opposed on some slices, where nothing is left, and short and apart on others.
+        "half": torch.where(torch.arange(BOUNDS[-1]) < 500, signs * common, 1e-3 * own),
         "zeros": own * (torch.arange(size) % 3 != 1)[:, None],
     }
     if kind in found:
