@@ -60,7 +60,7 @@ def gram(
         precise: Return [S, n, n, 2] instead, each entry an unevaluated sum high + low. Where any
             vectors v = sum c_i g_i of a segment may have a spread above `SPREAD_LIMIT`, which
             float64 sums tell, the entries are taken once more with about 104 bits: simply, not
-            fast. Elsewhere all low ones are 0. So |v|^2 has the bits that it needs, of this matrix
+            fast. Elsewhere all low ones are 0. So v . v has the bits that it needs, of this matrix
             and of its sum with those of other parts of the same vectors.
 
     Raises:
