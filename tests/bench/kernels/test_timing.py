@@ -65,9 +65,9 @@ def case_of(wall: bool) -> measure.Case:
 def test_events_enclose_the_call_alone_after_the_cache_is_flushed(cuda: FakeCuda) -> None:
     calls = {name: lambda name=name: cuda.log.append(name) for name in ("one", "two")}
     samples = timing.time_together(calls, {"one": 0.0, "two": 1e-3}, THREE)
-    # Half as much again as the host takes for the call, and 30 us for the events.
+    # Four times what the host takes for the call, and 30 us for the events; rounded down.
     one = ["flush", "sleep 30000", "event", "one", "event"]
-    two = ["flush", "sleep 1530000", "event", "two", "event"]
+    two = ["flush", "sleep 4029999", "event", "two", "event"]
     one, two = [*one, "synchronize"], [*two, "synchronize"]
     rounds = [cuda.log[start : start + 12] for start in range(0, 36, 12)]
     assert all(each in ([*one, *two], [*two, *one]) for each in rounds)
