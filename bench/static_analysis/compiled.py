@@ -57,8 +57,11 @@ class Record:
     scalar: sass.Path
 
 
-def compile_case(case: Case) -> Any:
-    """Compile as the launcher does; ValueError for an argument without a rule above."""
+def compile_case(case: Case, amd: str | None = None) -> Any:
+    """Compile as the launcher does; ValueError for an argument without a rule above.
+
+    amd: one of AMD's architectures with warps of 64, in the place of the case's.
+    """
     values, warps = values_of(case)
     kernel = KERNELS[case.kernel]
     function = kernel.function
@@ -86,24 +89,30 @@ def compile_case(case: Case) -> Any:
                 "know: annotate it, or add it to _POINTERS or the kernel's values"
             )
     options = {**launcher.OPTIONS, **kernel.options, "num_warps": warps}
-    return compile_source(function, signature, constexprs, case.capability, options)
+    if amd is not None:
+        options["num_warps"] = max(1, warps // 2)
+    return compile_source(function, signature, constexprs, amd or case.capability, options)
 
 
 def compile_source(
     function: Any,
     signature: Mapping[str, Any],
     constexprs: Mapping[tuple[int, ...], Any],
-    capability: int,
+    architecture: int | str,
     options: Mapping[str, Any],
 ) -> Any:
-    """Return Triton's compiled kernel; RuntimeError in a process that interprets kernels."""
+    """Return Triton's compiled kernel; RuntimeError in a process that interprets kernels.
+
+    architecture: NVIDIA's by its number, AMD's by its name.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("an interpreted kernel is not compiled: unset TRITON_INTERPRET")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     source = ASTSource(function, dict(signature), dict(constexprs))
-    target = GPUTarget("cuda", capability, 32)
+    nvidia = isinstance(architecture, int)
+    target = GPUTarget("cuda" if nvidia else "hip", architecture, 32 if nvidia else 64)
     return launcher.triton.compile(source, target=target, options=dict(options))
 
 

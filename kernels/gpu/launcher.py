@@ -107,6 +107,7 @@ class Kernel:
         torch_device = torch.cuda.current_device() if device >= 0 else None
         if found is None:
             given = {name: _in_triton(value) for name, value in constants.items()} | OPTIONS
+            given["num_warps"] = _warps(given["num_warps"])
             compiled = self._compile(programs, (*leading, *arguments), given)
             if compiled is None:
                 # Triton's interpreter knows no streams.
@@ -139,6 +140,14 @@ class Kernel:
                 # Loads it on the GPU.
                 compiled[programs, 1, 1]
         return compiled
+
+
+def _warps(count: int) -> int:
+    """Return how many warps of this GPU have the threads of so many of 32: AMD's may have 64."""
+    if torch.version.hip is None:
+        return count
+    width: int = triton.runtime.driver.active.get_current_target().warp_size
+    return max(1, count * 32 // width)
 
 
 def _kind(findings: Findings) -> tuple[torch.dtype | None, ...]:
