@@ -6,7 +6,7 @@ ranks without a limit; a group that has failed must still be ended; and when a c
 is collected cupy destroys the communicator, which may wait for ever.
 
 Tested with a strict stand-in for NCCL (tests/fakes/fake_nccl.py), and where there is a GPU by
-tests/processes/test_nccl.py, which ran between up to three ranks on one GPU.
+tests/processes/test_nccl.py; two processes that shared a GPU have trained over it.
 """
 
 from __future__ import annotations
