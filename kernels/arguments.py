@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling as is_compiling
 
+from kernels.arithmetic import compute_dtype
 from kernels.findings import Findings
 from kernels.layout import Layout, PackedList, check_buffer, check_packed
 from kernels.validation import (
@@ -36,6 +37,8 @@ FUNCTIONS = (
 )
 # Of its tensors: these have derivatives.
 LINEAR = FUNCTIONS[:4]
+# Of `sum_n`.
+ORDERS = ("list", "tree")
 # Of equal tensors.
 _OF_EQUALS = ("sum_n", "gram", "weighted_sum")
 _NO_FINDINGS = Findings()
@@ -64,6 +67,9 @@ class Call:
         tree: Of `adasum_coefficients`: rows (left, right, p, q).
         packed: Of `pack` and `unpack`.
         cooperative: Of `adasum`: whether one cooperative launch may do it.
+        order: Of `sum_n`: "list", from left to right, or "tree", the balanced tree.
+        accumulate: Of `sum_n`: the dtype to which each sum of two is rounded; None for the one in
+            which it is computed.
         made: Whether `out` was made for it.
         rebound: Whether `Plan.rebind` was given the tensors, as its `tensors` and `out`.
         addresses: Where the inputs lie, as uint64, once the call is bound to memory.
@@ -80,6 +86,8 @@ class Call:
     tree: Tree = ()
     packed: PackedList | None = None
     cooperative: bool = True
+    order: str = "list"
+    accumulate: torch.dtype | None = None
     made: bool = False
     rebound: bool = False
     addresses: array[int] = field(default_factory=lambda: _UNREAD)
@@ -126,6 +134,11 @@ class Call:
     def packing(self) -> bool:
         """Whether it writes into a packed buffer."""
         return self.function == "pack"
+
+    @property
+    def accumulated(self) -> torch.dtype:
+        """Of `sum_n`: the dtype to which each sum of two is rounded."""
+        return self.accumulate or compute_dtype(self.inputs[0].dtype, self.out.dtype)
 
     @property
     def precise(self) -> bool:
@@ -176,14 +189,47 @@ def check_unpack(
 
 
 def check_sum_n(
-    tensors: Sequence[Tensor], out: Tensor | None, dtype: torch.dtype | None, findings: Findings
+    tensors: Sequence[Tensor],
+    out: Tensor | None,
+    dtype: torch.dtype | None,
+    order: str,
+    accumulate: torch.dtype | None,
+    findings: Findings,
 ) -> Call:
     """Check the arguments of `sum_n`, and make the output if `out` is None."""
     inputs = check_equals(tensors)
+    check_order(order)
+    check_accumulate(accumulate, inputs[0].dtype)
     target = check_target(out, "tensors[0]", inputs[0], dtype)
     findings.check(inputs[0].device, target.dtype)
-    bounds = 0, target.numel()
-    return Call("sum_n", inputs, target, bounds, findings, made=out is None)
+    return Call(
+        "sum_n",
+        inputs,
+        target,
+        (0, target.numel()),
+        findings,
+        order=order,
+        accumulate=accumulate,
+        made=out is None,
+    )
+
+
+def check_order(order: object) -> None:
+    """Raise ValueError unless this is an order of `sum_n`."""
+    if not (isinstance(order, str) and order in ORDERS):
+        raise ValueError(f"order must be 'list' or 'tree', not {order!r}")
+
+
+def check_accumulate(accumulate: object, dtype: torch.dtype) -> None:
+    """Raise TypeError unless sums of tensors of `dtype` may be rounded to this one, or None."""
+    allowed = (dtype,) if dtype == torch.float64 else (dtype, torch.float32)
+    if accumulate is None or (isinstance(accumulate, torch.dtype) and accumulate in allowed):
+        return
+    names = " or ".join(map(str, dict.fromkeys(allowed)))
+    raise TypeError(
+        f"accumulate is {accumulate!r}, to which sums of {dtype} tensors are not rounded: "
+        f"pass {names}, or None for the dtype in which they are computed"
+    )
 
 
 def check_scaled_add(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+_Operand = TypeVar("_Operand")
 
 # A vector whose squared norm is below this has no meaningful direction: its coefficient is 1.
 TINY = math.sqrt(sys.float_info.min)
@@ -21,3 +26,35 @@ SPREAD_LIMIT = 2.0**30
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """Return the dtype in which tensors of these dtypes are computed: float32 or float64."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def joined(
+    order: str,
+    count: int,
+    operand: Callable[[int], _Operand],
+    join: Callable[[_Operand, _Operand], _Operand],
+) -> _Operand:
+    """Return what `count` operands are when joined two at a time, each read when it is needed.
+
+    Args:
+        order: "list", from left to right; or "tree", the balanced tree: with P the largest power of
+            two that is at most `count`, the first 2 (count - P) operands pair; these and the others
+            are P leaves, of which neighbours pair, then neighbouring pairs, and so on.
+        count: At least one.
+        operand: Returns an operand by its index.
+        join: Returns what two become.
+    """
+    if order == "list":
+        return functools.reduce(join, map(operand, range(count)))
+    leaves = 1 << (count.bit_length() - 1)
+    extra = count - leaves
+
+    def branch(leaf: int, width: int) -> _Operand:
+        if width > 1:
+            half = width // 2
+            return join(branch(leaf, half), branch(leaf + half, half))
+        if leaf < extra:
+            return join(operand(2 * leaf), operand(2 * leaf + 1))
+        return operand(leaf + extra)
+
+    return branch(0, leaves)

@@ -1,7 +1,7 @@
 """pack, unpack, sum_n and scaled_add as linear maps, with derivatives and rules for vmap.
 
 If gradients are asked for, or a transform of torch.func wraps the tensors, a public function runs
-its map. In traced code that is the operator `adasum::*_functional_1`, which has a backward. In
+its map. In traced code that is the operator `adasum::*_functional_2`, which has a backward. In
 eager mode it is an autograd.Function around the operator, which also has a forward derivative. The
 backward of a map is another map, so there are derivatives of any order.
 """
@@ -52,6 +52,8 @@ class Map:
         dtypes: The dtypes of the results, as indices into `DTYPES`.
         alignment: The alignment of the slots in bytes.
         scalars: The scale, or alpha and beta.
+        order: Of `sum_n`.
+        accumulate: Of `sum_n`.
     """
 
     function: str
@@ -60,6 +62,8 @@ class Map:
     dtypes: Sequence[int]
     alignment: int
     scalars: Sequence[float]
+    order: str = "list"
+    accumulate: torch.dtype | None = None
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Apply the map so that autograd records it."""
@@ -80,9 +84,10 @@ class Map:
 
     def operator(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Call the operator."""
-        operator = getattr(torch.ops.adasum, f"{self.function}_functional_1").default
+        operator = getattr(torch.ops.adasum, f"{self.function}_functional_2").default
         settings = self.bounds, self.numels, self.dtypes, self.alignment, self.scalars
-        return cast("list[Tensor]", operator(list(inputs), *settings))
+        sums = self.order, self.accumulate
+        return cast("list[Tensor]", operator(list(inputs), *settings, *sums))
 
     def transposed(self, grads: Sequence[Tensor], like: _Like, needed: Sequence[bool]) -> list[Any]:
         """Return the inputs' gradients from those of the results; None for those not needed.
@@ -126,7 +131,8 @@ def run(call: Call, *scalars: float) -> Any:
         # The map makes its own result: free the one that was made for the call.
         call.out = buffer.new_empty(0)
         codes = [DTYPES.index(buffer.dtype)]
-        found = Map(call.function, bounds, UNUSED, codes, alignment, scalars)(call.inputs)
+        sums = call.order, call.accumulate
+        found = Map(call.function, bounds, UNUSED, codes, alignment, scalars, *sums)(call.inputs)
     _report(call.findings, found)
     return _written(call, found) if call.function == "unpack" else found[0]
 
@@ -193,7 +199,7 @@ def _setup(function: str, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    return ctx.linear.transposed(grads, ctx.like, ctx.needs_input_grad[0]), *(None,) * 5
+    return ctx.linear.transposed(grads, ctx.like, ctx.needs_input_grad[0]), *(None,) * 7
 
 
 def _run_operator(
@@ -204,12 +210,14 @@ def _run_operator(
     dtypes: Sequence[int],
     alignment: int,
     scalars: Sequence[float],
+    order: str = "list",
+    accumulate: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Run the operator of a function."""
     # Gradients may be expanded, or have strides in any order.
     given, kinds = [one.contiguous() for one in inputs], [DTYPES[code] for code in dtypes]
     if function == "sum_n":
-        call = check_sum_n(given, None, kinds[0], Findings())
+        call = check_sum_n(given, None, kinds[0], order, accumulate, Findings())
     elif function == "scaled_add":
         call = check_scaled_add(given[0], given[1], None, kinds[0], Findings())
     else:
@@ -268,10 +276,11 @@ def _vmap(
 
 
 for _name in LINEAR:
-    _operator = f"{_name}_functional_1"
+    _operator = f"{_name}_functional_2"
     _LIBRARY.define(
         f"{_operator}(Tensor[] inputs, SymInt[] bounds, SymInt[] numels, int[] dtypes, "
-        "int alignment, float[] scalars) -> Tensor[]",
+        "int alignment, float[] scalars, str order='list', ScalarType? accumulate=None) "
+        "-> Tensor[]",
         tags=tags("cudagraph_unsafe"),
     )
     _LIBRARY.impl(_operator, partial(_run_operator, _name), "CompositeExplicitAutograd")

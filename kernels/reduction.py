@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kernels.arguments import EMPTY, check_equals, check_scaled_add, check_sum_n
+from kernels.arguments import (
+    EMPTY,
+    check_accumulate,
+    check_equals,
+    check_order,
+    check_scaled_add,
+    check_sum_n,
+)
+from kernels.arithmetic import joined
 from kernels.findings import Findings
 from kernels.plans import ScaledAddPlan, SumPlan
 from kernels.torch_ops import run
@@ -27,18 +36,27 @@ def sum_n(
     out: Tensor | None = None,
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
+    order: Literal["list", "tree"] = "list",
+    accumulate: torch.dtype | None = None,
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
 ) -> Tensor:
-    """Return scale * (tensors[0] + tensors[1] + ...), added in list order.
+    """Return scale * (tensors[0] + tensors[1] + ...), added in a specified order.
 
-    Sums are computed in float32 (float64 if either dtype is float64) and rounded once.
+    Sums are computed in float32 (float64 if either dtype is float64) and rounded once, or each sum
+    of two to `accumulate`. The bits follow from the values, the order and `accumulate` alone.
 
     Args:
         tensors: At least one, equal in shape, dtype and device.
         out: The tensor to write and return, which may be one of the tensors. None makes one.
         scale: The factor of the sum.
         dtype: The output's dtype; None for that of `out`, or of the tensors without `out`.
+        order: "list" adds from left to right. "tree" adds as a balanced tree: with P the largest
+            power of two that is at most their number n, the first 2 (n - P) tensors pair, then
+            neighbours pair, then neighbouring pairs, and so on.
+        accumulate: The dtype to which each sum of two is rounded: that of the tensors, which gives
+            the bits of `torch.add` of two of them, or torch.float32 unless they are float64. None
+            for the dtype in which sums are computed.
         found_inf: float32 of one element, set to 1 if an output is not finite, otherwise not
             changed.
         max_abs: One element, float64 if the output is, otherwise float32; set to the largest
@@ -49,7 +67,8 @@ def sum_n(
         ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
     """
     scale = check_scalar("scale", scale)
-    total: Tensor = run(check_sum_n(tensors, out, dtype, Findings(found_inf, max_abs)), scale)
+    findings = Findings(found_inf, max_abs)
+    total: Tensor = run(check_sum_n(tensors, out, dtype, order, accumulate, findings), scale)
     return total
 
 
@@ -58,6 +77,8 @@ def plan_sum_n(
     *,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    order: Literal["list", "tree"] = "list",
+    accumulate: torch.dtype | None = None,
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
 ) -> SumPlan:
@@ -66,7 +87,8 @@ def plan_sum_n(
     Arguments and errors are those of `sum_n` and of every `Plan`. Without `out` the plan makes one,
     to which each run writes.
     """
-    return SumPlan(check_sum_n(tensors, out, dtype, Findings(found_inf, max_abs)))
+    findings = Findings(found_inf, max_abs)
+    return SumPlan(check_sum_n(tensors, out, dtype, order, accumulate, findings))
 
 
 def scaled_add(
@@ -142,14 +164,26 @@ def _written(like: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def sum_n_reference(tensors: Sequence[Tensor], *, scale: float = 1.0) -> Tensor:
-    """Return `sum_n`, computed and returned in float64; arguments and errors are the same."""
+def sum_n_reference(
+    tensors: Sequence[Tensor],
+    *,
+    scale: float = 1.0,
+    order: Literal["list", "tree"] = "list",
+    accumulate: torch.dtype | None = None,
+) -> Tensor:
+    """Return `sum_n`, computed and returned in float64; arguments and errors are the same.
+
+    Each sum of two is rounded to `accumulate`, if that is given.
+    """
     checked = check_equals(tensors)
     scale = check_scalar("scale", scale)
-    total = torch.zeros_like(checked[0], dtype=torch.float64, requires_grad=False)
-    for tensor in checked:
-        total += tensor.detach().double()
-    return total * scale
+    check_order(order)
+    check_accumulate(accumulate, checked[0].dtype)
+
+    def add(left: Tensor, right: Tensor) -> Tensor:
+        return (left + right).to(accumulate or torch.float64).double()
+
+    return joined(order, len(checked), lambda i: checked[i].detach().double(), add) * scale
 
 
 def scaled_add_reference(a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:

@@ -61,7 +61,7 @@ def run(call: Call, *scalars: float) -> Any:
 
 def _traced(call: Call, *scalars: float) -> Any:
     alignment = 0 if call.packed is None else call.packed.layout.alignment
-    operator = getattr(torch.ops.adasum, f"{call.function}_5").default
+    operator = getattr(torch.ops.adasum, f"{call.function}_6").default
     # Nothing that it takes requires a gradient which is asked for: see `is_followed`.
     operator(
         call.inputs,
@@ -76,6 +76,8 @@ def _traced(call: Call, *scalars: float) -> Any:
         call.spread,
         # As floats: an operator takes no rows.
         [float(number) for row in call.tree for number in row],
+        call.order,
+        call.accumulate,
     )
     return call.inputs if call.function == "unpack" else call.out
 
@@ -94,6 +96,8 @@ def _run_operator(
     coefficients: Tensor | None = None,
     spread: Tensor | None = None,
     tree: Sequence[float] = (),
+    order: str = "list",
+    accumulate: torch.dtype | None = None,
 ) -> None:
     """What the operator of a function does; `alignment` is 0 where nothing is packed."""
     packed = packed_within(out, inputs, bounds[:-1], alignment) if alignment else None
@@ -110,6 +114,8 @@ def _run_operator(
         tree=tuple([(int(left), int(right), p, q) for left, right, p, q in rows]),
         packed=packed,
         cooperative=cooperative,
+        order=order,
+        accumulate=accumulate,
     )
     # An exported graph runs on tensors that torch did not see while it traced.
     refuse_followed(call, "torch traced this call without gradients")
@@ -128,12 +134,13 @@ for _name in FUNCTIONS:
     _inputs, _out = ("Tensor(a!)[]", "Tensor") if _name == "unpack" else ("Tensor[]", "Tensor(a!)")
     _spread = "Tensor(h!)?" if _name == "adasum_coefficients" else "Tensor?"
     _LIBRARY.define(
-        f"{_name}_5({_inputs} inputs, SymInt[] bounds, Tensor? dots, int alignment, "
+        f"{_name}_6({_inputs} inputs, SymInt[] bounds, Tensor? dots, int alignment, "
         f"float[] scalars, bool cooperative, {_out} out, {SCHEMA}, "
-        f"Tensor? coefficients=None, {_spread} spread=None, float[] tree=[]) -> ()",
+        f"Tensor? coefficients=None, {_spread} spread=None, float[] tree=[], "
+        "str order='list', ScalarType? accumulate=None) -> ()",
         tags=_TAGS,
     )
-    _LIBRARY.impl(f"{_name}_5", partial(_run_operator, _name), "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{_name}_6", partial(_run_operator, _name), "CompositeExplicitAutograd")
     # On tensors without data there is nothing to do: it only writes into its arguments.
-    torch.library.register_fake(f"adasum::{_name}_5", lambda *_: None, lib=_LIBRARY)
-    torch.library.register_vmap(f"adasum::{_name}_5", partial(_no_vmap, _name), lib=_LIBRARY)
+    torch.library.register_fake(f"adasum::{_name}_6", lambda *_: None, lib=_LIBRARY)
+    torch.library.register_vmap(f"adasum::{_name}_6", partial(_no_vmap, _name), lib=_LIBRARY)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from bench.static_analysis.occupancy import ARCHITECTURES
 from kernels.gpu import (
+    balanced_tree,
     chunking,
     copy_kernel,
     double_double_kernels,
@@ -56,11 +57,13 @@ _COPY = Kernel(
     },
 )
 _ELEMENTWISE = {"ALIGNED": True}
+_IN_ORDER = {**_ELEMENTWISE, "LEVELS": None, "PAIRS": False}
 _ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
     "misaligned": {"ALIGNED": False},
     **_FINDINGS,
     "cast": {"OUT": _CAST},
 }
+_SUM_VARIANTS = {**_ELEMENTWISE_VARIANTS, "rounded": {"SUM": {"fp16": "fp16", "fp32": "fp32"}}}
 # The most elements that 128 multiprocessors hold, with four tiles each.
 _LARGEST_TILES = {dtype: 1 << (20 if dtype == "fp64" else 21) for dtype in ITEMSIZES}
 # No constant of the kernels: what they move by element is less than two vectors a chunk.
@@ -68,9 +71,7 @@ _EDGES_APART = {"VECTORS": True}
 KERNELS = {
     "pack": _COPY,
     "unpack": _COPY._replace(values={**_COPY.values, "PACK": False}),
-    "sum_n": Kernel(
-        sum_kernels._sum_kernel.function, launcher.block_of, _ELEMENTWISE, _ELEMENTWISE_VARIANTS
-    ),
+    "sum_n": Kernel(sum_kernels._sum_kernel.function, launcher.block_of, _IN_ORDER, _SUM_VARIANTS),
     "scaled_add": Kernel(
         sum_kernels._scaled_add_kernel.function,
         launcher.block_of,
@@ -106,6 +107,16 @@ KERNELS = {
         {},
         stores=False,
     ),
+}
+# By the number of tensors: each depth has its code, without pairs and with pairs among the leaves.
+KERNELS |= {
+    f"tree{count}": Kernel(
+        sum_kernels._sum_kernel.function,
+        partial(balanced_tree.tree_tile_of, levels),
+        {**_ELEMENTWISE, "LEVELS": levels, "PAIRS": count > 1 << levels},
+        _SUM_VARIANTS,
+    )
+    for count, levels in ((2, 1), (8, 3), (63, 5))
 }
 # By the number of tensors, for each of which the code is another.
 KERNELS |= {
@@ -184,4 +195,5 @@ def values_of(case: Case) -> tuple[dict[str, Any], int]:
     itemsize = max(ITEMSIZES[dtype] for dtype in dtypes)
     values["BLOCK"], warps = kernel.tile(values["NUMEL"], itemsize)
     values["WIDE"] = "fp64" if "fp64" in dtypes else "fp32"
+    values.setdefault("SUM", values["WIDE"])
     return values, warps

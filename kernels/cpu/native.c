@@ -43,6 +43,12 @@ static int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
+/* That is at most n, which is positive. */
+static int64_t largest_power_of_two(int64_t n)
+{
+    return (int64_t)1 << (63 - __builtin_clzll(n));
+}
+
 /* The address of element `at`. */
 static void *element(const void *from, int dtype, int64_t at)
 {
@@ -200,7 +206,8 @@ static int has_double(int64_t a, int64_t b)
     return a == FLOAT64 || b == FLOAT64;
 }
 
-/* out = coefficients[0] * (tensors[0] + tensors[1] + ...), added in order; of one dtype. */
+/* out = coefficients[0] * (tensors[0] + tensors[1] + ...), added in order or as a balanced tree; of
+ * one dtype. */
 void sum_n(const struct task *t)
 {
     walk_blocks(has_double(t->dtypes[0], t->out_dtype) ? sum_block_double : sum_block_float, t);

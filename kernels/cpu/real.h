@@ -77,21 +77,61 @@ static void IN(write)(void *to, int dtype, int64_t at, int64_t n, const REAL *ti
     }
 }
 
+/* total = x + y, rounded to the dtype that sums are accumulated in; total may be x. */
+static void IN(add)(const struct task *t, REAL *total, const REAL *x, const REAL *y, int64_t n)
+{
+    ELEMENTWISE
+    for (int64_t i = 0; i < n; i++)
+        total[i] = x[i] + y[i];
+    if (t->accumulate != NATIVE) {
+        float narrow[TILE];
+        IN(write)(narrow, t->accumulate, 0, n, total);
+        IN(read)(narrow, t->accumulate, 0, n, total);
+    }
+}
+
+/* The sum of `width` leaves of the balanced tree, from `leaf` on: where the only one lies, or in
+ * `tile`. kernels/arithmetic.py says which tensors a leaf is. */
+static const REAL *IN(branch)(const struct task *t, int64_t leaf, int64_t width, int64_t extra,
+                              int64_t low, int64_t n, REAL *tile)
+{
+    REAL right[TILE];
+    int64_t half = width / 2;
+    const REAL *x, *y;
+    if (width > 1) {
+        x = IN(branch)(t, leaf, half, extra, low, n, tile);
+        y = IN(branch)(t, leaf + half, half, extra, low, n, right);
+    } else {
+        int64_t first = leaf < extra ? 2 * leaf : leaf + extra;
+        x = IN(read)(t->tensors[first], t->dtypes[first], low, n, tile);
+        if (leaf >= extra)
+            return x;
+        y = IN(read)(t->tensors[first + 1], t->dtypes[first + 1], low, n, right);
+    }
+    IN(add)(t, tile, x, y, n);
+    return tile;
+}
+
 static void IN(sum_block)(const struct task *t, struct block block)
 {
+    int64_t leaves = largest_power_of_two(t->count), extra = t->count - leaves;
     REAL scale = (REAL)t->coefficients[0];
     for (int64_t low = block.low; low < block.high; low += TILE) {
         REAL left[TILE], right[TILE], tile[TILE];
         int64_t n = least(TILE, block.high - low);
         /* A third input may be the output. */
         REAL *total = t->count > 2 ? tile : IN(place_for)(t->out, t->out_dtype, low, tile);
-        const REAL *x = IN(read)(t->tensors[0], t->dtypes[0], low, n, left);
-        for (int64_t k = 1; k < t->count; k++) {
-            const REAL *y = IN(read)(t->tensors[k], t->dtypes[k], low, n, right);
-            ELEMENTWISE
-            for (int64_t i = 0; i < n; i++)
-                total[i] = x[i] + y[i];
-            x = total;
+        const REAL *x;
+        /* Two make the same sum in either order. */
+        if (t->balanced && t->count > 2)
+            x = IN(branch)(t, 0, leaves, extra, low, n, total);
+        else {
+            x = IN(read)(t->tensors[0], t->dtypes[0], low, n, left);
+            for (int64_t k = 1; k < t->count; k++) {
+                const REAL *y = IN(read)(t->tensors[k], t->dtypes[k], low, n, right);
+                IN(add)(t, total, x, y, n);
+                x = total;
+            }
         }
         if (scale != 1) {
             ELEMENTWISE

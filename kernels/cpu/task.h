@@ -34,6 +34,9 @@ struct task {
     /* Of `copy` alone: the tensors' elements; whether into the buffer. */
     const int64_t *numels;
     int64_t packing;
+    /* Of `sum_n` alone: whether as a balanced tree; the dtype to which each sum of two is rounded. */
+    int64_t balanced;
+    int64_t accumulate;
     /* Of `gram` room: whether each segment's vectors may cancel. */
     double *coefficients;
     /* (a.b, |a|^2, |b|^2) of each block and each segment; of `gram` the pairs of each block, and of

@@ -11,13 +11,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from decimal import Context, Decimal, localcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.arguments import Call, Tree
-from kernels.arithmetic import CANCELLED, SPREAD_LIMIT, TINY, compute_dtype
+from kernels.arithmetic import CANCELLED, SPREAD_LIMIT, TINY, compute_dtype, joined
 from kernels.findings import Findings
 
 # An operation on both cores costs tens of microseconds to start and to end, so blocks are as large
@@ -81,15 +82,17 @@ pack = unpack = copy
 
 @torch.no_grad()
 def sum_n(call: Call, scale: float) -> None:
-    """Write out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
+    """Write out = scale * (t0 + t1 + ...), in the call's order; `out` may be any of the tensors."""
     wide = compute_dtype(call.inputs[0].dtype, call.out.dtype)
-    for to, first, *others in _blocks(call.out, *call.inputs):
-        total = first.to(wide)
-        for part in others:
-            # Converted first, which is faster than an addition of two dtypes.
-            total = total + part.to(wide)
-        to.copy_(total if scale == 1.0 else total * scale)
+    for to, *parts in _blocks(call.out, *call.inputs):
+        # Converted first, which is faster than an addition of two dtypes.
+        total = joined(call.order, len(parts), partial(_converted, parts, call), torch.add)
+        to.copy_(total if scale == 1.0 else total.to(wide) * scale)
         report(call.findings, (to,))
+
+
+def _converted(parts: Sequence[Tensor], call: Call, i: int) -> Tensor:
+    return parts[i].to(call.accumulated)
 
 
 def scaled_add(call: Call, alpha: float, beta: float) -> None:

@@ -7,10 +7,39 @@ from collections.abc import Callable
 from kernels.arguments import Call
 from kernels.arithmetic import compute_dtype
 from kernels.gpu import launcher
+from kernels.gpu.balanced_tree import branch, join, tree_tile_of
 from kernels.gpu.chunking import chunks_of, tile_of
 from kernels.gpu.device_tables import AddressTable
 from kernels.gpu.launcher import Kernel, jit, tl
 from kernels.gpu.tiles import convert, float_of, load_tile, part_of, report, store_tile, weigh
+
+
+@jit
+def _in_order(
+    addresses,
+    offset,
+    count,
+    tensor_count,
+    DTYPE: tl.constexpr,
+    SUM: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    VECTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum, in list order, of the tensors' tiles that start `offset` bytes into each."""
+    x = load_tile(tl.load(addresses) + offset, count, DTYPE, VECTORS, BLOCK)
+    if ROUNDED:
+        # -0.0, to which adding changes nothing; by its bits, as in `_weighted_total`.
+        none = tl.full([BLOCK], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+        total = none.to(SUM)
+    else:
+        total = tl.zeros([BLOCK], SUM)
+    # One tensor ahead: ptxas would else use two registers' worth of loads again and again.
+    for k in range(1, tensor_count):
+        following = load_tile(tl.load(addresses + k) + offset, count, DTYPE, VECTORS, BLOCK)
+        total = join(total, convert(x, SUM))
+        x = following
+    return join(total, convert(x, SUM))
 
 
 @jit
@@ -20,19 +49,20 @@ def _total(
     count,
     tensor_count,
     DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
+    SUM: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PAIRS: tl.constexpr,
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum, in list order, of the tensors' tiles that start `offset` bytes into each."""
-    x = load_tile(tl.load(addresses) + offset, count, DTYPE, VECTORS, BLOCK)
-    total = tl.zeros([BLOCK], WIDE)
-    # One tensor ahead: ptxas would else use two registers' worth of loads again and again.
-    for k in range(1, tensor_count):
-        following = load_tile(tl.load(addresses + k) + offset, count, DTYPE, VECTORS, BLOCK)
-        total += convert(x, WIDE)
-        x = following
-    return total + convert(x, WIDE)
+    """Sum of the tensors' tiles that start `offset` bytes into each, each sum of two in SUM."""
+    if LEVELS is None:
+        x = _in_order(addresses, offset, count, tensor_count, DTYPE, SUM, ROUNDED, VECTORS, BLOCK)
+    else:
+        extra = tensor_count - (1 << LEVELS)
+        x = branch(addresses, offset, count, 0, extra, DTYPE, SUM, LEVELS, PAIRS, VECTORS, BLOCK)
+    return x
 
 
 @Kernel
@@ -46,39 +76,54 @@ def _sum_kernel(
     DTYPE: tl.constexpr,
     OUT: tl.constexpr,
     WIDE: tl.constexpr,
+    SUM: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PAIRS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One tile of all tensors; all its reads come before its write, so `out` may be one of them."""
+    """One tile of all tensors; all its reads come before its write, so `out` may be one of them.
+
+    Each sum of two is rounded to SUM. LEVELS: Of the balanced tree; None for list order. PAIRS:
+    Whether there are more tensors than leaves.
+    """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     OUT_BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
     # A multiple of 16 bytes in the narrower dtype is one in the wider.
     VECTOR: tl.constexpr = 16 // min(BYTES, OUT_BYTES)
+    ROUNDED: tl.constexpr = SUM != WIDE
     first = tl.program_id(0).to(tl.int64) * BLOCK
     count = tl.minimum(element_count - first, BLOCK)
     scale = float_of(scale_bits).to(WIDE)
     to = out.to(tl.int64)
+    n = tensor_count
     if ALIGNED and count % VECTOR == 0:
-        x = _total(addresses, first * BYTES, count, tensor_count, DTYPE, WIDE, True, BLOCK)
-        x = convert(x * scale, OUT)
+        at = first * BYTES
+        x = _total(addresses, at, count, n, DTYPE, SUM, ROUNDED, LEVELS, PAIRS, True, BLOCK)
+        x = convert(convert(x, WIDE) * scale, OUT)
         report(x, findings)
         store_tile(to + first * OUT_BYTES, count, x, True)
     else:
         # In parts, rolled up: see scalar_pointer.
         PART: tl.constexpr = part_of(BLOCK, 4)
         for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
-            at = first + part * PART
+            start = first + part * PART
             left = count - part * PART
-            y = _total(addresses, at * BYTES, left, tensor_count, DTYPE, WIDE, False, PART)
-            y = convert(y * scale, OUT)
+            at = start * BYTES
+            y = _total(addresses, at, left, n, DTYPE, SUM, ROUNDED, LEVELS, PAIRS, False, PART)
+            y = convert(convert(y, WIDE) * scale, OUT)
             report(y, findings)
-            store_tile(to + at * OUT_BYTES, left, y, False)
+            store_tile(to + start * OUT_BYTES, left, y, False)
 
 
 def sum_n(call: Call, table: AddressTable) -> Callable[[float], None]:
-    """Bind out = scale * (the sum of the tensors, in list order)."""
+    """Bind out = scale * (the sum of the tensors, in the call's order)."""
     addresses, out, dtype = call.addresses, call.out, call.inputs[0].dtype
-    block, warps = launcher.block_of(out.numel(), max(dtype.itemsize, out.element_size()))
+    itemsize, levels = max(dtype.itemsize, out.element_size()), None
+    block, warps = launcher.block_of(out.numel(), itemsize)
+    if call.order == "tree":
+        levels = len(addresses).bit_length() - 1
+        block, warps = tree_tile_of(levels, out.numel(), itemsize)
     tiles = -(-out.numel() // block)
     if tiles == 0:
         return launcher.nothing
@@ -93,6 +138,9 @@ def sum_n(call: Call, table: AddressTable) -> Callable[[float], None]:
         DTYPE=dtype,
         OUT=out.dtype,
         WIDE=compute_dtype(dtype, out.dtype),
+        SUM=call.accumulated,
+        LEVELS=levels,
+        PAIRS=levels is not None and len(addresses) > 1 << levels,
         ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
         BLOCK=block,
         num_warps=warps,

@@ -156,12 +156,22 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
     return result
 
 
-def _on_pairs(compute: Callable[..., Array]) -> Callable[..., Array]:
-    """Return the function that applies `compute` to both float32 of a 64-bit register."""
+def _bfloat16_fma(a: Array, b: Array, c: Array) -> Array:
+    """Compute a * b + c of bfloat16 bits, rounded once."""
+    a, b, c = (_widen_bfloat16(x).astype(np.float64) for x in (a, b, c))
+    # As in `_fma32`, but to the spacing of bfloat16, in float64, which holds its multiples exactly.
+    total = _odd_sum(a * b, c)
+    spacing = np.exp2(np.maximum(np.frexp(total)[1] - 8, -133))
+    return _bfloat16_of((np.rint(total / spacing) * spacing).astype(np.float32))
+
+
+def _on_pairs(compute: Callable[..., Array], kind: str = "f32") -> Callable[..., Array]:
+    """Return the function that applies `compute` to both values of a type in one register."""
+    single, pair = numpy_type(kind), numpy_type(f"{kind}x2")
 
     def on_pairs(*operands: Array) -> Array:
-        pairs = [np.ascontiguousarray(x).view(np.float32).reshape(-1, 2) for x in operands]
-        return np.ascontiguousarray(compute(*pairs)).view(np.uint64).reshape(-1)
+        pairs = [np.ascontiguousarray(x).view(single).reshape(-1, 2) for x in operands]
+        return np.ascontiguousarray(compute(*pairs)).view(pair).reshape(-1)
 
     return on_pairs
 
@@ -336,6 +346,23 @@ def _list_floats() -> None:
             )
 
 
+def _list_16_bits() -> None:
+    """Sums of two are exact enough in float32 to be rounded twice."""
+
+    def add_halves(a: Array, b: Array) -> Array:
+        return _float16_of(a.astype(np.float32) + b.astype(np.float32)).view(np.float16)
+
+    def add_bfloats(a: Array, b: Array) -> Array:
+        return _bfloat16_of(_widen_bfloat16(a) + _widen_bfloat16(b))
+
+    for name, kind, compute, count in (
+        ("add", "f16", add_halves, 2), ("add", "bf16", add_bfloats, 2),
+        ("fma.rn", "bf16", _bfloat16_fma, 3),
+    ):  # fmt: skip
+        _list(name, (kind,), compute, count)
+        _list(name, (f"{kind}x2",), _on_pairs(compute, kind), count)
+
+
 def _list_comparisons() -> None:
     def enter(name: str, kinds: tuple[str, ...], compare: Callable[..., Array]) -> None:
         for kind in kinds:
@@ -372,5 +399,8 @@ def _list_conversions() -> None:
     enter("rn.bf16x2", "f32", _pack(_bfloat16_of), 2)
 
 
-for _fill in (_list_integers, _list_bits, _list_floats, _list_comparisons, _list_conversions):
+for _fill in (
+    *(_list_integers, _list_bits, _list_floats, _list_16_bits),
+    *(_list_comparisons, _list_conversions),
+):
     _fill()

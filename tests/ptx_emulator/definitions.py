@@ -103,7 +103,7 @@ def nearest(exact: Fraction | float, kind: str) -> int:
     """Return the bits of an exact value rounded once, found among the neighbours of a guess."""
     if isinstance(exact, float):
         return encoded(kind, exact)
-    limit = Fraction(2) ** (128 if kind == "f32" else 1024)
+    limit = Fraction(2) ** (1024 if kind == "f64" else 128)
     try:
         guess = encoded(kind, float(exact))
     except OverflowError:

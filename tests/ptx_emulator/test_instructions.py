@@ -104,10 +104,10 @@ UNLISTED = """
 neg.f16x2 %r1, %r2
 neg.bf16 %rs1, %rs2
 abs.ftz.f32 %r1, %r2
-add.f16x2 %r1, %r2, %r2
+add.rn.f16x2 %r1, %r2, %r2
 add.rn.bf16x2 %r1, %r2, %r2
 fma.rn.f16x2 %r1, %r2, %r2, %r2
-fma.rn.bf16x2 %r1, %r2, %r2, %r2
+fma.rn.relu.bf16x2 %r1, %r2, %r2, %r2
 fma.rn.relu.f16x2 %r1, %r2, %r2, %r2
 max.f16x2 %r1, %r2, %r2
 max.NaN.bf16x2 %r1, %r2, %r2

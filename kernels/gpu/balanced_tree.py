@@ -1,0 +1,106 @@
+"""A balanced tree of sums of tiles in registers, which kernels/arithmetic.py defines.
+
+One half of each level is kept while the other is added up, so a tile is as small as the tree is
+deep, and the code grows with the levels alone.
+"""
+
+from __future__ import annotations
+
+from kernels.gpu import launcher
+from kernels.gpu.launcher import jit, tl, triton
+from kernels.gpu.tiles import convert, load_tile
+
+# Levels of the tree whose loads are under way together.
+_TOGETHER = 2 if triton is None else tl.constexpr(2)
+
+
+@jit
+def join(x, y):
+    """Sum of two tiles, computed in float32, or float64 of such, and rounded to their dtype."""
+    # Two of 16 bits have the bits of an addition in 16 bits: float32 has more than twice as many.
+    WIDE: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
+    return (x.to(WIDE) + y.to(WIDE)).to(x.dtype)
+
+
+@jit
+def _leaf(
+    addresses,
+    offset,
+    count,
+    j,
+    extra,
+    DTYPE: tl.constexpr,
+    SUM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    VECTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Tile of a leaf of the tree: the sum of a pair if it is one of the first `extra`."""
+    if PAIRS:
+        paired = j < extra
+        at = addresses + tl.where(paired, 2 * j, j + extra)
+        x = convert(load_tile(tl.load(at) + offset, count, DTYPE, VECTORS, BLOCK), SUM)
+        # Without a second one nothing is read.
+        at += paired.to(tl.int32)
+        count = tl.where(paired, count, 0)
+        y = convert(load_tile(tl.load(at) + offset, count, DTYPE, VECTORS, BLOCK), SUM)
+        x = tl.where(paired, join(x, y), x)
+    else:
+        at = tl.load(addresses + j) + offset
+        x = convert(load_tile(at, count, DTYPE, VECTORS, BLOCK), SUM)
+    return x
+
+
+@jit
+def branch(
+    addresses,
+    offset,
+    count,
+    j,
+    extra,
+    DTYPE: tl.constexpr,
+    SUM: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    VECTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum of the 2**LEVELS leaves of the balanced tree from leaf j on: of two halves.
+
+    kernels/arithmetic.py says which tensors a leaf is. Of each level one half is kept in registers.
+    """
+    HALF: tl.constexpr = 1 << LEVELS >> 1
+    # Every call writes its arguments out: Triton's functions take no tuple of constants.
+    if LEVELS == 0:
+        x = _leaf(addresses, offset, count, j, extra, DTYPE, SUM, PAIRS, VECTORS, BLOCK)
+    elif LEVELS <= _TOGETHER:
+        left = branch(
+            addresses, offset, count, j, extra, DTYPE, SUM, LEVELS - 1, PAIRS, VECTORS, BLOCK
+        )
+        right = branch(
+            addresses, offset, count, j + HALF, extra, DTYPE, SUM, LEVELS - 1, PAIRS, VECTORS, BLOCK
+        )
+        x = join(left, right)
+    else:
+        # Rolled up: the code grows with the levels, not with the leaves. Made apart, since Triton
+        # carries no value through a loop that is another's on entry.
+        left = tl.zeros([BLOCK], SUM)
+        right = tl.zeros([BLOCK], SUM)
+        for half in tl.range(0, 2, loop_unroll_factor=1):
+            k = j + half * HALF
+            left = right
+            right = branch(
+                addresses, offset, count, k, extra, DTYPE, SUM, LEVELS - 1, PAIRS, VECTORS, BLOCK
+            )
+        x = join(left, right)
+    return x
+
+
+def tree_tile_of(levels: int, numel: int, itemsize: int) -> tuple[int, int]:
+    """(elements a tile, warps) of a tree: as many loads under way as of a sum in list order.
+
+    With three levels and more, a thread has 16 bytes of the wider dtype for each, and a tile of any
+    depth stays in registers.
+    """
+    block, warps = launcher.block_of(numel, itemsize)
+    return min(block, (16384 >> min(levels, 3)) // itemsize), warps
