@@ -42,6 +42,7 @@ from collectives.initialize import (
 )
 from collectives.reducers import Average, Max, Min, Operands, Piece, Product, Reducer, Sum
 from collectives.requests import Request
+from collectives.schedules.orders import order_of
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, parse_general_int
@@ -86,6 +87,7 @@ __all__ = [
     "init",
     "is_initialized",
     "new_group",
+    "order_of",
     "pack_small_tensors",
     "parse_all_reduce_spec",
     "parse_general_int",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from typing_extensions import Unpack
@@ -17,6 +17,7 @@ from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import canonical_spec, parse_all_reduce_spec
 from collectives.schedules.user_schedules import require_carries, verified
 from collectives.transport.byte_gathering import as_tensor
+from collectives.tree_order import in_order
 
 Tensor = torch.Tensor
 _WITH_ALGORITHM = ("all_reduce", "grouped_all_reduce")
@@ -28,6 +29,8 @@ class ScaleOptions(TypedDict, total=False):
     name: str | None
     prescale: float
     postscale: float
+    order: Literal["tree"] | None
+    accumulate: torch.dtype | None
 
 
 class ReductionOptions(ScaleOptions, total=False):
@@ -59,7 +62,8 @@ class Arguments:
         validation.tensor("tensor", tensor)
         if segments is not None:
             segments = validation.segments(segments, tensor.numel())
-        compared = {**self._reduction("all_reduce", [tensor], op, **options), "segments": segments}
+        op, compared = self._reduction("all_reduce", [tensor], op, **options)
+        compared["segments"] = segments
         return Call("all_reduce", options.get("name"), compared, [tensor], op)
 
     def grouped_all_reduce(
@@ -74,10 +78,8 @@ class Arguments:
         tensors = validation.tensor_list("tensors", tensors)
         validation.instance("packed", packed, bool, "a bool")
         names = validation.names("names", options.pop("names", ()), len(tensors))
-        compared = {
-            **self._reduction("grouped_all_reduce", tensors, op, **options),
-            "packed": packed,
-        }
+        op, compared = self._reduction("grouped_all_reduce", tensors, op, **options)
+        compared["packed"] = packed
         return Call("grouped_all_reduce", options.get("name"), compared, tensors, op, names)
 
     def run(
@@ -92,7 +94,8 @@ class Arguments:
         validation.tensor("tensor", tensor)
         if segments is not None:
             segments = validation.segments(segments, tensor.numel())
-        compared = {**self._reduction("run", [tensor], op, **options), "segments": segments}
+        op, compared = self._reduction("run", [tensor], op, **options)
+        compared["segments"] = segments
         known = verified(schedule, self._transport.rank, self._transport.size)
         require_carries(known, op, tensor.dtype)
         del compared["algorithm"]
@@ -101,12 +104,22 @@ class Arguments:
         name = options.get("name")
         return Call("run", name, compared, [tensor], op, schedule=known.schedule)
 
-    def reduce(self, tensor: Tensor, dst: int, op: Reducer, name: str | None) -> Call:
+    def reduce(
+        self,
+        tensor: Tensor,
+        dst: int,
+        op: Reducer,
+        name: str | None,
+        order: Literal["tree"] | None,
+        accumulate: torch.dtype | None,
+    ) -> Call:
         """Check and describe a reduce."""
         validation.tensor("tensor", tensor)
         validation.rank("dst", dst, self._transport.size)
-        self._onto_single_ranks("reduce", [tensor], op)
-        return Call("reduce", name, {"op": str(op), "dst": dst}, [tensor], op)
+        options: ScaleOptions = {"order": order, "accumulate": accumulate}
+        op, _ = self._onto_single_ranks("reduce", [tensor], op, **options)
+        compared = {"op": str(op), **op.order_options, "dst": dst}
+        return Call("reduce", name, compared, [tensor], op)
 
     def reduce_to_owners(
         self,
@@ -117,10 +130,8 @@ class Arguments:
     ) -> Call:
         """Check and describe a reduce_to_owners."""
         tensors = validation.tensor_list("tensors", tensors)
-        compared = {
-            **self._onto_single_ranks("reduce_to_owners", tensors, op, **options),
-            "owners": self._owners(owners, len(tensors)),
-        }
+        op, compared = self._onto_single_ranks("reduce_to_owners", tensors, op, **options)
+        compared["owners"] = self._owners(owners, len(tensors))
         return Call("reduce_to_owners", options.get("name"), compared, tensors, op)
 
     def broadcast_from_owners(
@@ -146,10 +157,8 @@ class Arguments:
         validation.instance("by_rows", by_rows, bool, "a bool")
         if by_rows:
             _check_rows(tensor)
-        compared = {
-            **self._reduction("reduce_scatter", [tensor], op, **options),
-            "by_rows": by_rows,
-        }
+        op, compared = self._reduction("reduce_scatter", [tensor], op, **options)
+        compared["by_rows"] = by_rows
         if out is not None:
             rank, length = self._transport.rank, tensor.shape[0] if by_rows else tensor.numel()
             low, high = split_bounds(length, self._transport.size)[rank : rank + 2]
@@ -194,12 +203,12 @@ class Arguments:
 
     def _onto_single_ranks(
         self, kind: str, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[ScaleOptions]
-    ) -> dict[str, Any]:
-        compared = self._reduction(kind, tensors, op, **options)
-        if not op.associative:
+    ) -> tuple[Reducer, dict[str, Any]]:
+        op, compared = self._reduction(kind, tensors, op, **options)
+        if not (op.associative or op.ordered):
             raise ValueError(f"op {op} needs all ranks: use all_reduce")
         del compared["algorithm"]
-        return compared
+        return op, compared
 
     def _owners(self, owners: Sequence[int] | None, count: int) -> list[int] | None:
         """Check that owners, if given, are one rank for each of `count` tensors."""
@@ -223,9 +232,15 @@ class Arguments:
         names: Sequence[str] = (),
         prescale: float = 1.0,
         postscale: float = 1.0,
+        order: Literal["tree"] | None = None,
+        accumulate: torch.dtype | None = None,
         **unknown: object,
-    ) -> dict[str, Any]:
-        """Check what all reductions share; return the options that ranks must agree on."""
+    ) -> tuple[Reducer, dict[str, Any]]:
+        """Check what all reductions share.
+
+        Returns:
+            The operator, in the order asked for, and the options that ranks must agree on.
+        """
         # By hand: the options arrive as **kwargs, so Python does not see one that is unknown.
         if algorithm is not None and kind not in _WITH_ALGORITHM:
             unknown["algorithm"] = algorithm
@@ -234,6 +249,8 @@ class Arguments:
         if names:
             raise ValueError("names are for grouped_all_reduce: pass name")
         validation.reducer("op", op)
+        if order is not None or accumulate is not None:
+            op = in_order(op, order, accumulate)
         text = "auto" if algorithm is None else algorithm
         try:
             specs = parse_all_reduce_spec(text)
@@ -247,8 +264,9 @@ class Arguments:
             if (prescale != 1.0 or postscale != 1.0) and tensor.dtype == torch.bool:
                 raise TypeError(f"factors before and after have no meaning on {tensor.dtype}")
         self._runner.check(specs, op, tensors)
-        return {
+        return op, {
             "op": str(op),
+            **op.order_options,
             # Ranks may write the same specification differently ("16k", "16384").
             "algorithm": canonical_spec(text),
             "prescale": float(prescale),

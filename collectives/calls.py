@@ -19,6 +19,7 @@ from collectives.execution.operations import OPERATIONS
 from collectives.execution.shared_memory_all_reduce import plan_shared_memory_all_reduce
 from collectives.reducers import Average, Reducer, Sum
 from collectives.trace import NOTHING, recording, span
+from collectives.tree_order import KEYS, in_order
 from collectives.work import Work
 
 # Up to this size the copy to shared memory takes little time compared with the rest of the call, so
@@ -163,7 +164,8 @@ class Calls:
     ) -> None:
         """Carry out a call of the other ranks, with zeros as this rank's tensors."""
         call.tensors = [each.zeros(device) for each in call.described]
-        call.op = by_name[call.options.get("op", str(Sum))]
+        plain = by_name[call.options.get("op", str(Sum))]
+        call.op = in_order(plain, **{key: call.options[key] for key in KEYS & call.options.keys()})
         call.label = f"{call} (call {self._count - 1}{self._of_ranks}, joined)"
         self._runner.first = self._count - 1
         with nullcontext() if call.kind in _WITH_RANGES else span(lambda: call.title):

@@ -24,6 +24,7 @@ from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
+from collectives.tree_order import in_order
 from collectives.work import Work
 
 Tensor = torch.Tensor
@@ -106,14 +107,15 @@ class Group:
         """How many hosts the group's ranks are on; the same on all ranks."""
         return len(set(self.hosts))
 
-    def check_algorithm(self, algorithm: str, op: Reducer = Sum) -> None:
+    def check_algorithm(
+        self, algorithm: str, op: Reducer = Sum, *, order: Literal["tree"] | None = None
+    ) -> None:
         """Raise ValueError if a specification cannot carry `op` on these ranks; sends nothing.
 
-        Args:
-            algorithm: As in all_reduce.
-            op: As in all_reduce.
+        Arguments are those of all_reduce.
         """
         validation.reducer("op", op)
+        op = in_order(op, order)
         self._runner.check(parse_all_reduce_spec(algorithm), op, [])
 
     @overload
@@ -157,6 +159,12 @@ class Group:
                 "rechd/vhdd" (`collectives.schedules.spec`), "auto" unless given; `name`, see the
                 class; `prescale` and `postscale`, factors applied before and after the reduction.
                 Integers are multiplied by them in float64 and truncated to integers.
+                `order="tree"`, of Sum and Average: every element is the balanced tree over the
+                ranks, ((0 + 1) + (2 + 3)) + ..., whatever the algorithm, size, offset, packing and
+                transport; each addition rounds to the tensor's dtype, or with
+                `accumulate=torch.float32` is made in float32, rounded once at the end. Average
+                divides once, after the sum. An algorithm that adds in another order is a
+                ValueError; "auto" chooses among the others.
         """
         call = self._arguments.all_reduce(tensor, op, segments, **options)
         return self._calls.run(call, async_op=async_op)
@@ -217,6 +225,8 @@ class Group:
         dst: int = 0,
         op: Reducer = Sum,
         *,
+        order: Literal["tree"] | None = None,
+        accumulate: torch.dtype | None = None,
         name: str | None = None,
         async_op: Literal[False] = False,
     ) -> Tensor: ...
@@ -227,6 +237,8 @@ class Group:
         dst: int = 0,
         op: Reducer = Sum,
         *,
+        order: Literal["tree"] | None = None,
+        accumulate: torch.dtype | None = None,
         name: str | None = None,
         async_op: Literal[True],
     ) -> Work[Tensor]: ...
@@ -237,6 +249,8 @@ class Group:
         dst: int = 0,
         op: Reducer = Sum,
         *,
+        order: Literal["tree"] | None = None,
+        accumulate: torch.dtype | None = None,
         name: str | None = None,
         async_op: bool = False,
     ) -> Tensor | Work[Tensor]:
@@ -245,9 +259,10 @@ class Group:
         Up to 1 MiB a tree of log2 n steps may be used; for a larger tensor no rank allocates more
         than an n-th of its size. On the other ranks the tensor holds partial results afterwards, as
         in torch.distributed. For associative operators only, such as Sum and Average: Adasum's
-        result needs all ranks (all_reduce).
+        result needs all ranks (all_reduce). `order` and `accumulate` are those of all_reduce.
         """
-        return self._calls.run(self._arguments.reduce(tensor, dst, op, name), async_op=async_op)
+        call = self._arguments.reduce(tensor, dst, op, name, order, accumulate)
+        return self._calls.run(call, async_op=async_op)
 
     @overload
     def reduce_scatter(
@@ -295,7 +310,7 @@ class Group:
             out: The tensor to write the slice to and to return; a new one unless given. It has the
                 slice's shape and the tensor's dtype and device, and shares no memory with it.
             async_op: See the class.
-            **options: `name`, `prescale` and `postscale`, as in all_reduce.
+            **options: `name`, `prescale`, `postscale`, `order` and `accumulate`, as in all_reduce.
         """
         call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
         return self._calls.run(call, async_op=async_op)
@@ -347,7 +362,7 @@ class Group:
             op: As in all_reduce.
             segments: As in all_reduce.
             async_op: See the class.
-            **options: `name`, `prescale` and `postscale`, as in all_reduce.
+            **options: `name`, `prescale`, `postscale`, `order` and `accumulate`, as in all_reduce.
         """
         call = self._arguments.run(schedule, tensor, op, segments, **options)
         return self._calls.run(call, async_op=async_op)
@@ -399,7 +414,7 @@ class Group:
                 not, owners are chosen by bytes, in list order, and tensors are reduced one after
                 another, with extra memory for an n-th of one tensor.
             async_op: See the class.
-            **options: `name`, `prescale` and `postscale`, as in all_reduce.
+            **options: `name`, `prescale`, `postscale`, `order` and `accumulate`, as in all_reduce.
         """
         call = self._arguments.reduce_to_owners(tensors, op, owners, **options)
         return self._calls.run(call, async_op=async_op)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -90,6 +91,10 @@ class Reducer:
             where its record has an `order`.
         reads_tree: Whether, where it needs one tree, its `reduce` takes more than two parts with
             `Operands.tree`. An algorithm can hand it such operands where its record is `by_tree`.
+        ordered: Whether every element must be the balanced tree over all ranks. Of all ranks'
+            operands at once `reduce` then makes that tree by itself, element by element. An
+            algorithm can carry such an operator where its record `makes_tree`.
+        order_options: What ranks compare of that order, beside the operator's name.
         averages: Whether equal operands on all ranks give that operand, as an average does and a
             sum does not; None where nobody has said so. Training asks: a difference of parameters
             can be reduced only by what averages.
@@ -103,6 +108,8 @@ class Reducer:
     operands: Literal["pair", "all"] = "pair"
     needs_one_tree = False
     reads_tree = False
+    ordered = False
+    order_options: Mapping[str, Any] = MappingProxyType({})
     averages: bool | None = None
     reduces_in_shared_memory = False
 
@@ -112,7 +119,7 @@ class Reducer:
     @property
     def associative(self) -> bool:
         """Whether ranks may reduce any part of the operands, in any order, onto any rank."""
-        return self.operands == "pair" and not self.needs_one_tree
+        return self.operands == "pair" and not (self.needs_one_tree or self.ordered)
 
     def check(self, dtype: torch.dtype) -> None:
         """Check that the operator has a meaning on a dtype.
@@ -226,7 +233,7 @@ class SumReducer(Reducer):
             if out.dtype in kernels.DTYPES and (len(parts) > 2 or not out.is_cpu):
                 kernels.sum_n(parts, out=out)
             else:
-                _fold(torch.add, parts, out)
+                fold(torch.add, parts, out)
 
 
 class AverageReducer(SumReducer):
@@ -281,10 +288,10 @@ class ElementwiseReducer(Reducer):
 
     def reduce(self, operands: Operands) -> None:
         for parts, out, _ in operands.pieces:
-            _fold(self._operator, parts, out)
+            fold(self._operator, parts, out)
 
 
-def _fold(
+def fold(
     operator: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
     """Write the parts, joined by a binary operator from left to right, to `out`."""

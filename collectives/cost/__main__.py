@@ -22,7 +22,7 @@ from dataclasses import replace
 from collectives import validation
 from collectives.cost import ASSUMED, OPS, Cost, LinkRates, Rate, estimate
 from collectives.cost.library import library_cost
-from collectives.cost.thresholds import best_specification, table, tree_table
+from collectives.cost.thresholds import best_specification, order_table, table, tree_table
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
 
@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="print the table of `auto` instead")
     args = parser.parse_args(argv)
     if args.table:
-        for name, made in (("TABLE", table()), ("TREE_TABLE", tree_table())):
+        tables = ("TABLE", table()), ("TREE_TABLE", tree_table()), ("ORDER_TABLE", order_table())
+        for name, made in tables:
             rows = (f"    {key}: {text!r},".replace("'", '"') for key, text in made.items())
             print(f"{name} = {{", *rows, "}", sep="\n")
         return

@@ -6,7 +6,7 @@ algorithm that loses least on the machine where it loses most, beside the best o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from collectives.cost import ASSUMED, Cost, LinkRates, Profile, Rate, estimate, walk
@@ -49,14 +49,23 @@ def candidates(op: str, topology: Topology) -> tuple[str, ...]:
     """Return the specifications that compute the same as `op` over all ranks.
 
     Sums may be grouped in any way, on two levels too. Adasum's order is part of its answer: `rd`,
-    `vhdd` and `direct` are the same tree, two levels and the ring's line are others.
+    `vhdd` and `direct` are the same tree, two levels and the ring's line are others. Of
+    "tree sum", a sum of order="tree", two levels are that tree where all ranks are a power of two.
     """
     if op == "adasum":
         return ("rd", "vhdd", "direct") if takes_tree_table(topology) else ("rd", "vhdd")
+    if op == "tree sum":
+        if _is_flat(topology) or topology.size & (topology.size - 1):
+            return ("rd", "oneshot", "rechd", "direct")
+        return ("rd", "oneshot", "rechd/rd", "rechd/rechd", "direct/rd", "direct/direct")
     flat = ("rd", "rechd", "xring")
-    if topology.num_nodes == 1 or topology.local_size == 1:
+    if _is_flat(topology):
         return flat
     return (*flat, "rechd/rd", "rechd/rechd", "xring/xring")
+
+
+def _is_flat(topology: Topology) -> bool:
+    return 1 in (topology.num_nodes, topology.local_size)
 
 
 def best_specification(op: str, rates: LinkRates, topology: Topology, itemsize: int = 4) -> str:
@@ -67,15 +76,25 @@ def best_specification(op: str, rates: LinkRates, topology: Topology, itemsize: 
 
 def tree_table() -> dict[Key, str]:
     """Return the table of `auto` for operators that read trees, by the price of Adasum."""
+    return _table("adasum", filter(takes_tree_table, _topologies()))
+
+
+def order_table() -> dict[Key, str]:
+    """Return the table of `auto` for sums of order="tree"."""
+    return _table("tree sum", _topologies())
+
+
+def _table(op: str, topologies: Iterable[Topology]) -> dict[Key, str]:
     rows: dict[Key, list[Topology]] = {}
-    for topology in filter(takes_tree_table, _topologies()):
+    for topology in topologies:
         for device in RECORDED:
             rows.setdefault(key_of(device, topology), []).append(topology)
     answer = {}
-    for key, topologies in rows.items():
-        machines = [(each, topology) for topology in topologies for each in RECORDED[key[0]]]
-        ranges = _ranges(candidates("adasum", topologies[0]), machines, _all_reduce("adasum"))
-        answer[key] = _specification(ranges, 1)
+    for key, alike in rows.items():
+        machines = [(each, topology) for topology in alike for each in RECORDED[key[0]]]
+        answer[key] = _specification(
+            _ranges(candidates(op, alike[0]), machines, _all_reduce(op)), 1
+        )
     return {key: answer[key] for key in sorted(answer)}
 
 
@@ -151,7 +170,8 @@ def _all_reduce(op: str) -> Price:
     def price(name: str, nbytes: int, rates: LinkRates, topology: Topology) -> Cost:
         if name == "nccl":
             return library_cost(nbytes, rates, topology)
-        return estimate(name, nbytes, rates, topology, op)
+        # A sum costs the same in any order.
+        return estimate(name, nbytes, rates, topology, "adasum" if op == "adasum" else "sum")
 
     return price
 

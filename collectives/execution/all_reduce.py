@@ -150,7 +150,8 @@ class Runner:
             if phases.library is not None or phases.host:
                 buffer = self._before_schedule(phases, flat, context)
             if phases.schedule is not None:
-                reducers = (Sum, op) if phases.two_levels else op
+                inner = op if op.ordered else Sum
+                reducers = (inner, op) if phases.two_levels else op
                 execute(phases.schedule, buffer, reducers, context, segments=options.segments)
             if buffer is not flat:
                 flat.copy_(buffer)

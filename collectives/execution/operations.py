@@ -45,7 +45,11 @@ def _reduce(runner: Runner, call: Call) -> Tensor:
 def _reduce_onto(runner: Runner, call: Call, tensor: Tensor, dst: int) -> None:
     flat = flatten(tensor)
     multiply(flat, runner.factor(call, flat.dtype))
-    runner.execute(call, reduce_schedule(flat.nbytes, dst, runner.size), flat, call.op)
+    if call.op.ordered:
+        schedule = direct.reduce(runner.size, dst)
+    else:
+        schedule = reduce_schedule(flat.nbytes, dst, runner.size)
+    runner.execute(call, schedule, flat, call.op)
     if runner.rank == dst:
         runner.finish(call, flat)
 
@@ -115,7 +119,7 @@ def _reduce_scatter_schedule(runner: Runner, op: Reducer, flat: Tensor) -> Sched
     """Return what leaves each rank its reduced piece; None where that is cut from an all-reduce."""
     if op.associative:
         return ring.reduce_scatter(runner.size)
-    if op.operands == "all" and not op.needs_one_tree:
+    if op.ordered or (op.operands == "all" and not op.needs_one_tree):
         return direct.reduce_scatter(runner.size)
     if not op.reads_tree_of(flat.dtype) or runner.size > TREE_RANKS[-1]:
         return None

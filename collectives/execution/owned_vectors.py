@@ -12,7 +12,7 @@ import torch
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call import Call
 from collectives.execution.vectors import Vector, flatten, multiply, vector_of
-from collectives.schedules import to_owners
+from collectives.schedules import direct, to_owners
 from collectives.schedules.schedule import Schedule
 
 Tensor = torch.Tensor
@@ -25,7 +25,8 @@ class OwnedVector:
     Attributes:
         runner: What carries the call out.
         call: The call.
-        vector: The tensors in `to_owners.order` of their owners.
+        vector: The tensors in the order of their owners.
+        order: The ranks in the order in which what they own lies in the vector.
         bounds: Boundaries of the owners' pieces, in that order.
         mine: Which of the vector's tensors this rank owns.
     """
@@ -33,6 +34,7 @@ class OwnedVector:
     runner: Runner
     call: Call
     vector: Vector
+    order: tuple[int, ...]
     bounds: Sequence[int]
     mine: slice
 
@@ -44,8 +46,9 @@ class OwnedVector:
             multiply(flat, runner.factor(call, flat.dtype))
         else:
             vector.fill(flat, runner.factor(call, flat.dtype))
-        self._execute(to_owners.reduce_scatter(runner.size), flat)
-        mine = to_owners.order(runner.size).index(runner.rank)
+        at_once = call.op.operands == "all"
+        self._execute((direct if at_once else to_owners).reduce_scatter(runner.size), flat)
+        mine = self.order.index(runner.rank)
         runner.finish(call, flat[self.bounds[mine] : self.bounds[mine + 1]])
         slots, tensors = self._slots(flat), vector.tensors
         _copy(slots[self.mine], tensors[self.mine])
@@ -69,8 +72,7 @@ class OwnedVector:
         return self.runner.packed.take(self.vector.numel, self.vector.tensors[0])
 
     def _execute(self, schedule: Schedule, flat: Tensor) -> None:
-        ranks = to_owners.order(self.runner.size)
-        self.runner.execute(self.call, schedule, flat, self.call.op, self.bounds, ranks)
+        self.runner.execute(self.call, schedule, flat, self.call.op, self.bounds, self.order)
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -80,7 +82,10 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 def owned_vectors(runner: Runner, call: Call, chosen: Sequence[int]) -> Iterator[OwnedVector]:
     """Yield the tensors of each dtype and device as one vector, or as one each."""
-    position = {rank: i for i, rank in enumerate(to_owners.order(runner.size))}
+    # What needs all operands needs them in the order of the ranks.
+    at_once = call.op.operands == "all"
+    order = tuple(range(runner.size)) if at_once else to_owners.order(runner.size)
+    position = {rank: i for i, rank in enumerate(order)}
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
     for tensor, owner in zip(call.tensors, chosen, strict=True):
         entry = position[owner], tensor.detach()
@@ -90,18 +95,19 @@ def owned_vectors(runner: Runner, call: Call, chosen: Sequence[int]) -> Iterator
         places, tensors = zip(*entries, strict=True)
         vector = vector_of(tensors, None)
         if vector is not None:
-            yield _owned_vector(runner, call, vector, places)
+            yield _owned_vector(runner, call, vector, order, places)
             continue
         for place, tensor in entries:
-            yield _owned_vector(
-                runner, call, Vector([flatten(tensor)], tensor.numel(), tensor.dtype, None), [place]
-            )
+            vector = Vector([flatten(tensor)], tensor.numel(), tensor.dtype, None)
+            yield _owned_vector(runner, call, vector, order, [place])
 
 
-def _owned_vector(runner: Runner, call: Call, vector: Vector, places: Sequence[int]) -> OwnedVector:
+def _owned_vector(
+    runner: Runner, call: Call, vector: Vector, order: tuple[int, ...], places: Sequence[int]
+) -> OwnedVector:
     """Divide a vector by the places of its tensors' owners, which are in ascending order."""
     segments = (0, vector.numel) if vector.segments is None else vector.segments
     firsts = [bisect_left(places, place) for place in range(runner.size + 1)]
-    mine = to_owners.order(runner.size).index(runner.rank)
+    mine = order.index(runner.rank)
     bounds = [segments[first] for first in firsts]
-    return OwnedVector(runner, call, vector, bounds, slice(firsts[mine], firsts[mine + 1]))
+    return OwnedVector(runner, call, vector, order, bounds, slice(firsts[mine], firsts[mine + 1]))

@@ -8,9 +8,10 @@ from functools import lru_cache
 import torch
 
 from collectives.reducers import Reducer, is_plain_sum
-from collectives.schedules.algorithm import ONE_TENSOR, RoundRobin
-from collectives.schedules.auto import takes_tree_table, tree_algorithm
+from collectives.schedules.algorithm import ONE_TENSOR, Needs, RoundRobin
+from collectives.schedules.auto import order_algorithm, takes_tree_table, tree_algorithm
 from collectives.schedules.levels import schedule_of
+from collectives.schedules.orders import tree_text
 from collectives.schedules.registry import algorithm, carriers
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
@@ -24,6 +25,8 @@ def auto_of(op: Reducer, nbytes: int, size: int) -> AllReduceSpec:
 
 def auto_by_messages(op: Reducer, device: str, nbytes: int, topology: Topology) -> AllReduceSpec:
     """Return what `auto` stands for, of what is no plain sum, on a device, "cpu" or "cuda"."""
+    if op.ordered and op.operands == "pair":
+        return order_algorithm(device, nbytes, topology)
     says_itself = type(op).algorithm is not Reducer.algorithm
     if op.reads_tree and takes_tree_table(topology) and not says_itself:
         return tree_algorithm(device, nbytes, topology)
@@ -74,7 +77,7 @@ def phases_of(
     Raises:
         ValueError: The algorithm takes fewer shards, or cannot carry the operator: a library, and
             the ranks inside a node, sum; or it has no one tree, or one that the operator does not
-            read, or does not reduce all at once.
+            read, or not the balanced one, or does not reduce all at once.
     """
     if spec.is_round_robin:
         # As few as there are ways to place them, since each is kept.
@@ -82,41 +85,41 @@ def phases_of(
         round_robin = RoundRobin(min(round_robin.tensors, size), round_robin.first % size)
     else:
         round_robin = ONE_TENSOR
-    kind = op.needs_one_tree, op.operands == "all", op.reads_tree, is_plain_sum(op)
-    return _phases_of(spec, *kind, str(op), topology, round_robin)
+    needs = Needs(op.needs_one_tree, op.operands == "all", op.reads_tree, op.ordered)
+    return _phases_of(spec, needs, is_plain_sum(op), str(op), topology, round_robin)
 
 
 # Not by the operator, which need not have a hash and would be kept alive.
 @lru_cache(maxsize=1024)
 def _phases_of(
     spec: AllReduceSpec,
-    one_tree: bool,
-    at_once: bool,
-    reads_tree: bool,
+    needs: Needs,
     is_sum: bool,
     op: str,
     topology: Topology,
     round_robin: RoundRobin,
 ) -> AllReducePhases:
-    outer = algorithm(spec.outer)
-    able = ", ".join(carriers(one_tree=one_tree, at_once=at_once, reads_tree=reads_tree))
+    outer, one_tree = algorithm(spec.outer), needs.one_tree
+    able = ", ".join(carriers(needs))
     if outer.is_library and spec.inner is None:
         if not is_sum:
             raise ValueError(
                 f"algorithm {outer.name!r} is a library's own sum, which cannot do {op}: use {able}"
             )
         return AllReducePhases(outer.name, spec.shards)
-    if at_once and (spec.inner is not None or not outer.all_at_once):
+    if needs.ordered:
+        _require_tree(spec, topology, able)
+    if needs.at_once and (spec.inner is not None or not outer.all_at_once):
         raise ValueError(
             f"algorithm {str(spec)!r} reduces the operands of some ranks at a time, and {op} needs "
             f"those of all at once: use {able}"
         )
-    if spec.inner is not None and not is_sum and not one_tree:
+    if spec.inner is not None and not (is_sum or one_tree or needs.ordered):
         raise ValueError(
             f"algorithm {str(spec)!r} sums inside the nodes, which cannot do {op}: "
             f"use {outer.name!r} for all ranks"
         )
-    if one_tree and outer.by_tree and not reads_tree:
+    if one_tree and outer.by_tree and not needs.reads_tree:
         raise ValueError(
             f"algorithm {str(spec)!r} hands over all operands with their tree, which {op} does not "
             f"read: use {able}"
@@ -132,4 +135,20 @@ def _phases_of(
         two_levels=True,
         prescale=1.0 / topology.local_size if one_tree else 1.0,
         host=outer.on_host or inner.on_host,
+    )
+
+
+def _require_tree(spec: AllReduceSpec, topology: Topology, able: str) -> None:
+    """Raise ValueError unless every element is the balanced tree over all ranks."""
+    names = [name for name in (spec.inner, spec.outer) if name is not None]
+    node = topology.local_size
+    if not all(algorithm(name).makes_tree for name in names):
+        problem = "does not add every element by that tree"
+    elif spec.inner is not None and topology.num_nodes > 1 and node & (node - 1):
+        problem = f"adds nodes of {node} ranks first, which that tree does of 1, 2, 4, ... alone"
+    else:
+        return
+    raise ValueError(
+        f"order='tree' is {tree_text(topology.size)}, and algorithm {str(spec)!r} {problem}: "
+        f"use {able}"
     )

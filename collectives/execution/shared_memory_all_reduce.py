@@ -14,7 +14,8 @@ no message is left to send. The bits are those of the algorithm by messages:
   each waits twice for the others.
 
 An operator that needs all operands at once takes them straight from the buffers: one-shot for
-`bruck`, two-shot for the parameter-server shuffles.
+`oneshot` and `bruck`, two-shot for `direct` and the parameter-server shuffles. So does one that
+makes the balanced tree by itself, for `rd` and `rechd`, too.
 """
 
 from __future__ import annotations
@@ -150,14 +151,14 @@ class SharedMemoryAllReduce:
         return self._bind_slice(vectors)
 
     def _bind_one_shot(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
-        """Bind all of what `rd`, or `bruck`, makes of all ranks' vectors, which are only read.
+        """Bind all of what `rd`, or `oneshot`, makes of all ranks' vectors, which are only read.
 
         Between them stand buffers aligned alike on every rank, so that all get the same bits.
         """
         op, size, out = self.op, len(vectors), self.vector.tensors[0]
         if self.vector.layout is not None:
             out = self.runner.packed.take(self.vector.numel, out)
-        if op.operands == "all":
+        if op.operands == "all" or op.ordered:
             steps = [_bind_all(vectors, out, 0, op, self.vector)]
         else:
             steps = self._bind_pairs(vectors, out)
@@ -194,7 +195,7 @@ class SharedMemoryAllReduce:
         start, stop = first * line, min(behind_last * line, numel)
         mine = [vector[start:stop] for vector in vectors]
         steps = []
-        if op.operands == "all":
+        if op.operands == "all" or op.ordered:
             steps.append(_bind_all(mine, mine[0], start, op, self.vector))
         else:
             for left, right, behind in pairs(size):
@@ -292,7 +293,7 @@ def _method_of(
 ) -> Method | None:
     """Return how a range of a specification is carried out here; None for messages."""
     in_pairs = op.operands == "pair"
-    by_size = spec.outer == "auto" and op.associative
+    by_size = spec.outer == "auto" and (op.associative or op.ordered)
     if spec.outer == "auto" and not by_size:
         spec = auto_of(op, nbytes, size)
     if op.reads_tree:
@@ -304,11 +305,11 @@ def _method_of(
     by_levels = op.needs_one_tree and in_pairs and size > 2
     small_method: Method = "tree" if by_levels else "one-shot"
     limit = min(ONE_SHOT_BYTES, math.inf if small_method == "tree" else _MAX_READ_BYTES // size)
-    name = spec.outer
+    name, small = spec.outer, ("rd",) if in_pairs else ("oneshot", "bruck")
     if by_size:
         # A wait is what one-shot saves; beyond that, reading a share of all vectors is cheaper.
-        name = "rd" if nbytes <= limit else "rechd"
-    if name == ("rd" if in_pairs else "bruck") and nbytes <= limit:
+        name = small[0] if nbytes <= limit else "direct" if op.ordered else "rechd"
+    if name in small and nbytes <= limit:
         return small_method
     if not in_pairs:
         # A rank's slice may cut segments.

@@ -81,6 +81,22 @@ class Level(NamedTuple):
     round_robin: RoundRobin = ONE_TENSOR
 
 
+class Needs(NamedTuple):
+    """What an operator needs of the algorithm that carries it.
+
+    Attributes:
+        one_tree: One expression tree for all elements of a segment.
+        at_once: All ranks' operands at once.
+        reads_tree: Nothing more where several operands meet, as it reads their tree.
+        ordered: The balanced tree for every element.
+    """
+
+    one_tree: bool = False
+    at_once: bool = False
+    reads_tree: bool = False
+    ordered: bool = False
+
+
 class BulkStep(NamedTuple):
     """The messages of one step, of all ranks at once: arrays with an entry a message.
 
@@ -154,6 +170,11 @@ class Algorithm:
         return self.schedule is None
 
     @property
+    def makes_tree(self) -> bool:
+        """Whether every element is the balanced tree, or all operands meet, to be joined by it."""
+        return self.order is Order.BALANCED or self.all_at_once
+
+    @property
     def is_round_robin(self) -> bool:
         """Whether it places the shards of all tensors of a call on the ranks in turn."""
         return self.shards is Shards.PER_RANK
@@ -163,16 +184,15 @@ class Algorithm:
         """Whether it may stand inside a node: in two parts, or a library's."""
         return self.is_library or self.scatter_gather is not None
 
-    def carries(self, *, one_tree: bool, at_once: bool, reads_tree: bool) -> bool:
-        """Whether its schedule can carry an operator over all ranks.
-
-        Args:
-            one_tree: Whether the operator needs one expression tree.
-            at_once: Whether it needs all ranks' operands at once.
-            reads_tree: Whether it reads trees.
-        """
-        ordered = not one_tree or (self.order is not None and (reads_tree or not self.by_tree))
-        return not self.is_library and ordered and (self.all_at_once or not at_once)
+    def carries(self, needs: Needs) -> bool:
+        """Whether its schedule can carry an operator with such needs over all ranks."""
+        whole = self.order is not None and (needs.reads_tree or not self.by_tree)
+        return (
+            not self.is_library
+            and (whole or not needs.one_tree)
+            and (self.all_at_once or not needs.at_once)
+            and (self.makes_tree or not needs.ordered)
+        )
 
     def most_shards(self, size: int, local_size: int) -> int | None:
         """Return the most shards that it takes, None for any number.

@@ -81,6 +81,38 @@ TREE_TABLE: dict[Key, str] = {
     ("cuda", "several ranks a node", "other"): "rd:2M:direct",
 }
 
+# The same for sums of order="tree", of whose algorithms every one makes the same bits.
+ORDER_TABLE: dict[Key, str] = {
+    ("cpu", "a rank a node", "2"): "rd:2M:rechd",
+    ("cpu", "a rank a node", "2^k"): "rd:256k:rechd",
+    ("cpu", "a rank a node", "3"): "oneshot:256k:direct",
+    ("cpu", "a rank a node", "5 to 7"): "rd:256k:direct",
+    ("cpu", "a rank a node", "other"): "rd:128k:rechd:512k:direct",
+    ("cpu", "one node", "2"): "rd:512k:rechd",
+    ("cpu", "one node", "2^k"): "rd:512k:rechd",
+    ("cpu", "one node", "3"): "oneshot:256k:direct",
+    ("cpu", "one node", "5 to 7"): "rd:512k:direct",
+    ("cpu", "one node", "other"): "rd:512k:rechd:1M:direct",
+    ("cpu", "several ranks a node", "2^k"): "rd:16k:rechd/rd:256k:rechd/rechd",
+    ("cpu", "several ranks a node", "5 to 7"): "rd:64k:rechd:256k:direct",
+    ("cpu", "several ranks a node", "other"): "rd:64k:rechd",
+    ("cuda", "a rank a node", "2"): "rd:32M:rechd",
+    ("cuda", "a rank a node", "2^k"): "rd:4M:direct:32M:rechd",
+    ("cuda", "a rank a node", "3"): "oneshot:1M:direct",
+    ("cuda", "a rank a node", "5 to 7"): "oneshot:1M:direct",
+    ("cuda", "a rank a node", "other"): "oneshot:512k:direct",
+    ("cuda", "one node", "2"): "rd:64M:rechd",
+    ("cuda", "one node", "2^k"): "oneshot:1M:direct",
+    ("cuda", "one node", "3"): "oneshot:1M:direct",
+    ("cuda", "one node", "5 to 7"): "oneshot:1M:direct",
+    ("cuda", "one node", "other"): "oneshot:1M:direct",
+    ("cuda", "several ranks a node", "2^k"): "oneshot:128k:rd:1M:direct/rd:16M:direct/direct",
+    ("cuda", "several ranks a node", "5 to 7"): "oneshot:1M:direct",
+    ("cuda", "several ranks a node", "other"): "oneshot:512k:direct",
+}
+# Of more ranks than that table is made for.
+_MANY_IN_ORDER = "rd:256k:rechd"
+
 # Up to here a reduction to one rank goes by a tree, whose root takes the whole buffer as extra
 # memory; beyond along a line, where nobody takes more than one n-th.
 TREE_BYTES = 1 << 20
@@ -130,6 +162,13 @@ def tree_algorithm(device: str, nbytes: int, topology: Topology) -> AllReduceSpe
     Arguments as for `sum_algorithm`.
     """
     limits, specs = _limited(TREE_TABLE[key_of(device, topology)])
+    return specs[bisect_left(limits, nbytes)]
+
+
+def order_algorithm(device: str, nbytes: int, topology: Topology) -> AllReduceSpec:
+    """Return the algorithm of a sum of order="tree"; arguments as for `sum_algorithm`."""
+    many = topology.size > TREE_RANKS[-1]
+    limits, specs = _limited(_MANY_IN_ORDER if many else ORDER_TABLE[key_of(device, topology)])
     return specs[bisect_left(limits, nbytes)]
 
 

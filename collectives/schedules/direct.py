@@ -79,6 +79,22 @@ def reduce_scatter(size: int) -> Schedule:
     return Schedule("direct reduce_scatter", size, size, Collective.REDUCE_SCATTER, steps)
 
 
+@lru_cache(maxsize=256)
+def reduce(size: int, root: int) -> Schedule:
+    """Return its first step, and one in which all send the root their slices."""
+    parts = scatter_gather(size)
+
+    def steps(rank: int) -> Iterator[Step]:
+        yield from parts.scatter(rank)
+        others = [peer for peer in range(size) if peer != root]
+        if rank == root:
+            yield Step(recvs=tuple(Transfer(peer, peer, peer + 1) for peer in others))
+        else:
+            yield Step(sends=(Transfer(root, rank, rank + 1),))
+
+    return Schedule("direct reduce", size, size, Collective.REDUCE, steps, root=root)
+
+
 def _closed_form(level: Level, samples: int) -> Parts:
     """Return both steps of a level for the cost model; there is no pipeline to sample."""
     size, shards = level.size, level.shards

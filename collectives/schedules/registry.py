@@ -9,13 +9,14 @@ from __future__ import annotations
 from collectives.schedules import (
     bruck,
     direct,
+    one_shot,
     parameter_server,
     recursive_doubling,
     recursive_halving,
     ring,
     swing,
 )
-from collectives.schedules.algorithm import Algorithm
+from collectives.schedules.algorithm import Algorithm, Needs
 
 _RECORDS = (
     ring.XRING,
@@ -25,6 +26,7 @@ _RECORDS = (
     swing.SWING,
     recursive_doubling.RD,
     bruck.BRUCK,
+    one_shot.ONE_SHOT,
     parameter_server.PSGPU,
     parameter_server.PSCPU,
     Algorithm(
@@ -43,18 +45,12 @@ LIBRARIES = frozenset(ALGORITHMS) - frozenset(SCHEDULES)
 """The names that stand for a library's own all-reduce."""
 
 
-def carriers(
-    *, one_tree: bool = False, at_once: bool = False, reads_tree: bool = False
-) -> tuple[str, ...]:
-    """Return the names of the algorithms that can carry an operator: see `Algorithm.carries`."""
-    return tuple(
-        name
-        for name, record in ALGORITHMS.items()
-        if record.carries(one_tree=one_tree, at_once=at_once, reads_tree=reads_tree)
-    )
+def carriers(needs: Needs) -> tuple[str, ...]:
+    """Return the names of the algorithms that can carry an operator with such needs."""
+    return tuple(name for name, record in ALGORITHMS.items() if record.carries(needs))
 
 
-ORDERED = carriers(one_tree=True, reads_tree=True)
+ORDERED = carriers(Needs(one_tree=True, reads_tree=True))
 """The names of those that carry an operator that needs one expression tree and reads trees."""
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from typing import Any, Literal, TypeAlias
 
+from collectives.schedules.algorithm import Order
 from collectives.schedules.partition import Ranges
 from collectives.schedules.schedule import Action, Step, Transfer, Tree
 
 # As `Transfer.leaves`: None for a COPY, and where a receive's chunks differ in them.
 Leaves = tuple[int, int] | None
+
+
+# How a reduction joins more than two operands: as its step's tree says, from left to right without
+# one; from left to right whatever it says; or by the balanced tree.
+Joins: TypeAlias = Literal["said", "list", "tree"]
 
 
 class ScheduleError(AssertionError):
@@ -33,6 +40,7 @@ class Expressions:
         self._shapes: list[int] = [-1] * inputs
         self._nodes: dict[tuple[int, int, int], int] = {}
         self._ids: dict[Hashable, int] = {}
+        self._operands: list[tuple[int, int] | None] = [None] * inputs
 
     def see(self, operands: Sequence[int]) -> None:
         """Note which nodes meet in one reduction."""
@@ -53,6 +61,7 @@ class Expressions:
         node = self._nodes[left, right, phase] = len(self.ranks)
         shape = (phase, self.shape(left, phase), self.shape(right, phase))
         self._shapes.append(self._id(shape))
+        self._operands.append((left, right))
         self.ranks.append(self.ranks[left] | self.ranks[right])
         self.phase.append(phase)
         return node
@@ -60,6 +69,14 @@ class Expressions:
     def shape(self, node: int, phase: int) -> int:
         """Return an id of the node's tree, with earlier phases as the sets of their inputs."""
         return self._shapes[node] if self.phase[node] == phase else self._id(self.ranks[node])
+
+    def tree(self, node: int) -> Any:
+        """Return the node as nested pairs of inputs."""
+        # Not by recursion: the line of a thousand ranks is as deep.
+        trees: list[Any] = []
+        for each, pair in enumerate(self._operands[: node + 1]):
+            trees.append(each if pair is None else (trees[pair[0]], trees[pair[1]]))
+        return trees[node]
 
     def _id(self, key: Hashable) -> int:
         return self._ids.setdefault(key, len(self._ids))
@@ -82,6 +99,7 @@ def run_step(
     chunks: int,
     leaves: Sequence[list[tuple[Leaves, ...]]],
     where: str,
+    joins: Joins = "said",
 ) -> list[Reductions]:
     """Advance all ranks by one step; return every rank's reductions, add its receives' leaves."""
     mail = _send(steps, state, chunks, where)
@@ -111,7 +129,7 @@ def run_step(
                     copied.add(chunk)
                     state[rank][chunk] = value
         leaves[rank].append(tuple(counted))
-        reduced = _reduce(state[rank], operands, step, expressions, f"{where}: rank {rank}")
+        reduced = _reduce(state[rank], operands, step, expressions, f"{where}: rank {rank}", joins)
         reductions.append(reduced)
     for (source, peer), queue in mail.items():
         if queue:
@@ -159,6 +177,7 @@ def _reduce(
     step: Step,
     expressions: Expressions,
     where: str,
+    joins: Joins,
 ) -> Reductions:
     """Reduce what a rank has received into its own chunks; return its reductions."""
     reductions: Reductions = {}
@@ -169,14 +188,25 @@ def _reduce(
         whole = [*before, own, *after]
         expressions.see(whole)
         reductions[chunk] = tuple(expressions.shape(each, step.phase) for each in whole)
-        if step.tree:
+        if step.tree and joins == "said":
             mine[chunk] = _joined(whole, step.tree, step.phase, expressions, where)
+            continue
+        if joins == "tree":
+            mine[chunk] = _folded(Order.BALANCED.tree(whole), step.phase, expressions, where)
             continue
         left = whole[0]
         for right in whole[1:]:
             left = expressions.reduce(left, right, step.phase, where)
         mine[chunk] = left
     return reductions
+
+
+def _folded(tree: Any, phase: int, expressions: Expressions, where: str) -> int:
+    """Return the node that nested pairs of nodes make."""
+    if isinstance(tree, int):
+        return tree
+    left, right = (_folded(each, phase, expressions, where) for each in tree)
+    return expressions.reduce(left, right, phase, where)
 
 
 def _joined(

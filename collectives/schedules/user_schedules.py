@@ -14,6 +14,8 @@ import torch
 
 from collectives import validation
 from collectives.reducers import Reducer
+from collectives.schedules.algorithm import Order
+from collectives.schedules.orders import tree_text
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.verify import Proof, verify, with_leaves
@@ -76,11 +78,23 @@ def require_carries(known: VerifiedSchedule, op: Reducer, dtype: torch.dtype) ->
             f"schedule {name!r} cannot carry {op} of {dtype}: it hands over operands with their "
             "tree, which the operator does not read: reduce them in pairs, as vhdd does"
         )
+    if op.ordered and not (proof.all_at_once or _is_balanced(known.schedule)):
+        raise ValueError(
+            f"schedule {name!r} does not add every element by the balanced tree "
+            f"{tree_text(known.schedule.size)}, which order='tree' is: `verify` of it, with "
+            "joins='tree', has the tree that it makes"
+        )
     if op.operands == "all" and not proof.all_at_once:
         raise ValueError(
             f"schedule {name!r} cannot carry {op}, which needs all ranks' operands at once, in "
             "rank order: let each reduction be of all of them"
         )
+
+
+@lru_cache(maxsize=_MAX_ENTRIES)
+def _is_balanced(schedule: Schedule) -> bool:
+    """Return whether every element is the balanced tree, where that joins what meets at once."""
+    return verify(schedule, joins="tree").tree == Order.BALANCED.tree(range(schedule.size))
 
 
 @lru_cache(maxsize=_MAX_ENTRIES)

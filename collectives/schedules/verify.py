@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, zip_longest
+from typing import Any
 
 from collectives import validation
+from collectives.schedules.algorithm import Order
 from collectives.schedules.schedule import Action, Collective, Schedule, Step
 from collectives.schedules.symbolic_step import (
     Expressions,
+    Joins,
     Leaves,
     Reductions,
     ScheduleError,
@@ -41,6 +44,8 @@ class Proof:
         by_tree: Whether a step of the last phase says a tree of its operands, which an operator
             that needs one tree must then read.
         leaves: How many ranks stand behind both operands of every REDUCE receive.
+        tree: The expression of every element, nested pairs of ranks (of nodes, by replicas); None
+            where elements have different ones, or nothing is reduced.
     """
 
     steps: int
@@ -50,9 +55,10 @@ class Proof:
     all_at_once: bool = False
     by_tree: bool = False
     leaves: LeafWeights = field(default=(), repr=False, compare=False)
+    tree: Any = field(default=None, repr=False, compare=False)
 
 
-def verify(schedule: Schedule) -> Proof:
+def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
     """Prove `schedule` for every rank.
 
     Proved: every send has its receive in the same step and of the same chunks, and the reverse;
@@ -65,6 +71,12 @@ def verify(schedule: Schedule) -> Proof:
     whole_segments a group is one rank, which holds whole segments. A gathered schedule only copies,
     and ends with every rank's vector on every rank. Where a receive or a tree says how many ranks
     stand behind its operands, so many do.
+
+    Args:
+        schedule: The schedule.
+        joins: How an operator joins more than two operands at once: "said", as the step's tree
+            says, from left to right without one; "list", always from left to right; "tree", by
+            the balanced tree, as order="tree" does.
 
     Raises:
         ScheduleError: One of these does not hold; the text names the rank and the step.
@@ -86,7 +98,7 @@ def verify(schedule: Schedule) -> Proof:
         where = f"{schedule.name} of {size}, step {count - 1}"
         if None in steps:
             raise ScheduleError(f"{where}: rank {steps.index(None)} has no step while others do")
-        reductions = run_step(steps, state, expressions, chunks, leaves, where)
+        reductions = run_step(steps, state, expressions, chunks, leaves, where, joins)
         _check_ranges(steps, where)
         _check_groups(steps, reductions, schedule, where)
         for rank, (step, reduced) in enumerate(zip(steps, reductions, strict=True)):
@@ -100,14 +112,28 @@ def verify(schedule: Schedule) -> Proof:
     if schedule.gathered:
         if grouped:
             raise ScheduleError(f"{schedule.name}: a gathered schedule reduces in a step")
+        order = Order.BALANCED if joins == "tree" else Order.LINE
         return Proof(
-            count, int(size > 1), one_tree=True, carries_adasum=True, all_at_once=True, leaves=found
+            count,
+            int(size > 1),
+            one_tree=True,
+            carries_adasum=True,
+            all_at_once=True,
+            leaves=found,
+            tree=order.tree(range(size)),
         )
     last = max(grouped, default=-1)
     one_tree = len({expressions.shape(result, last) for result in results}) < 2
     carries_adasum = one_tree and grouped.get(last, True)
     return Proof(
-        count, last + 1, one_tree, carries_adasum, expressions.all_at_once, last in trees, found
+        count,
+        last + 1,
+        one_tree,
+        carries_adasum,
+        expressions.all_at_once,
+        last in trees,
+        found,
+        expressions.tree(results.pop()) if len(results) == 1 else None,
     )
 
 

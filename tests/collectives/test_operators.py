@@ -14,6 +14,7 @@ from collectives import Average, Group, Max, Reducer, Sum, run_threads
 from collectives.cost import ASSUMED, estimate
 from collectives.execution import shared_memory_all_reduce
 from collectives.schedules import bruck, parameter_server, recursive_doubling
+from collectives.schedules.algorithm import Needs
 from collectives.schedules.registry import ALGORITHMS, SCHEDULES, carriers
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
@@ -23,7 +24,7 @@ from tests.collectives.schedules.simulation import one_level
 from tests.processes.conformance import star
 
 SEGMENTS = (0, 7, 7, 500, 1021)
-ABLE = carriers(at_once=True)
+ABLE = carriers(Needs(at_once=True))
 UNABLE = [name for name in ALGORITHMS if name not in ABLE]
 # Beyond what is reduced in one-shot in shared memory, and by the small algorithm of `auto`.
 LARGE = 70_001
@@ -56,12 +57,14 @@ def test_record_says_whether_all_ranks_meet_at_once(name: str) -> None:
 
 
 def test_names_of_those_that_can_follow_from_the_records() -> None:
-    assert ABLE == ("direct", "bruck", "psgpu", "pscpu")
+    assert ABLE == ("direct", "bruck", "oneshot", "psgpu", "pscpu")
     # Slices cut segments, and a tree of operands has to be read.
-    assert carriers(one_tree=True, at_once=True) == ABLE[1:]
-    assert carriers(one_tree=True, at_once=True, reads_tree=True) == ABLE
-    assert {*carriers(one_tree=True, reads_tree=True)} - {*carriers(one_tree=True)} == {"direct"}
-    assert carriers() == SCHEDULES
+    assert carriers(Needs(one_tree=True, at_once=True)) == ABLE[1:]
+    assert carriers(Needs(one_tree=True, at_once=True, reads_tree=True)) == ABLE
+    assert {*carriers(Needs(one_tree=True, reads_tree=True))} - {
+        *carriers(Needs(one_tree=True))
+    } == {"direct"}
+    assert carriers(Needs()) == SCHEDULES
 
 
 @everywhere
@@ -124,7 +127,7 @@ def test_algorithm_that_reduces_some_ranks_at_a_time_is_refused(way: str, algori
 @pytest.mark.parametrize("algorithm", ["rechd/psgpu", "psgpu/psgpu", "nccl/rd", "collective/pscpu"])
 @pytest.mark.parametrize("op", [TrimmedMean(), Longest()])
 def test_two_levels_are_refused(op: Reducer, algorithm: str) -> None:
-    able = ", ".join(carriers(one_tree=op.needs_one_tree, at_once=True))
+    able = ", ".join(carriers(Needs(one_tree=op.needs_one_tree, at_once=True)))
 
     def job(group: Group) -> None:
         with pytest.raises(ValueError, match=f"use {able}$"):

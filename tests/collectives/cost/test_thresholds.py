@@ -17,6 +17,7 @@ from collectives.cost.thresholds import (
     best_specification,
     bruck_bytes,
     candidates,
+    order_table,
     table,
     tree_bytes,
     tree_table,
@@ -35,7 +36,12 @@ def test_small_rows_of_the_table_are_what_the_model_makes(monkeypatch: pytest.Mo
     few = [each for each in thresholds._topologies() if each.size in (2, 3, 5, 6, 7)]
     monkeypatch.setattr(thresholds, "_topologies", lambda: iter(few))
     rows = {auto.key_of(device, each) for each in few for device in ("cpu", "cuda", "nccl")}
-    for made, written in ((table(), auto.TABLE), (tree_table(), auto.TREE_TABLE)):
+    tables = (
+        (table(), auto.TABLE),
+        (tree_table(), auto.TREE_TABLE),
+        (order_table(), auto.ORDER_TABLE),
+    )
+    for made, written in tables:
         assert made == {key: text for key, text in written.items() if key in rows}
         assert len(made) >= 10
 
@@ -46,7 +52,7 @@ def test_the_table_of_auto_is_what_the_command_prints(capsys: pytest.CaptureFixt
     main(["--table"])
     written = Path(auto.__file__).read_text(encoding="utf-8")
     tables = re.findall(r"^(\w+) = (\{.*?^\}\n)", capsys.readouterr().out, re.MULTILINE | re.DOTALL)
-    assert [name for name, _ in tables] == ["TABLE", "TREE_TABLE"]
+    assert [name for name, _ in tables] == ["TABLE", "TREE_TABLE", "ORDER_TABLE"]
     for name, printed in tables:
         assert ast.literal_eval(printed) == getattr(auto, name)
         assert f"{name}: dict[Key, str] = {printed}" in written

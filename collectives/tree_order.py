@@ -1,0 +1,154 @@
+"""Sum and Average whose every element is one tree over the ranks, whatever carries it.
+
+The tree is balanced, ((0 · 1) · (2 · 3)) · ...: `Order.BALANCED`. Other algorithms add in orders
+that follow from where an element lies in the buffer, and from how the buffer is cut: so their bits
+change with a tensor's place in a bucket, with its size, and from all-reduce to reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from collectives import validation
+from collectives.reducers import (
+    AverageReducer,
+    Operands,
+    Reducer,
+    SumReducer,
+    as_real,
+    fold,
+    kernels,
+)
+
+KEYS = frozenset({"order", "accumulate", "passes"})
+"""The options of a call that say its order."""
+
+# Up to here what counts is how often ranks wait for each other.
+_SMALL_BYTES = 256 * 1024
+
+
+class _TreeOrder(SumReducer):
+    """What both have in common.
+
+    Args:
+        accumulate: The dtype that each addition is rounded to, float32; None for the tensors' own.
+        passes: How many leaves of the tree each rank has added before, by the same tree.
+    """
+
+    ordered = True
+
+    def __init__(self, accumulate: torch.dtype | None = None, passes: int = 1) -> None:
+        self.accumulate = accumulate
+        self.passes = passes
+        # What is rounded once, at the end, has to meet at once.
+        if accumulate is not None:
+            self.operands = "all"
+        said = None if accumulate is None else str(accumulate)
+        self.order_options = {"order": "tree", "accumulate": said, "passes": passes}
+
+    def check(self, dtype: torch.dtype) -> None:
+        super().check(dtype)
+        if self.accumulate is None:
+            return
+        real = dtype.to_real() if dtype.is_complex else dtype
+        if not real.is_floating_point or real.itemsize > self.accumulate.itemsize:
+            raise TypeError(
+                f"accumulate={self.accumulate} is for float16, bfloat16 and float32, got {dtype}: "
+                "leave it out"
+            )
+
+    def algorithm(self, nbytes: int, size: int) -> str:
+        if nbytes > _SMALL_BYTES:
+            return "direct"
+        return "oneshot" if self.operands == "all" else "rd"
+
+    def prescale(self, dtype: torch.dtype, size: int) -> float:
+        # Not even float16 is divided before the sum: by how much would depend on the ranks.
+        return 1.0
+
+    def reduce(self, operands: Operands) -> None:
+        for parts, out, _ in operands.pieces:
+            if not (out.is_floating_point() or out.is_complex()):
+                # The same in any order.
+                fold(torch.add, parts, out)
+                continue
+            parts, out = tuple(map(as_real, parts)), as_real(out)
+            if len(parts) == 2 and out.is_cpu:
+                # The bits are the same, and kernels' checks cost more than a small sum.
+                torch.add(*parts, out=out)
+            else:
+                accumulate = self.accumulate or out.dtype
+                kernels.sum_n(parts, out=out, order="tree", accumulate=accumulate)
+
+
+class TreeSumReducer(_TreeOrder):
+    """The sum by the balanced tree.
+
+    Each addition rounds to the buffer's dtype; with `accumulate` all are made in that dtype, and
+    the last one alone rounds to the buffer's.
+    """
+
+
+class TreeAverageReducer(_TreeOrder, AverageReducer):
+    """That sum divided once, at the end, by ranks times passes.
+
+    float16 is not divided before it, either: sums beyond 65504 overflow, except with accumulate.
+    """
+
+    def finish(self, buffer: torch.Tensor, size: int) -> None:
+        """Divide by all leaves of the tree."""
+        super().finish(buffer, size * self.passes)
+
+
+_KINDS: dict[type[Reducer], Callable[..., _TreeOrder]] = {
+    SumReducer: TreeSumReducer,
+    AverageReducer: TreeAverageReducer,
+}
+_DTYPES = {None: None, torch.float32: torch.float32, str(torch.float32): torch.float32}
+
+
+def in_order(
+    op: Reducer,
+    order: str | None = None,
+    accumulate: torch.dtype | str | None = None,
+    passes: int = 1,
+) -> Reducer:
+    """Return the operator that reduces as `op` does, in an order; `op` itself without one.
+
+    Args:
+        op: Sum or Average, where there is an order.
+        order: "tree" or None.
+        accumulate: The dtype that is added in and rounded from once: torch.float32, or its name.
+        passes: How many leaves each rank has added.
+
+    Raises:
+        TypeError: `order` is no str.
+        ValueError: The order is another, `op` has none, or one argument needs another.
+    """
+    if order is None:
+        if accumulate is not None:
+            raise ValueError("accumulate is for order='tree': pass both, or neither")
+        return op
+    validation.instance("order", order, str, "'tree' or None")
+    if order != "tree":
+        raise ValueError(f"order must be 'tree' or None, got {order!r}")
+    if isinstance(op, _TreeOrder):
+        raise ValueError("op has an order already: leave out order")
+    kind = _KINDS.get(type(op))
+    if kind is None:
+        raise ValueError(f"order='tree' is for Sum and Average, not for {op!r}: leave it out")
+    if not isinstance(accumulate, str | torch.dtype | None) or accumulate not in _DTYPES:
+        raise ValueError(
+            f"accumulate must be torch.float32, or None for the tensors' own dtype, got "
+            f"{accumulate!r}"
+        )
+    return _made(kind, _DTYPES[accumulate], passes)
+
+
+# One of a kind, as Sum and Average are: requests are kept by the operator.
+@lru_cache(maxsize=256)
+def _made(kind: Callable[..., _TreeOrder], accumulate: torch.dtype | None, passes: int) -> Reducer:
+    return kind(accumulate, passes)

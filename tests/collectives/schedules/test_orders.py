@@ -1,0 +1,62 @@
+"""The expression tree of an all-reduce, as `order_of` reads it off the schedule."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives import order_of
+from collectives.reducers import Sum
+from collectives.schedules.algorithm import Order
+from collectives.schedules.orders import tree_text
+from collectives.schedules.registry import ALGORITHMS
+from collectives.schedules.topology import Topology
+
+
+@pytest.mark.parametrize("size", [*range(1, 18), 24, 33, 64])
+def test_algorithms_that_make_the_tree_are_proved_to(size: int) -> None:
+    want = Order.BALANCED.tree(range(size))
+    made = [name for name, record in ALGORITHMS.items() if record.makes_tree]
+    for name in made:
+        assert order_of(name, size, order="tree") == want, name
+    others = [name for name, record in ALGORITHMS.items() if record.schedule and name not in made]
+    assert others == ["xring", "swing"]
+    # On few ranks some elements have the tree, and all have it on two.
+    for name in others if size > 7 else ():
+        with pytest.raises(ValueError, match="reduces its elements in different orders"):
+            order_of(name, size, order="tree")
+
+
+@pytest.mark.parametrize(("nodes", "size"), [(2, 8), (3, 12), (4, 16), (5, 10), (1, 4), (4, 4)])
+def test_two_levels_on_nodes_of_a_power_of_two_are_proved_to(nodes: int, size: int) -> None:
+    assert Topology(size, size // nodes).local_size in (1, 2, 4)
+    for spec in ("rechd/rd", "direct/rechd", "psgpu/direct"):
+        got = order_of(spec, size, order="tree", nodes=nodes)
+        assert got == Order.BALANCED.tree(range(size)), spec
+
+
+def test_order_of_says_how_the_operator_joins_several() -> None:
+    assert order_of("rd", 4) == ((0, 1), (2, 3))
+    assert order_of("psgpu", 4) == (((0, 1), 2), 3)
+    assert order_of("direct", 4, Sum) == (((0, 1), 2), 3)
+    assert order_of("direct", 4, order="tree") == ((0, 1), (2, 3))
+    assert order_of("rechd/rd", 6, nodes=2) == (((0, 1), 2), ((3, 4), 5))
+
+
+def test_order_of_what_has_none_is_an_error_that_names_the_fix() -> None:
+    with pytest.raises(ValueError, match="'xring' of 4 ranks reduces its elements in different"):
+        order_of("xring", 4)
+    with pytest.raises(ValueError, match="must be one algorithm, such as 'rd', got 'rd:4:rechd'"):
+        order_of("rd:4:rechd", 4)
+    with pytest.raises(ValueError, match="must be one algorithm, such as 'rd', got 'auto'"):
+        order_of("auto", 4)
+    with pytest.raises(ValueError, match="nodes must divide size 4, got 3"):
+        order_of("rd", 4, nodes=3)
+    with pytest.raises(ValueError, match="'nccl' is no schedule"):
+        order_of("nccl", 4)
+
+
+def test_tree_is_spelled_out_while_it_fits() -> None:
+    assert tree_text(1) == "0"
+    assert tree_text(3) == "((0·1)·2)"
+    assert tree_text(8) == "(((0·1)·(2·3))·((4·5)·(6·7)))"
+    assert tree_text(9) == "the balanced tree (0·1)·... over 9 ranks"

@@ -1,0 +1,327 @@
+"""order="tree": every element is the balanced tree over the ranks, whatever carries it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import collectives
+from collectives import Average, Group, Max, Product, Reducer, Step, Sum, Transfer, split_bounds
+from collectives.schedules import recursive_doubling, ring
+from collectives.schedules.algorithm import Needs, Order
+from collectives.schedules.registry import carriers
+from collectives.transport.shared_memory import symmetric_memory
+from tests.collectives.transport.thread_ranks import NO_MEMFD, connect, together
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+IN_PAIRS = carriers(Needs(ordered=True))
+AT_ONCE = carriers(Needs(ordered=True, at_once=True))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal bit for bit; a NaN is a NaN, whatever its payload."""
+    nan = one.isnan() & other.isnan()
+    raw = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return bool(((one.contiguous().view(raw) == other.contiguous().view(raw)) | nan).all())
+
+
+def reference(vectors: Sequence[Tensor], op: Reducer, accumulate: torch.dtype | None) -> Tensor:
+    """The tree by torch's own additions of two, each rounded to the dtype or not at all."""
+    dtype = vectors[0].dtype
+
+    def total(tree: Any) -> Tensor:
+        if isinstance(tree, int):
+            return vectors[tree].to(accumulate or dtype)
+        left, right = map(total, tree)
+        return left + right
+
+    answer = total(Order.BALANCED.tree(range(len(vectors)))).to(dtype)
+    return answer.div_(len(vectors)) if op is Average else answer
+
+
+def values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Normal numbers over many magnitudes, so that the order of additions shows."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.randn(numel, generator=generator, dtype=torch.float64).mul_(2).exp_()
+    return torch.randn(numel, generator=generator, dtype=torch.float64).mul_(spread).to(dtype)
+
+
+class Case:
+    """A call that reduces vectors of some ranks, seeded: the same on each of them."""
+
+    def __init__(self, seed: int, size: int) -> None:
+        draw = random.Random(seed)
+        self.dtype = draw.choice(FLOATS)
+        self.op = draw.choice((Sum, Average))
+        wide = self.dtype != torch.float64 and draw.random() < 0.3
+        self.accumulate = torch.float32 if wide else None
+        self.numel = draw.choice((1, 3, draw.randrange(1, 200), draw.randrange(200, 9000)))
+        self.offset = draw.randrange(9)
+        self.algorithm = draw.choice(("auto", *(AT_ONCE if wide else (*IN_PAIRS, "rd:64:rechd"))))
+        self.kind = draw.choice(KINDS)
+        self.pieces = draw.randrange(1, 5)
+        self.last = draw.randrange(size)
+        self.vectors = [values(self.numel, self.dtype, 97 * seed + rank) for rank in range(size)]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"order": "tree", "accumulate": self.accumulate}
+
+    @property
+    def where(self) -> str:
+        return f"{self.kind.__name__} {vars(self) | {'vectors': None}}"
+
+    def mine(self, group: Group) -> Tensor:
+        """This rank's vector, somewhere in a larger memory."""
+        memory = torch.full((self.numel + 17,), float("nan"), dtype=self.dtype)
+        memory[self.offset :][: self.numel] = self.vectors[group.rank]
+        return memory[self.offset :][: self.numel]
+
+    def parts(self, vector: Tensor) -> list[Tensor]:
+        return list(vector.tensor_split(self.pieces))
+
+
+def by_all_reduce(group: Group, case: Case) -> list[tuple[Tensor, int]]:
+    """Each answer with its first element."""
+    got = group.all_reduce(case.mine(group), case.op, algorithm=case.algorithm, **case.options)
+    return [(got, 0)]
+
+
+def by_request(group: Group, case: Case) -> list[tuple[Tensor, int]]:
+    vector = case.mine(group)
+    request = group.all_reduce_init(vector, case.op, algorithm=case.algorithm, **case.options)
+    sent = vector.clone()
+    for _ in range(2):
+        vector.copy_(sent)
+        request.start()
+        request.wait()
+    return [(vector, 0)]
+
+
+def by_groups(group: Group, case: Case) -> list[tuple[Tensor, int]]:
+    """Packed, or one by one: also where parts lie in memory of their own."""
+    parts = case.parts(case.mine(group))
+    if case.offset % 2:
+        parts = [part.clone() for part in parts]
+    options = {**case.options, "algorithm": case.algorithm, "packed": case.offset % 3 == 0}
+    got = group.grouped_all_reduce(parts, case.op, **options)
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + part.numel())
+    return list(zip(got, starts, strict=False))
+
+
+def by_reduce_scatter(group: Group, case: Case) -> list[tuple[Tensor, int]]:
+    got = group.reduce_scatter(case.mine(group), case.op, **case.options)
+    return [(got, split_bounds(case.numel, group.size)[group.rank])]
+
+
+def by_reduce(group: Group, case: Case) -> list[tuple[Tensor, int]]:
+    got = group.reduce(case.mine(group), case.last, case.op, **case.options)
+    return [(got, 0)] if group.rank == case.last else []
+
+
+def by_owners(group: Group, case: Case) -> list[tuple[Tensor, int]]:
+    parts = case.parts(case.mine(group))
+    given = [(case.last + i) % group.size for i in range(len(parts))] if case.offset % 2 else None
+    owners = group.reduce_to_owners(parts, case.op, owners=given, **case.options)
+    found, start = [], 0
+    for part, owner in zip(parts, owners, strict=True):
+        if owner == group.rank:
+            found.append((part, start))
+        start += part.numel()
+    return found
+
+
+KINDS: tuple[Callable[[Group, Case], list[tuple[Tensor, int]]], ...] = (
+    *(by_all_reduce, by_all_reduce, by_request),
+    *(by_groups, by_reduce_scatter, by_reduce, by_owners),
+)
+
+
+def run_cases(group: Group, seeds: Sequence[int]) -> int:
+    """Compare every case's answer with the reference; return how many elements were compared."""
+    compared = 0
+    for seed in seeds:
+        case = Case(seed, group.size)
+        want = reference(case.vectors, case.op, case.accumulate)
+        for got, start in case.kind(group, case):
+            assert same_bits(got, want[start : start + got.numel()]), case.where
+            compared += got.numel()
+    return compared
+
+
+SOME = {1: 20, 2: 60, 3: 60, 4: 60, 5: 40, 8: 40, 13: 20}
+
+
+@pytest.mark.parametrize("size", SOME)
+def test_every_element_is_the_balanced_tree(size: int) -> None:
+    compared = collectives.run_threads(size, lambda group: run_cases(group, range(SOME[size])))
+    assert sum(compared) > 1000
+
+
+@pytest.mark.parametrize("kind", [pytest.param("shm", marks=NO_MEMFD), "tcp"])
+@pytest.mark.parametrize("size", [2, 5])
+def test_connections_make_the_same_tree(kind: str, size: int) -> None:
+    def rank(transport: Any) -> int:
+        group = Group(transport, timeout=60.0)
+        try:
+            return run_cases(group, range(1000, 1040))
+        finally:
+            group.close()
+
+    ranks = [lambda each=each: rank(each) for each in connect(size, kinds=(kind,))]
+    assert all(together(*ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [*range(2, 18), 24, 31, 32, 33])
+def test_ten_thousand_cases_are_the_balanced_tree(size: int) -> None:
+    seeds = range(10_000 * size, 10_000 * size + (640 if size < 17 else 200))
+    assert all(collectives.run_threads(size, lambda group: run_cases(group, seeds)))
+
+
+@pytest.mark.parametrize("local_size", [1, 2, 4, 8])
+def test_two_levels_on_nodes_of_a_power_of_two_are_the_same_tree(local_size: int) -> None:
+    specs = [f"{inner}/{outer}" for inner in ("rechd", "direct", "psgpu") for outer in IN_PAIRS]
+    specs = [spec for spec in specs if not spec.endswith(("bruck", "oneshot"))]
+
+    def job(group: Group) -> None:
+        vectors = [values(1000, torch.bfloat16, rank) for rank in range(group.size)]
+        for op in (Sum, Average):
+            want = reference(vectors, op, None)
+            for spec in specs:
+                mine = vectors[group.rank].clone()
+                assert same_bits(group.all_reduce(mine, op, order="tree", algorithm=spec), want)
+
+    collectives.run_threads(8, job, local_size=local_size)
+
+
+def test_what_else_makes_another_order_is_refused_with_the_tree() -> None:
+    def job(group: Group) -> None:
+        tensor = torch.ones(3)
+        balanced = r"order='tree' is \(\(\(0·1\)·2\)·\(\(3·4\)·5\)\)|order='tree' is \(\(\(0·1\)·"
+        for name in ("xring", "swing", "collective"):
+            with pytest.raises(ValueError, match=f"{name}.* use .*rd|{balanced}"):
+                group.all_reduce(tensor, order="tree", algorithm=name)
+        with pytest.raises(ValueError, match="adds nodes of 3 ranks first"):
+            group.all_reduce(tensor, order="tree", algorithm="rechd/rd")
+        with pytest.raises(ValueError, match=r"needs those of all at once: use direct, bruck"):
+            group.all_reduce(tensor, order="tree", accumulate=torch.float32, algorithm="rd")
+        with pytest.raises(ValueError, match="order must be 'tree' or None, got 'list'"):
+            group.all_reduce(tensor, order="list")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="order must be 'tree' or None, got int"):
+            group.all_reduce(tensor, order=1)  # type: ignore[arg-type]
+        for op in (Max, Product):
+            with pytest.raises(ValueError, match=f"is for Sum and Average, not for {op}"):
+                group.all_reduce(tensor, op, order="tree")
+        with pytest.raises(ValueError, match="accumulate is for order='tree'"):
+            group.all_reduce(tensor, accumulate=torch.float32)
+        with pytest.raises(ValueError, match=r"accumulate must be torch\.float32, or None"):
+            group.all_reduce(tensor, order="tree", accumulate=torch.bfloat16)
+        with pytest.raises(TypeError, match=r"float32 is for float16, .* got torch.float64"):
+            group.all_reduce(tensor.double(), order="tree", accumulate=torch.float32)
+        assert group.all_reduce(tensor, order="tree")[0] == 6
+
+    collectives.run_threads(6, job, local_size=3)
+
+
+def test_ranks_that_ask_for_other_orders_are_told_so() -> None:
+    def job(group: Group) -> str:
+        order: Any = "tree" if group.rank else None
+        with pytest.raises(collectives.CollectiveMismatchError) as caught:
+            group.all_reduce(torch.ones(3), order=order)
+        return str(caught.value)
+
+    for text in collectives.run_threads(2, job):
+        assert "order=tree" in text
+
+
+def test_rank_that_has_joined_adds_a_leaf_of_zeros() -> None:
+    def job(group: Group) -> None:
+        if group.rank == 2:
+            group.join()
+            return
+        for accumulate in (None, torch.float32):
+            vectors = [values(500, torch.bfloat16, rank) for rank in range(4)]
+            vectors[2].zero_()
+            for op in (Sum, Average):
+                mine = vectors[group.rank].clone()
+                got = group.all_reduce(mine, op, order="tree", accumulate=accumulate)
+                assert same_bits(got, reference(vectors, op, accumulate))
+        group.join()
+
+    collectives.run_threads(4, job)
+
+
+def test_integers_and_complex_numbers_have_the_order_too() -> None:
+    def job(group: Group) -> None:
+        assert group.all_reduce(torch.tensor([group.rank, 7]), order="tree").tolist() == [10, 35]
+        parts = [
+            torch.complex(values(99, torch.float32, 2 * rank), values(99, torch.float32, rank))
+            for rank in range(group.size)
+        ]
+        want = reference([torch.view_as_real(each).flatten() for each in parts], Sum, None)
+        for algorithm in ("rd", "direct"):
+            mine = parts[group.rank].clone()
+            got = group.all_reduce(mine, order="tree", algorithm=algorithm)
+            assert same_bits(torch.view_as_real(got).flatten(), want)
+
+    collectives.run_threads(5, job)
+
+
+def test_schedules_of_users_run_where_they_are_proved_to_be_the_tree() -> None:
+    def chain(rank: int) -> list[Step]:
+        up = Step(
+            sends=(Transfer(rank - 1, 0, 1),) if rank == 2 else (),
+            recvs=(Transfer(2, 0, 1, collectives.Action.REDUCE_RIGHT),) if rank == 1 else (),
+        )
+        down = Step(
+            sends=(Transfer(0, 0, 1),) if rank == 1 else (),
+            recvs=(Transfer(1, 0, 1, collectives.Action.REDUCE_RIGHT),) if rank == 0 else (),
+        )
+        last = Step(
+            sends=(Transfer(1, 0, 1), Transfer(2, 0, 1)) if rank == 0 else (),
+            recvs=(Transfer(0, 0, 1),) if rank else (),
+        )
+        return [up, down, last]
+
+    refused = r"balanced tree \(\(0·1\)·2\), which order='tree'"
+    right = collectives.Schedule("right", 3, 1, collectives.Collective.ALL_REDUCE, chain)
+
+    def job(group: Group) -> None:
+        vectors = [values(50, torch.float16, rank) for rank in range(3)]
+        mine = vectors[group.rank].clone()
+        got = group.run(recursive_doubling.all_reduce(3), mine, order="tree")
+        assert same_bits(got, reference(vectors, Sum, None))
+        for schedule in (right, ring.all_reduce(3)):
+            with pytest.raises(ValueError, match=refused):
+                group.run(schedule, mine, order="tree")
+
+    collectives.run_threads(3, job)
+
+
+def test_the_whole_of_a_reduction_stays_below_shared_memorys_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What is too large for the buffers goes by messages, to the same bits.
+    assert symmetric_memory.BUFFER_BYTES > 4096
+    vectors = [values(5000, torch.float32, rank) for rank in range(3)]
+    want = reference(vectors, Sum, None)
+
+    def rank(transport: Any) -> None:
+        group = Group(transport, timeout=60.0)
+        try:
+            mine = vectors[group.rank].clone()
+            assert same_bits(group.all_reduce(mine, order="tree"), want)
+        finally:
+            group.close()
+
+    for limit in (symmetric_memory.BUFFER_BYTES, 4096):
+        monkeypatch.setattr("collectives.execution.shared_memory_all_reduce.BUFFER_BYTES", limit)
+        together(*(lambda each=each: rank(each) for each in connect(3, kinds=("shm",))))
