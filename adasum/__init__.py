@@ -15,6 +15,7 @@ from torch.compiler import disable
 # First, because it explains the error where another package is called collectives or kernels.
 import adasum._collectives_check  # noqa: F401
 from adasum import orthogonality
+from adasum.bits import bits_of
 from adasum.compression import Compression
 from adasum.ddp import HookState, ddp_hook
 from adasum.fsdp import register_fsdp_hook
@@ -101,7 +102,7 @@ __all__ = ["Adasum", "AdasumReducer", "Average", "Compression", "DistributedOpti
 __all__ += ["Max", "Min", "Product", "Sum"]
 __all__ += ["CollectiveError", "CollectiveMismatchError", "CollectiveTimeoutError"]
 __all__ += ["OptimizerOrderError", "TransportError"]
-__all__ += ["ddp_hook", "orthogonality", "register_fsdp_hook"]
+__all__ += ["bits_of", "ddp_hook", "orthogonality", "register_fsdp_hook"]
 __all__ += ["allgather", "allgather_async", "allgather_object", "grouped_allgather"]
 __all__ += ["grouped_allgather_async"]
 __all__ += ["allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce"]

@@ -27,6 +27,7 @@ from adasum.reducer import require_declared
 from adasum.request_pool import RequestPool, StartedRequest
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Work, validation
+from collectives.tree_order import in_order
 
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed import GradBucket
@@ -60,6 +61,9 @@ class HookState:
         check_parameters: FSDP only, DDP broadcasts rank 0's parameters itself: whether replicas
             compare a checksum of each unit's parameters at its first reduction; as the environment
             variable ADASUM_CHECK_PARAMETERS says, 0 or 1, unless given, and 1 without that.
+        order: "tree", with Sum and Average: every element is one balanced tree over the ranks, so
+            that its bits do not depend on buckets, sizes, algorithm or transport.
+        accumulate: With an order: torch.float32 to add in float32 and round once, at the end.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -79,6 +83,8 @@ class HookState:
         *,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
         check_parameters: bool | None = None,
+        order: str | None = None,
+        accumulate: torch.dtype | None = None,
     ) -> None:
         if not isinstance(op, Reducer):
             raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
@@ -94,7 +100,7 @@ class HookState:
                 "process_group must be a torch.distributed.ProcessGroup that this rank is in, a "
                 f"collectives.Group or None, got {type(process_group).__name__}"
             )
-        self.op = op
+        self.op = in_order(op, order, accumulate)
         self.algorithm = algorithm
         self.process_group = process_group
         self.observer = observer

@@ -44,8 +44,11 @@ def sparse_all_reduce_async(
         what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"tensor must be a sparse COO tensor, not {what}")
     if op not in (Sum, Average):
+        asked, fix = f"op={op}", "use Sum or Average"
+        if isinstance(op, Reducer) and op.ordered:
+            asked, fix = "order='tree'", "leave it out"
         raise NotImplementedError(
-            f"op={op} of sparse tensors is not supported: use Sum or Average, or tensor.to_dense()"
+            f"{asked} of sparse tensors is not supported: {fix}, or tensor.to_dense()"
         )
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a str or None, not {type(name).__name__}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from adasum.compression import Compression, Compressor
@@ -19,7 +20,8 @@ from adasum.horovod.reduction_options import ReductionOptions, options_of, requi
 from adasum.real_pairs import as_reals
 from adasum.reducer import AdasumReducer
 from adasum.sparse import SparseHandle, sparse_all_reduce_async
-from collectives import Average, Reducer, Sum, validation
+from collectives import Reducer, validation
+from collectives.reducers import SumReducer
 
 
 def allreduce(
@@ -31,6 +33,9 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    *,
+    order: Literal["tree"] | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> Tensor:
     """Return a new tensor: the reduction of the tensors of all ranks.
 
@@ -51,15 +56,17 @@ def allreduce(
             are multiplied in float64 and lose their fraction, here and after the reduction.
         postscale_factor: Multiplies the result; equal on all ranks.
         process_set: The ranks that take part; all ranks unless given.
+        order: "tree", with Sum and Average: every element is one balanced tree over the ranks, so
+            that its bits depend on nothing else (`collectives.Group.all_reduce`).
+        accumulate: With an order: torch.float32 to add in float32 and round once, at the end.
 
     Raises:
         TypeError: An argument has the wrong type, or `op` does not take the tensor's dtype.
         ValueError: An argument has a bad value, or this rank is not in the process set.
         NotImplementedError: A gradient is needed through another op than Sum, Average and Adasum.
     """
-    options = options_of(
-        name, op, prescale_factor, postscale_factor, process_set, average, compression
-    )
+    rest: Any = (process_set, average, compression, order, accumulate)
+    options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     return _reduce(options, [tensor]).wait()[0]
 
 
@@ -71,9 +78,13 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    *,
+    order: Literal["tree"] | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> Handle:
     """Start an `allreduce`; `synchronize` returns its result."""
-    options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
+    rest: Any = (process_set, average, Compression.none, order, accumulate)
+    options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     return Handle([_reduce(options, [tensor])], lambda tensors: tensors[0])
 
 
@@ -85,11 +96,14 @@ def allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    *,
+    order: Literal["tree"] | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> Tensor:
     """Do an `allreduce` in place on a contiguous tensor, which is returned."""
-    return allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
+    scales = prescale_factor, postscale_factor
+    ordered: Any = {"order": order, "accumulate": accumulate}
+    return allreduce_async_(tensor, average, name, op, *scales, process_set, **ordered).wait()
 
 
 def allreduce_async_(
@@ -100,9 +114,13 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    *,
+    order: Literal["tree"] | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> Handle:
     """Start an `allreduce_`; the tensor must not be used until `synchronize`."""
-    options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
+    rest: Any = (process_set, average, Compression.none, order, accumulate)
+    options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     work = _start_in_place(options, [dense(tensor).detach()])
     return Handle([work], lambda _: tensor)
 
@@ -116,14 +134,16 @@ def grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    *,
+    order: Literal["tree"] | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> list[Tensor]:
     """`allreduce` each tensor of a list, packed into few messages.
 
     For Adasum each tensor is a segment of its own.
     """
-    options = options_of(
-        name, op, prescale_factor, postscale_factor, process_set, average, compression
-    )
+    rest: Any = (process_set, average, compression, order, accumulate)
+    options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     return _reduce(options, tensor_list(tensors), "grouped_allreduce").wait()
 
 
@@ -135,9 +155,13 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    *,
+    order: Literal["tree"] | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> Handle:
     """Start a `grouped_allreduce`; `synchronize` returns the list of results."""
-    options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
+    rest: Any = (process_set, average, Compression.none, order, accumulate)
+    options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     return _reduce(options, tensor_list(tensors), "grouped_allreduce")
 
 
@@ -149,11 +173,14 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    *,
+    order: Literal["tree"] | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Do a `grouped_allreduce` in place on contiguous tensors, which are returned."""
-    return grouped_allreduce_async_(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
+    rest = op, prescale_factor, postscale_factor, process_set
+    ordered: Any = {"order": order, "accumulate": accumulate}
+    return grouped_allreduce_async_(tensors, average, name, *rest, **ordered).wait()
 
 
 def grouped_allreduce_async_(
@@ -164,9 +191,13 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    *,
+    order: Literal["tree"] | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> Handle:
     """Start a `grouped_allreduce_`; the tensors must not be used until `synchronize`."""
-    options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
+    rest: Any = (process_set, average, Compression.none, order, accumulate)
+    options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     inputs = tensor_list(tensors)
     # Detached: autograd must not record that a parameter's value is replaced.
     detached = [dense(each, f"tensors[{i}]").detach() for i, each in enumerate(inputs)]
@@ -207,7 +238,7 @@ def _reduce(
     options: ReductionOptions, tensors: Sequence[Tensor], kind: str = "allreduce"
 ) -> Handle:
     """Start reducing copies; autograd reduces the gradients in the same way."""
-    if options.op not in (Sum, Average) and not isinstance(options.op, AdasumReducer):
+    if not isinstance(options.op, SumReducer | AdasumReducer):
         refuse_gradient(f"allreduce with op={options.op}", *tensors)
     sent, decompress = options.compress(tensors, "tensor" if kind == "allreduce" else "tensors")
     handle = Handle([_start_in_place(options, sent, kind)], decompress)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from adasum.compression import Compression, Compressor
@@ -15,7 +16,8 @@ from adasum.horovod.autograd import backward_name, refuse_gradient, with_gradien
 from adasum.horovod.names import start_named
 from adasum.horovod.process_sets import ProcessSet
 from adasum.horovod.reduction_options import ReductionOptions, options_of, require_reducer
-from collectives import Average, Reducer, Sum
+from collectives import Average, Reducer
+from collectives.reducers import SumReducer
 
 
 def reducescatter(
@@ -26,6 +28,9 @@ def reducescatter(
     process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    *,
+    order: Literal["tree"] | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> Tensor:
     """Reduce the tensors of all ranks and return this rank's rows of the result.
 
@@ -42,15 +47,16 @@ def reducescatter(
         process_set: The ranks that take part; all ranks unless given.
         prescale_factor: Multiplies the tensor before the reduction; equal on all ranks.
         postscale_factor: Multiplies the result; equal on all ranks.
+        order: As for `allreduce`; the rows have the bits that it gives them.
+        accumulate: As for `allreduce`.
 
     Raises:
         TypeError: An argument has the wrong type, or `op` does not take the tensor's dtype.
         ValueError: An argument has a bad value, or this rank is not in the process set.
         NotImplementedError: A gradient is needed through an op other than Sum and Average.
     """
-    options = options_of(
-        name, op, prescale_factor, postscale_factor, process_set, compression=compression
-    )
+    rest: Any = (process_set, None, compression, order, accumulate)
+    options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     return _reduce(options, tensor).wait()
 
 
@@ -61,9 +67,14 @@ def reducescatter_async(
     process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    *,
+    order: Literal["tree"] | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> Handle:
     """Start a `reducescatter`; `synchronize` returns its result."""
-    return _reduce(options_of(name, op, prescale_factor, postscale_factor, process_set), tensor)
+    rest: Any = (process_set, None, Compression.none, order, accumulate)
+    options = options_of(name, op, prescale_factor, postscale_factor, *rest)
+    return _reduce(options, tensor)
 
 
 def grouped_reducescatter(
@@ -74,11 +85,15 @@ def grouped_reducescatter(
     process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    *,
+    order: Literal["tree"] | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> list[Tensor]:
     """`reducescatter` each tensor of a list."""
     _check(tensors, op)
     rest = (compression, op, process_set, prescale_factor, postscale_factor)
-    return for_each(reducescatter, tensors, name, *rest)
+    function = partial(reducescatter, order=order, accumulate=accumulate)
+    return for_each(function, tensors, name, *rest)
 
 
 def grouped_reducescatter_async(
@@ -88,11 +103,15 @@ def grouped_reducescatter_async(
     process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    *,
+    order: Literal["tree"] | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> Handle:
     """Start a `reducescatter_async` of each tensor; `synchronize` returns the list of results."""
     _check(tensors, op)
     rest = (op, process_set, prescale_factor, postscale_factor)
-    return wait_for_all(for_each(reducescatter_async, tensors, name, *rest))
+    function = partial(reducescatter_async, order=order, accumulate=accumulate)
+    return wait_for_all(for_each(function, tensors, name, *rest))
 
 
 def _check(tensors: Sequence[Tensor], op: Reducer) -> None:
@@ -103,7 +122,7 @@ def _check(tensors: Sequence[Tensor], op: Reducer) -> None:
 
 
 def _reduce(options: ReductionOptions, tensor: Tensor) -> Handle:
-    if options.op not in (Sum, Average):
+    if not isinstance(options.op, SumReducer):
         refuse_gradient(f"reducescatter with op={options.op}", tensor)
     (sent,), decompress = options.compress([tensor])
     scales: Any = {"prescale": options.prescale, "postscale": options.postscale}
@@ -115,7 +134,7 @@ def _reduce(options: ReductionOptions, tensor: Tensor) -> Handle:
         whole: Any = options.group.all_gather(
             gradient.contiguous(), name=backward_name(options.name)
         )
-        factor = options.group.size if options.op is Sum else 1
+        factor = 1 if options.op.averages else options.group.size
         return [whole * (options.prescale * options.postscale * factor)]
 
     handle = Handle([work], lambda result: decompress([result])[0])

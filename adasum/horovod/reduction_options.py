@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from adasum.compression import Compression, Compressor, require_compressor
 from adasum.horovod.arguments import copied
 from adasum.horovod.process_sets import ProcessSet, require_group
 from collectives import Average, Group, Reducer, Sum, validation
+from collectives.tree_order import in_order
 
 
 class ReductionOptions(NamedTuple):
@@ -58,6 +60,8 @@ def options_of(
     process_set: ProcessSet | None,
     average: bool | None = None,
     compression: type[Compressor] = Compression.none,
+    order: str | None = None,
+    accumulate: torch.dtype | None = None,
 ) -> ReductionOptions:
     """Check what one of Horovod's functions was called with; `op` is Average unless given.
 
@@ -78,6 +82,7 @@ def options_of(
         op = Average if average else Sum
     op = Average if op is None else op
     require_reducer(op)
+    op = in_order(op, order, accumulate)
     validation.scale("prescale_factor", prescale)
     validation.scale("postscale_factor", postscale)
     group = require_group(process_set)

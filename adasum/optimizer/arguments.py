@@ -12,8 +12,10 @@ import torch
 from adasum.horovod.arguments import require
 from adasum.horovod.reduction_options import require_reducer
 from adasum.optimizer.buckets.planning import Groups
+from adasum.optimizer.pass_tree import require_passes
 from adasum.reducer import Adasum, require_declared
 from collectives import Average, Reducer
+from collectives.tree_order import in_order
 
 _logger = logging.getLogger(__name__)
 
@@ -48,6 +50,31 @@ def require_operator(op: Reducer, weighted: bool, predivide_factor: float) -> No
     if not 0 < predivide_factor < math.inf:
         raise ValueError(
             f"gradient_predivide_factor must be > 0 and finite, not {predivide_factor!r}"
+        )
+
+
+def require_order(
+    order: str | None,
+    op: Reducer,
+    accumulate: torch.dtype | None,
+    passes: int,
+    size: int,
+    predivide_factor: float,
+) -> None:
+    """Raise unless the order goes together with the other arguments."""
+    in_order(op, order, accumulate)
+    if order is None:
+        return
+    require_passes(passes, size)
+    if accumulate is not None and passes > 1:
+        raise ValueError(
+            f"accumulate={accumulate} and backward_passes_per_step={passes} exclude each other: "
+            "the sums of a rank's passes are of the gradients' dtype"
+        )
+    if predivide_factor != 1.0:
+        raise ValueError(
+            "gradient_predivide_factor and order='tree' exclude each other: it divides once, at "
+            "the end"
         )
 
 

@@ -15,6 +15,7 @@ from adasum.optimizer.buckets.planning import Named, by_kind
 from adasum.optimizer.buckets.reduction import InFlight
 from adasum.optimizer.errors import OptimizerOrderError, reduced_twice, too_late, too_many_passes
 from adasum.optimizer.parameter_hooks import ParameterHooks
+from adasum.optimizer.pass_tree import PassTree
 from adasum.optimizer.reduces import Reduces
 from collectives import CollectiveError, TransportError
 
@@ -45,7 +46,8 @@ class BackwardHooks:
     `buckets` are the same pairs in the order in which they start. one_rank: count only, there is
     nobody to reduce with; early: start buckets while backward runs, and not only in `synchronize`;
     final: let backward return only when what it started is done, so that the gradients it leaves
-    are final; before: call the optimizer before backward gives a parameter on the CPU its gradient.
+    are final; before: call the optimizer before backward gives a parameter on the CPU its gradient;
+    tree: adds the gradients of several passes, in place of autograd.
     """
 
     def __init__(
@@ -59,8 +61,11 @@ class BackwardHooks:
         early: bool = False,
         final: bool = False,
         before: bool = False,
+        tree: PassTree | None = None,
     ) -> None:
         self.passes = passes
+        self._tree = tree
+        self._pass_end_queued = False
         self._optimizer = weakref.ref(optimizer)
         self._one_rank = one_rank
         self._early = early
@@ -149,13 +154,15 @@ class BackwardHooks:
         """Begin a new step: no passes are counted and no bucket is started yet."""
         with self._lock:
             self._num_started = 0
+            if self._tree is not None:
+                self._tree.restart()
             # What has been handed to `start_bucket`.
             self._taken: set[Tensor] = set()
             self._drop_gone()
             self._counts = dict.fromkeys(self._counts, 0)
             self._in_flight.forget_done()
             self.synchronized = False
-            self._callback_queued = False
+            self._callback_queued = self._pass_end_queued = False
             self._hook_trainable()
 
     def synchronize(self, max_in_flight: int | None = None) -> None:
@@ -223,12 +230,32 @@ class BackwardHooks:
         with self._lock:
             self._counts[parameter] += 1
             self._refuse_untimely(parameter)
+            self._queue_pass_end(parameter)
             if not self._early or self._counts[parameter] < self.passes:
                 return
             waiting = self._buckets[self._num_started :]
             for _ in takewhile(self._complete, waiting):
                 self._start(*self._next_bucket())
                 self._queue_callback()
+
+    def _queue_pass_end(self, parameter: Tensor) -> None:
+        """Where passes are added here, ask for a call at the end of this one."""
+        if self._tree is None or self.passes == 1 or self._pass_end_queued:
+            return
+        if self._tree.ended >= self.passes:
+            raise too_many_passes(self.names[parameter], self.passes)
+        self._pass_end_queued = True
+        _engine.queue_callback(self._on_pass_end)
+
+    @torch.compiler.disable
+    def _on_pass_end(self) -> None:
+        optimizer = self._optimizer()
+        with self._lock:
+            self._pass_end_queued = False
+            if self._tree is None or optimizer is None:
+                return
+            optimizer._densify(self.named)
+            self._tree.end_pass(self.names, self.passes)
 
     def _newer(self, parameter: Tensor) -> list[BackwardHooks]:
         """Return the hooks of optimizers made later that have the parameter, too."""
@@ -297,6 +324,8 @@ class BackwardHooks:
 
     def _start(self, members: Sequence[Named], name: str) -> None:
         self._taken.update(parameter for _, parameter in members)
+        if self._tree is not None:
+            self._tree.finish([parameter for _, parameter in members], self.passes)
         if not members or self._one_rank:
             return
         optimizer = self._optimizer()

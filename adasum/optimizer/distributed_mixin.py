@@ -12,7 +12,7 @@ from torch import Tensor
 from adasum.horovod.process_sets import ProcessSet
 from adasum.modes import outside_modes
 from adasum.observer import Observer, require_observer
-from adasum.optimizer.arguments import require_count
+from adasum.optimizer.arguments import require_count, require_order
 from adasum.optimizer.buckets.planning import Named
 from adasum.optimizer.clipping import clip, norm_of
 from adasum.optimizer.consistency.membership import Change, Membership
@@ -22,6 +22,7 @@ from adasum.optimizer.reduces import Reduces
 from adasum.optimizer.state_average import average_state
 from adasum.optimizer.wrapped_step import SCALER_STATE, WrappedStep
 from collectives import Reducer
+from collectives.tree_order import in_order
 
 # The methods in which ranks may wait for each other, or which change what hooks do.
 COLLECTIVE_METHODS = (
@@ -174,11 +175,17 @@ class DistributedMixin(Reduces, WrappedStep):
         """Accumulate `passes` backward passes from now on; to be called between two steps.
 
         Raises:
-            ValueError: `passes` is not an int >= 1.
+            ValueError: `passes` is not an int >= 1, or cuts the tree of order="tree".
             OptimizerOrderError: Gradients are being reduced.
         """
         require_count("backward_passes_per_step", passes, 1)
         self._refuse_in_flight("set_backward_passes_per_step()")
+        reducer, op = self._adasum_settings.reducer, self._adasum_settings.op
+        if reducer.op.ordered:
+            order: Any = {**reducer.op.order_options, "passes": passes}
+            size = self._adasum_group.size
+            require_order("tree", op, order["accumulate"], passes, size, 1.0)
+            reducer.op = in_order(op, **order)
         self._adasum_hooks.passes = passes
         self._adasum_hooks.restart()
 

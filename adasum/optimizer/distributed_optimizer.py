@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,7 @@ from adasum.optimizer.arguments import (
     require_local_steps,
     require_operator,
     require_optimizer,
+    require_order,
     require_owners,
 )
 from adasum.optimizer.buckets.planning import Groups, Named, name_parameters, plan_buckets
@@ -34,6 +35,7 @@ from adasum.optimizer.wrapped_step import Settings
 from adasum.optimizer.wrapping import wrap
 from adasum.reducer import UNWEIGHTED, AdasumReducer
 from collectives import Average, Group, Reducer, Sum, default_group
+from collectives.tree_order import in_order
 
 
 class DistributedOptimizer(DistributedMixin):
@@ -97,6 +99,12 @@ class DistributedOptimizer(DistributedMixin):
         check_every: Every so many steps ranks compare the hyperparameters and a part of the
             parameters, 16 MiB, the next one each time, and raise CollectiveMismatchError where they
             have come to differ; 0 for never.
+        order: "tree", with Sum and Average of gradients: every element is one balanced tree, whose
+            leaves are the passes of all ranks, rank by rank, so that 8 ranks of one pass, 4 of 2
+            and 1 of 8 reduce to the same bits, whatever the buckets, algorithm and transport.
+            Passes of several ranks are 1, 2, 4, 8, ...; between two of them there are no
+            gradients. Average divides once, by ranks times passes.
+        accumulate: With an order, of one pass: torch.float32 to add in float32 and round once.
         gradient_as_bucket_view: Gradients that are reduced are views of their buckets' buffers, as
             with DDP's argument of this name. False gives them memory of their own, as much again.
 
@@ -131,6 +139,8 @@ class DistributedOptimizer(DistributedMixin):
         groups_size: int | None = None,
         check_every: int = 100,
         gradient_as_bucket_view: bool = True,
+        order: Literal["tree"] | None = None,
+        accumulate: torch.dtype | None = None,
     ) -> None:
         require_optimizer(optimizer)
         require_operator(op, weighted, gradient_predivide_factor)
@@ -150,6 +160,11 @@ class DistributedOptimizer(DistributedMixin):
         named = name_parameters(optimizer, named_parameters)
         members = default_group() if process_set is None else group_of(process_set)
         group, reduces_by = members or default_group(), op if weighted else UNWEIGHTED
+        size = 1 if members is None else group.size
+        passes, factor = backward_passes_per_step, gradient_predivide_factor
+        require_order(order, op, accumulate, passes, size, factor)
+        if members is not None:
+            reduces_by = in_order(reduces_by, order, accumulate, passes)
         reducer = _reducer(group, reduces_by, compression, algorithm, gradient_predivide_factor)
         by_size = partial(plan_buckets, memory_size=memory_size, groups_size=groups_size)
         settings = Settings(
@@ -171,6 +186,8 @@ class DistributedOptimizer(DistributedMixin):
             ("compression", describe_value(compression)),
             ("algorithm", repr(algorithm)),
             ("gradient_predivide_factor", str(float(gradient_predivide_factor))),
+            ("order", str(order)),
+            ("accumulate", str(accumulate)),
             ("sparse_as_dense", str(sparse_as_dense)),
             ("check_every", str(check_every)),
         ]

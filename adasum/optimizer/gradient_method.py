@@ -91,7 +91,9 @@ class GradientMethod(DistributedMixin):
         return parameter.grad is not None and not self._is_left(parameter)
 
     def _before_gradient(self, parameter: Tensor) -> None:
-        self._adasum_buffers.attach(parameter)
+        # Zeros that are added to would change the sign of a zero that is a leaf of the tree.
+        if not self._adasum_settings.reducer.op.ordered:
+            self._adasum_buffers.attach(parameter)
 
     def _take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         hooks = self._adasum_hooks
@@ -149,7 +151,8 @@ class GradientMethod(DistributedMixin):
     def _reduced_loss(self, loss: Tensor) -> Tensor:
         reducer = self._adasum_settings.reducer
         # The Adasum of losses would not measure progress.
-        op = reducer.op if reducer.op in (Sum, Average) else Average
+        op = self.op if reducer.op.ordered else reducer.op
+        op = op if op in (Sum, Average) else Average
         loss = loss.detach().clone()
         self._adasum_group.all_reduce(loss, op, name="closure's loss")
         return loss

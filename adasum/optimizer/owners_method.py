@@ -68,10 +68,12 @@ class OwnersMethod(GradientMethod):
         self._adasum_owners, self._adasum_reduced, self._adasum_given = {}, {}, set()
         self._adasum_overflow = SharedOverflow()
         reducer = self._adasum_settings.reducer
-        self._adasum_to_owners = reducer.op.associative and reduces_to_owners(reducer.algorithm)
+        op = reducer.op
+        associative = op.associative or op.ordered
+        self._adasum_to_owners = associative and reduces_to_owners(reducer.algorithm)
         if self._adasum_to_owners:
             # While an observer watches, gradients are all-reduced, to the same bits.
-            reducer.algorithm = "rechd"
+            reducer.algorithm = "rechd" if op.operands == "pair" else "direct"
         self._adasum_places = {rank: i for i, rank in enumerate(self._adasum_group.owners_order())}
         self._adasum_scattered = bool(self.state)
         self._assign_owners(self._adasum_parameters(), [])

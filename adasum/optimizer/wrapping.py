@@ -15,6 +15,7 @@ from adasum.optimizer.consistency.membership import Membership
 from adasum.optimizer.distributed_mixin import COLLECTIVE_METHODS, DistributedMixin
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.outside_steps import guarded, methods_of, require_steps_alone
+from adasum.optimizer.pass_tree import PassTree
 from adasum.optimizer.step_hooks import refuse_plain_steps
 from adasum.optimizer.wrapped_step import Settings
 
@@ -60,10 +61,17 @@ def wrap(
         early=method._adasum_early and not settings.one_rank,
         final=method._adasum_final,
         before=issubclass(method, GradientMethod) and not settings.one_rank,
+        tree=_pass_tree(settings) if issubclass(method, GradientMethod) else None,
     )
     _keep_scheduler_patch(wrapper)
     if not settings.one_rank:
         refuse_plain_steps(optimizer, wrapper)
+
+
+def _pass_tree(settings: Settings) -> PassTree | None:
+    """Return what adds backward passes, where the order of a sum goes down to them."""
+    op = settings.reducer.op
+    return PassTree(divides=bool(op.averages) and settings.one_rank) if op.ordered else None
 
 
 def _override(

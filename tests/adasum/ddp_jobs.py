@@ -31,6 +31,7 @@ from tests.adasum.ddp_model import (
     wrap,
 )
 from tests.adasum.definition import relative_error, tolerance, trajectory_tolerance
+from tests.collectives.test_tree_order import reference, same_bits
 
 
 def check_options(rank: int) -> None:
@@ -67,6 +68,20 @@ def check_bits(rank: int) -> None:
         for other in answers[1:]:
             for a, b in zip(answers[0], other, strict=True):
                 assert a is not None and b is not None and torch.equal(a, b), op
+
+
+def check_tree_order(rank: int) -> None:
+    """With order="tree" gradients are the balanced tree over the ranks, in buckets of any size."""
+    model = Net()
+    columns = columns_of(model, 0)
+    for op in (hvd.Sum, hvd.Average):
+        for cap in (TINY, 0.05, HUGE):
+            wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap)
+            wrapped.register_comm_hook(HookState(op, order="tree"), ddp_hook)
+            loss_of(wrapped, rank, 0).backward()
+            for got, column in zip(gradients(wrapped), columns, strict=True):
+                if got is not None:
+                    assert same_bits(got, reference(column, op, None)), op
 
 
 def check_ddp_itself(rank: int) -> None:
@@ -239,6 +254,7 @@ def check_two_models(rank: int) -> None:
 CHECKS: list[Callable[[int], None]] = [
     check_options,
     check_bits,
+    check_tree_order,
     check_ddp_itself,
     check_unused,
     check_no_sync,

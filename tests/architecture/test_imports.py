@@ -57,7 +57,7 @@ WINGS = {
     ),
     "adasum": (
         ("adasum.__init__",),
-        ("adasum.ddp", "adasum.fsdp", "adasum.check"),
+        ("adasum.ddp", "adasum.fsdp", "adasum.check", "adasum.bits"),
         ("adasum.optimizer",),
         ("adasum.horovod",),
         ("adasum",),

@@ -138,7 +138,7 @@ class BucketReducer:
             return self._reduce_compressed(names, tensors, bucket, owners, notify_observer)
         sent = fused if dtype is None else self._cast(fused, dtype)
         make = partial(self._request, sent.tensors, names, bucket, owners)
-        started = self._requests.start(sent, owners and tuple(owners), make)
+        started = self._requests.start(sent, (self.op, owners and tuple(owners)), make)
 
         def install(_: Any) -> None:
             if sent is not fused:
@@ -195,9 +195,12 @@ class BucketReducer:
         NotImplementedError: `op` is Adasum.
         """
         if self.op not in (Sum, Average):
+            asked, other = f"{self.op} is not defined", ", or method='delta'"
+            if self.op.ordered:
+                asked, other = "there is no sum of order='tree'", ""
             raise NotImplementedError(
-                f"the gradient of {name} is sparse, of which {self.op} is not defined: pass "
-                "sparse_as_dense=True, or method='delta'"
+                f"the gradient of {name} is sparse, of which {asked}: pass "
+                f"sparse_as_dense=True{other}"
             )
         gradient = parameter.grad
         assert gradient is not None

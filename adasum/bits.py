@@ -1,0 +1,131 @@
+"""What the bits of a training depend on, to be kept in its checkpoints.
+
+torch.save({"model": model.state_dict(), "bits": adasum.bits_of(optimizer)}, path)
+
+python -m adasum.bits path      # what it depends on, beside what it would depend on here
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+import kernels
+from adasum.optimizer.distributed_mixin import DistributedMixin
+from collectives import validation
+from collectives.schedules.orders import tree_text
+
+__all__ = ["bits_of"]
+
+Facts = dict[str, str]
+_ABSENT = "not said"
+
+
+def bits_of(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
+    """Return what the bits of a training depend on, as text for JSON or a checkpoint.
+
+    Args:
+        optimizer: Of `DistributedOptimizer`.
+
+    Returns:
+        "reduction": how gradients are reduced; "torch": what the model's own bits depend on in this
+        process: versions, threads, settings and devices. Seeds and the order of data are yours.
+
+    Raises:
+        TypeError: The optimizer is another.
+    """
+    validation.instance("optimizer", optimizer, DistributedMixin, "a DistributedOptimizer")
+    assert isinstance(optimizer, DistributedMixin)
+    return {"reduction": _reduction(optimizer), "torch": torch_facts()}
+
+
+def _reduction(optimizer: DistributedMixin) -> Facts:
+    settings, passes = optimizer._adasum_settings, optimizer.backward_passes_per_step
+    reducer = settings.reducer
+    size = 1 if settings.one_rank else reducer.group.size
+    found = {
+        "op": str(settings.op),
+        "dtypes": ", ".join(sorted({str(p.dtype) for p in optimizer._adasum_parameters()})),
+        "compression": reducer.compression.__name__,
+        "reduced": f"by {type(optimizer).__mro__[2].__name__}",
+    }
+    if not reducer.op.ordered:
+        return {
+            **found,
+            "order": "none: the bits depend on ranks, hosts, algorithm, sizes and buckets",
+            "ranks × passes": f"{size} × {passes}",
+            "algorithm": str(reducer.algorithm),
+            "transport": type(reducer.group.transport).__name__,
+        }
+    options = reducer.op.order_options
+    leaves = size * passes
+    return {
+        **found,
+        "order": f"tree of {leaves} leaves, {tree_text(leaves)}: ranks × passes may change",
+        "accumulate": str(options["accumulate"] or "the gradients' dtype"),
+    }
+
+
+def torch_facts() -> Facts:
+    """Return what torch's own bits depend on in this process."""
+    backends = torch.backends
+    found = {
+        "torch": str(torch.__version__),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "CPU capability": backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "oneDNN": str(backends.mkldnn.is_available() and backends.mkldnn.enabled),
+        "MKL": str(backends.mkl.is_available()),
+        "CPU kernels of adasum": kernels.backend_info().cpu_path,
+    }
+    if torch.cuda.is_available():
+        found |= {
+            "device": torch.cuda.get_device_name(),
+            "CUDA": str(torch.version.cuda),
+            "cuDNN": str(backends.cudnn.version()),
+            "cuDNN deterministic": str(backends.cudnn.deterministic),
+            "cuDNN benchmark": str(backends.cudnn.benchmark),
+            "TF32 of matmul": str(backends.cuda.matmul.allow_tf32),
+            "Triton": str(kernels.backend_info().triton),
+        }
+    return found
+
+
+def lines_of(bits: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return what a training depended on, and where this process differs, line by line."""
+    lines = ["gradients are reduced:"]
+    lines += [f"  {name:26} {value}" for name, value in bits["reduction"].items()]
+    lines.append("the model's own bits, which are torch's, depend on:")
+    here = torch_facts()
+    for name in dict.fromkeys([*bits["torch"], *here]):
+        was, now = bits["torch"].get(name, _ABSENT), here.get(name, _ABSENT)
+        lines.append(f"  {name:26} {was}" + ("" if was == now else f"      HERE: {now}"))
+    lines.append("and on seeds, the order of the data, and what each micro-batch holds")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what a training's bits depend on; 1 where this machine differs, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m adasum.bits", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("file", type=Path, help="what bits_of returned, as JSON")
+    given = parser.parse_args(arguments)
+    try:
+        bits = json.loads(given.file.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"{given.file} is no JSON that can be read: {error}")
+    if not isinstance(bits, dict) or not {"reduction", "torch"} <= bits.keys():
+        parser.error(f"{given.file} is not what bits_of returned: write json.dumps of that")
+    lines = lines_of(bits)
+    sys.stdout.write("\n".join([*lines, ""]))
+    return int(any("HERE: " in line for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Backward passes added by the balanced tree: the part of order="tree" that lies below the ranks.
+
+The leaves of the tree are the passes of all ranks, rank by rank. Where a rank has 2^m of them they
+are a subtree: 8 ranks of one pass, 4 of 2, 2 of 4 and 1 of 8 make the same sum, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from adasum.modes import outside_modes
+from collectives.reducers import as_real
+
+
+def require_passes(passes: int, size: int) -> None:
+    """Raise ValueError unless the passes of a rank are a subtree of the whole tree."""
+    if size > 1 and passes & (passes - 1):
+        raise ValueError(
+            f"backward_passes_per_step={passes} on {size} ranks cuts the tree of order='tree': "
+            "pass 1, 2, 4, 8, ..., whose sums are parts of it; one rank alone takes any number"
+        )
+
+
+class PassTree:
+    """Adds each parameter's gradients of a step's backward passes.
+
+    Between two passes a parameter has no gradient: sums are kept here, of each parameter at most
+    as many as the tree is deep. A pass that does not reach a parameter counts as zeros for it.
+
+    Args:
+        divides: Whether a rank that reduces with no other divides by the passes, as Average does.
+
+    Attributes:
+        ended: How many backward passes of the step are over.
+    """
+
+    def __init__(self, *, divides: bool) -> None:
+        self._divides = divides
+        # By parameter: by level, the sum that waits for what is on its right in the tree. Level 0
+        # is of the leaves that pair first, where the passes are no power of two.
+        self._waiting: dict[Tensor, dict[int, Tensor]] = {}
+        self.ended = 0
+
+    def restart(self) -> None:
+        """Begin a new step."""
+        self._waiting.clear()
+        self.ended = 0
+
+    @outside_modes()
+    @torch.no_grad()
+    def end_pass(self, parameters: Iterable[Tensor], passes: int) -> None:
+        """Take the gradients of a pass that has ended, unless it is the last of so many."""
+        if self.ended + 1 < passes:
+            for parameter in parameters:
+                gradient, parameter.grad = parameter.grad, None
+                self._put(parameter, gradient, passes)
+        self.ended += 1
+
+    @outside_modes()
+    @torch.no_grad()
+    def finish(self, parameters: Iterable[Tensor], passes: int) -> None:
+        """Make each parameter's gradient, which is that of the last pass, the sum of all."""
+        for parameter in parameters:
+            if parameter in self._waiting:
+                self._put(parameter, parameter.grad, passes)
+                total = None
+                # Of fewer passes than there may be some still wait; the others are zeros.
+                for _, left in sorted(self._waiting.pop(parameter).items()):
+                    total = _add(left, total)
+                parameter.grad = total
+            if self._divides and parameter.grad is not None:
+                as_real(parameter.grad).div_(passes)
+
+    def _put(self, parameter: Tensor, gradient: Tensor | None, passes: int) -> None:
+        """Add the gradient of the pass that is ending, None for zeros."""
+        if gradient is None and parameter not in self._waiting:
+            return
+        waiting = self._waiting.setdefault(parameter, {})
+        level, place = _place(min(self.ended, passes - 1), passes)
+        # As carries run through a binary counter.
+        while place & 1:
+            gradient = _add(waiting.pop(level, None), gradient)
+            level, place = level + 1, place >> 1
+        if gradient is not None:
+            waiting[level] = gradient
+
+
+def _place(leaf: int, passes: int) -> tuple[int, int]:
+    """Return a leaf's level in the balanced tree and its place among the nodes of that level."""
+    extra = passes - (1 << (passes.bit_length() - 1))
+    return (0, leaf) if leaf < 2 * extra else (1, leaf - extra)
+
+
+def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
