@@ -43,11 +43,13 @@ WINGS = {
     ),
     "collectives": (
         ("collectives.__init__",),
+        ("collectives.schedules.__main__",),
         ("collectives.initialize",),
         ("collectives.group",),
         ("collectives.requests",),
         ("collectives.arguments", "collectives.calls"),
         ("collectives.bootstrap",),
+        ("collectives.lab",),
         ("collectives.consistency",),
         ("collectives.execution",),
         ("collectives.transport",),
