@@ -42,8 +42,8 @@ WINGS = {
         ("kernels",),
     ),
     "collectives": (
+        ("collectives.bench", "collectives.schedules.__main__"),
         ("collectives.__init__",),
-        ("collectives.schedules.__main__",),
         ("collectives.initialize",),
         ("collectives.group",),
         ("collectives.requests",),
