@@ -7,6 +7,7 @@
     request = group.all_reduce_init(flat)   # planned once, started any number of times
     group.run(schedule, tensor)             # your own all-reduce
     collectives.run_threads(4, fn)          # four ranks in one process
+    collectives.schedule("xring", 4).draw() # what runs, as a picture; also .table(), .cost, .trace
 
 A `Schedule` is plain data: `verify` checks it for all ranks, without running it, and it runs over
 any transport with any `Reducer`.
@@ -40,11 +41,12 @@ from collectives.initialize import (
     run_threads,
     shutdown,
 )
+from collectives.lab import Schedule, schedule
 from collectives.reducers import Average, Max, Min, Operands, Piece, Product, Reducer, Sum
 from collectives.requests import Request
 from collectives.schedules.orders import order_of
 from collectives.schedules.partition import split_bounds
-from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
+from collectives.schedules.schedule import Action, Collective, Step, Transfer
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, parse_general_int
 from collectives.schedules.topology import Topology, ring_permutations
 from collectives.schedules.verify import verify
@@ -94,6 +96,7 @@ __all__ = [
     "plan_groups",
     "ring_permutations",
     "run_threads",
+    "schedule",
     "shutdown",
     "split_bounds",
     "split_by_size",

@@ -289,6 +289,13 @@ def timeout(value: float) -> None:
         )
 
 
+def nbytes(value: float) -> None:
+    """Check a length in bytes, which may be 1e6."""
+    instance("nbytes", value, int | float, "a number")
+    if not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"nbytes must be finite and not negative, got {value}")
+
+
 def scale(argument: str, value: float) -> None:
     """Check a finite factor."""
     if type(value) is not float:

@@ -53,6 +53,7 @@ NIGHTLY = (
     "bench",
     "collectives/cost/test_cost.py::test_many_ranks",
     "collectives/execution/test_pipelining.py",
+    "collectives/test_bench.py",
     "collectives/test_interrupts.py",
     "examples",
     "faults",

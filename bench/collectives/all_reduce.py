@@ -31,18 +31,11 @@ from bench.collectives import answer, ranks
 from bench.collectives import cost_model as model
 from bench.collectives.ranks import OPS
 from bench.collectives.row import Row, header, line
+from collectives.bench import DTYPES, add_flags, dtype_of, finish, sizes_of, started
 from collectives.execution.phases import phases_of
-from collectives.schedules.spec import parse_all_reduce_spec, parse_general_int, spec_for
+from collectives.schedules.spec import parse_all_reduce_spec, spec_for
 
 TORCH = "torch"
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.int8, torch.uint8, torch.int32, torch.int64),
-    )
-}
-_ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 _DEFAULTS = {"sum": "xring,rechd,rd", "avg": "xring,rechd,rd", "adasum": "vhdd,rd"}
 # How long a block lasts, much longer than ranks take to leave a barrier; its calls at most.
 _BLOCK_SECONDS, _BLOCK_CALLS = 2e-3, 10
@@ -110,8 +103,8 @@ class Bench:
             tensor.copy_(source)
             return calls[name]
 
-        wait = partial(ranks.finish, self._device)
-        warm_up = dict.fromkeys(calls, max(1, self._args.warmup))
+        wait = partial(finish, self._device)
+        warm_up = dict.fromkeys(calls, max(1, self._args.warmup_iters))
         ranks.in_turns(calls, prepared, 1, wait, warm_up)
         once = ranks.slowest(ranks.in_turns(calls, prepared, 1, wait))
         times = {
@@ -139,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes, ops = sizes_and_algorithms(args)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
-    with ranks.started(parser, args.device) as (group, device):
+    with started(parser, args.device) as (group, device):
         try:
             _check(args, group, device, ops)
             return run(args, group, device, sizes, ops)
@@ -205,11 +198,7 @@ def run(
 
 def sizes_and_algorithms(args: Any) -> tuple[list[int], dict[str, list[str]]]:
     """Check the options; return the sizes in bytes, and the algorithms of each operator."""
-    args.datatype = _ALIASES.get(args.datatype, args.datatype)
-    if args.datatype not in DTYPES:
-        raise ValueError(
-            f"-d must be one of {', '.join([*DTYPES, *_ALIASES])}, got {args.datatype}"
-        )
+    args.datatype = dtype_of(args.datatype)
     ops = {}
     for op in args.op.split(","):
         if op not in OPS:
@@ -221,31 +210,16 @@ def sizes_and_algorithms(args: Any) -> tuple[list[int], dict[str, list[str]]]:
         if op == "avg" and not DTYPES[args.datatype].is_floating_point:
             raise ValueError("-o avg needs a floating -d: torch averages no integers")
         ops[op] = names
-    least, most = (parse_general_int(text.upper()) for text in (args.minbytes, args.maxbytes))
-    if least > most:
-        raise ValueError(f"-b must not be more than -e, got {args.minbytes} and {args.maxbytes}")
-    if args.stepfactor < 2 or args.iters < 1 or args.warmup < 0 or args.check < 0:
-        raise ValueError("-f must be at least 2, -n at least 1, -w and -c not negative")
-    sizes = [least]
-    while sizes[-1] * args.stepfactor <= most:
-        sizes.append(sizes[-1] * args.stepfactor)
-    return sizes, ops
+    return sizes_of(args), ops
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = ranks.make_parser("all_reduce", __doc__, iters=20)
-    parser.add_argument("-b", "--minbytes", default="32M", help="smallest size (32M)")
-    parser.add_argument("-e", "--maxbytes", default="32M", help="largest size (32M)")
-    parser.add_argument("-f", "--stepfactor", type=int, default=2, help="from size to size (2)")
+    add_flags(parser)
     parser.add_argument("--seconds", type=float, default=0, help="of a size's iterations, at least")
-    parser.add_argument("-w", "--warmup", type=int, default=5, help="calls before them (5)")
-    parser.add_argument("-c", "--check", type=int, default=1, help="calls checked (1), 0 for none")
-    parser.add_argument("-d", "--datatype", default="float", help="such as float16 (float)")
     parser.add_argument("-o", "--op", default="sum", help="sum, avg or adasum; several with commas")
     parser.add_argument("-a", "--algorithm", help="specification strings, with commas")
     parser.add_argument("--model", action="store_true", help="compare with the cost model")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=default, help=f"({default})")
     return parser
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.bench import mean, roundings_of
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.registry import algorithm
 from collectives.schedules.spec import AllReduceSpec
@@ -78,7 +79,7 @@ def expected(mine: Tensor, op: str, tree: Tree) -> Slice:
     parts = [part.double() for part in _slices(mine)]
     if op == "adasum":
         return _adasum(tree, parts, mine.dtype)
-    return _mean(parts, mine.dtype, divisor=len(parts) if op == "avg" else 1)
+    return Slice(*mean(parts, mine.dtype, len(parts) if op == "avg" else 1))
 
 
 def count_wrong(result: Tensor, answer: Slice) -> int:
@@ -105,37 +106,12 @@ def _slices(mine: Tensor) -> list[Tensor]:
     return found
 
 
-def _roundings(dtype: torch.dtype) -> tuple[float, float]:
-    """Return twice the error of rounding to nearest, which bounds one rounding of any kind.
-
-    The second number is what one may lose below the normal range.
-    """
-    if not dtype.is_floating_point:
-        return 0.0, 0.0
-    finfo = torch.finfo(dtype)
-    return finfo.eps, finfo.smallest_normal * finfo.eps
-
-
-def _mean(parts: Sequence[Tensor], dtype: torch.dtype, divisor: int) -> Slice:
-    """Return the sum over `divisor`.
-
-    Summed in any order, a value rounds n - 1 times, each time by eps of at most the sum of the
-    magnitudes, and once more where it is divided (before or after).
-    """
-    roundings, (eps, least) = len(parts) - 1 + (divisor > 1), _roundings(dtype)
-    value, magnitude = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
-    for part in parts:
-        value += part
-        magnitude += part.abs()
-    return Slice(value / divisor, roundings * (eps * magnitude + least) / divisor)
-
-
 def _adasum(tree: Tree, parts: Sequence[Tensor], dtype: torch.dtype) -> Slice:
     """Return the tree's Adasum, with its bound to first order in eps."""
     if isinstance(tree, int):
         return Slice(parts[tree], torch.zeros_like(parts[tree]))
     if isinstance(tree, Average):
-        return _mean([parts[rank] for rank in tree.ranks], dtype, len(tree.ranks))
+        return Slice(*mean([parts[rank] for rank in tree.ranks], dtype, len(tree.ranks)))
     a, b = (_adasum(side, parts, dtype) for side in tree)
     p, q = map(_ranks_behind, tree)
     x, y = a.value.abs(), b.value.abs()
@@ -152,7 +128,7 @@ def _adasum(tree: Tree, parts: Sequence[Tensor], dtype: torch.dtype) -> Slice:
     off = moved + products * crossed
     value, bound = torch.zeros_like(a.value), torch.zeros_like(a.value)
     # Coefficient, its product, the sum and the result are rounded: 4 times half an eps.
-    eps, least = _roundings(dtype)
+    eps, least = roundings_of(dtype)
     for side, size, norm, moved_norm, weight in (
         (a, x, norm_a, moved_a, p / (p + q)),
         (b, y, norm_b, moved_b, q / (p + q)),

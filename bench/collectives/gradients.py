@@ -29,6 +29,7 @@ from bench import shapes
 from bench.collectives import answer, ranks
 from bench.collectives.ranks import OPS
 from bench.kernels.timing import Times
+from collectives.bench import started
 from collectives.fused_buffer import FusedBuffer
 from collectives.schedules.spec import parse_all_reduce_spec
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", choices=OPS, default="sum")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     args = parser.parse_args(argv)
-    with ranks.started(parser) as (group, device):
+    with started(parser) as (group, device):
         facts = ranks.environment(group, device)
         rows = [row for model in args.models for row in _rows(group, model, args)]
     wrong = [f"{row['model']}, {row['way']}" for row in rows if not row["right"]]

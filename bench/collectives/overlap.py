@@ -21,6 +21,7 @@ import collectives
 from adasum import DistributedOptimizer
 from bench.collectives import ranks
 from bench.collectives.ranks import OPS
+from collectives.bench import started
 
 WARM_UP = 2
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", choices=OPS, default="avg")
     parser.add_argument("--in-backward", action="store_true", help="Adasum's steps in backward")
     args = parser.parse_args(argv)
-    with ranks.started(parser) as (group, device):
+    with started(parser) as (group, device):
         answer = {**ranks.environment(group, device), **_measure(group, args)}
     if answer["rank"] == 0:
         for key, value in answer.items():

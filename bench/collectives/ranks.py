@@ -6,8 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import collectives
 from adasum import Adasum
 from bench import provenance
+from collectives.bench import finish
 
 OPS: dict[str, collectives.Reducer] = {
     "sum": collectives.Sum,
@@ -33,26 +33,6 @@ def make_parser(name: str, text: str, iters: int | None = None) -> argparse.Argu
     if iters is not None:
         parser.add_argument("-n", "--iters", type=int, default=iters, help=f"iterations ({iters})")
     return parser
-
-
-@contextmanager
-def started(
-    parser: argparse.ArgumentParser, kind: str = "cpu"
-) -> Iterator[tuple[collectives.Group, torch.device]]:
-    """Give the group of all ranks, and this rank's device; the parser's error without ranks."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        module = parser.prog.split()[-1]
-        parser.error(f"needs ranks: start with torchrun --nproc-per-node 2 -m {module}")
-    device = torch.device(kind)
-    if kind == "cuda":
-        # Before init, which looks up the GPU that a rank is on.
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    group = collectives.init()
-    try:
-        yield group, device
-    finally:
-        collectives.shutdown()
 
 
 def _output_file(text: str) -> Path:
@@ -100,12 +80,6 @@ def in_turns(
             wait()
             samples[name].append((time.perf_counter() - begin) / times)
     return samples
-
-
-def finish(device: torch.device) -> None:
-    """Wait until the device has done all that was started."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:

@@ -13,8 +13,9 @@ from collections.abc import Callable
 import torch
 
 import collectives
-from bench.collectives.ranks import OPS, in_turns, make_parser, slowest, started, write
+from bench.collectives.ranks import OPS, in_turns, make_parser, slowest, write
 from bench.kernels.timing import Times
+from collectives.bench import started
 
 SIZES = (4 * 1024, 1024 * 1024)
 

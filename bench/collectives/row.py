@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bench.kernels.timing import Times
+from collectives.bench import bandwidths
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Row:
 
         algbw: the size over the time; busbw: what a rank sends in a ring, over the time.
         """
-        times, algbw = Times.of(self.seconds), self.size / self.median / 1e9
+        times = Times.of(self.seconds)
+        algbw, busbw = bandwidths(self.size, times.median, self.ranks)
         return {
             "size": self.size,
             "count": self.count,
@@ -51,7 +53,7 @@ class Row:
             "time_low": times.low * 1e6,
             "time_high": times.high * 1e6,
             "algbw": algbw,
-            "busbw": algbw * 2 * (self.ranks - 1) / self.ranks,
+            "busbw": busbw,
             "wrong": self.wrong,
         }
 

@@ -23,7 +23,8 @@ from functools import lru_cache
 from collectives.cost.link_rates import ASSUMED, LinkRates, Rate
 from collectives.cost.profiles import Cost, Profile
 from collectives.cost.walker import walk, walk_levels
-from collectives.schedules.registry import ALGORITHMS, algorithm
+from collectives.schedules.auto import range_for
+from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
@@ -38,30 +39,34 @@ def estimate(
     topology: Topology,
     op: str = "sum",
     segments: int = 1,
+    device: str | None = None,
 ) -> Cost:
-    """Return the cost of an all-reduce by one range of a specification, or by a schedule.
+    """Return the cost of an all-reduce by a specification, or by a schedule.
 
     Args:
-        spec: The range ("rechd/xring#2"), or a schedule of your own.
+        spec: The specification ("rechd/xring#2", "rd:16k:rechd", whose limits count elements of 4
+            bytes, or "auto"), or a schedule of your own.
         nbytes: Length of each rank's buffer.
         rates: The machine.
         topology: Where the ranks are.
         op: "sum" or "adasum"; Average costs what Sum does.
         segments: How many tensors lie in the buffer, which Adasum projects on their own, and whose
             shards a parameter-server shuffle places on the ranks.
+        device: Of `auto`: "cpu" or "cuda".
 
     Raises:
-        ValueError: The specification has several ranges, is unknown, or is a library's algorithm,
-            whose steps are not known; or the schedule is for other ranks.
+        ValueError: The specification is unknown, is `auto` without a device, or is a library's
+            algorithm, whose steps are not known; or the schedule is for other ranks.
     """
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     if isinstance(spec, Schedule):
-        if op not in OPS:
-            raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
         return walk(spec, topology, (op,)).cost(nbytes, rates, segments)
+    chosen = range_for(spec, topology, nbytes, device, one_tree=op == "adasum")
     # Only a shuffle asks how many tensors there are.
-    in_turn = any(name in str(spec) for name, record in ALGORITHMS.items() if record.is_round_robin)
-    tensors = (min(segments, topology.size),) if in_turn and segments > 1 else ()
-    return profile(spec, topology, op, *tensors).cost(nbytes, rates, segments)
+    in_turn = chosen.is_round_robin and segments > 1
+    tensors = (min(segments, topology.size),) if in_turn else ()
+    return profile(str(chosen), topology, op, *tensors).cost(nbytes, rates, segments)
 
 
 @lru_cache(maxsize=512)

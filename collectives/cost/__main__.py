@@ -3,14 +3,15 @@
     python -m collectives.cost --nodes 128 --local 8 --bytes 256M
     python -m collectives.cost --nodes 2 --alpha 3e-6,20e-6 --beta 2e-12,1e-10 --op adasum
     python -m collectives.cost --local 8 --host 0
+    python -m collectives.cost --nodes 2 --local 4 --algorithms auto,rd:16k:rechd,xring#4
     python -m collectives.cost --table
 
 Rates are seconds and seconds a byte; unless given they are assumptions about H100 nodes, which the
-heading repeats. `nccl` is the price of NCCL's own sum. A two-level algorithm with Adasum averages
-inside nodes: that computes something else than Adasum over all ranks, so its time is no reason to
-prefer it. The specifications below the table, of up to 1,024 ranks and among schedules of the same
-mathematics, are what `algorithm=` takes where these rates are yours: their limits count elements of
-4 bytes.
+heading repeats; the ranks are 8 on one node. `nccl` is the price of NCCL's own sum. A two-level
+algorithm with Adasum averages inside nodes: that computes something else than Adasum over all
+ranks, so its time is no reason to prefer it. The specifications below the table, of up to 1,024
+ranks and among schedules of the same mathematics, are what `algorithm=` takes where these rates are
+yours: their limits count elements of 4 bytes.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def costs(
     ops: Sequence[str],
     names: Sequence[str] | None,
     segments: int,
+    device: str = "cuda",
 ) -> list[str]:
     """Return a Markdown table, by operator, the fastest first."""
     lines = [
@@ -67,7 +69,7 @@ def costs(
     ]
     for op in ops:
         rows = [
-            (name, estimate(name, nbytes, rates, topology, op, segments))
+            (name, estimate(name, nbytes, rates, topology, op, segments, device))
             for name in names or algorithms(op, topology)
         ]
         if op == "sum" and not names:
@@ -94,11 +96,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the options and print the table."""
     parser = argparse.ArgumentParser(prog="python -m collectives.cost", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--nodes", type=int, default=1, help="nodes (1)")
-    parser.add_argument("--local", type=int, default=1, help="ranks a node (1)")
+    parser.add_argument("--nodes", type=int, help="nodes (1)")
+    parser.add_argument("--local", type=int, help="ranks a node (8, of several nodes 1)")
     parser.add_argument("--bytes", default="64M", help="of a rank's buffer, such as 256M (64M)")
     parser.add_argument("--op", default="all", choices=[*OPS, "all"])
-    parser.add_argument("--algorithms", metavar="SPEC,...", help='such as "xring#2,rechd/vhdd"')
+    parser.add_argument(
+        "--algorithms", metavar="SPEC,...", help='such as "auto,xring#2,rechd/vhdd"'
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="of auto (cuda)")
     parser.add_argument("--segments", type=int, default=1, help="tensors in the buffer (1)")
     for name, about in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
         text = f"{about}: inside a node and between nodes, or one for both"
@@ -118,12 +123,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         ops = OPS if args.op == "all" else (args.op,)
         names = args.algorithms.split(",") if args.algorithms else None
         nbytes = parse_general_int(args.bytes)
-        print("\n".join(costs(topology, rates, nbytes, ops, names, args.segments)))
+        lines = costs(topology, rates, nbytes, ops, names, args.segments, args.device)
+        print("\n".join(lines))
     except ValueError as error:
         parser.error(str(error))
 
 
 def _machine(args: argparse.Namespace) -> tuple[Topology, LinkRates]:
+    if args.local is None:
+        args.local = 8 if args.nodes is None else 1
+    args.nodes = 1 if args.nodes is None else args.nodes
     for option in ("nodes", "local", "segments"):
         validation.integer(f"--{option}", getattr(args, option), 1)
     intra, inter = ASSUMED.intra, ASSUMED.inter

@@ -107,6 +107,15 @@ class Profile:
 
 def _seconds(each: Round, nbytes: float, rates: LinkRates) -> float:
     """Return the time of one step, until the last rank is ready."""
+    moved, reduced = times_of(each, nbytes, rates)
+    return float((moved + reduced).max())
+
+
+def times_of(each: Round, nbytes: float, rates: LinkRates) -> tuple[Floats, Floats]:
+    """Return how long each rank's messages of a step take, and then its reductions.
+
+    Both are [nodes, local ranks]; nbytes is of what the step's shares are of.
+    """
     nodes = each.nodes
     intra, inter = (
         np.maximum(
@@ -119,17 +128,22 @@ def _seconds(each: Round, nbytes: float, rates: LinkRates) -> float:
         queued = rates.inter.alpha + rates.nic * nbytes * shared[:, None]
         inter = np.where(inter > 0, np.maximum(inter, queued), 0.0)
     rate: Rate = getattr(rates, each.reduction)
-    busy = np.maximum(intra, inter)
     read = each.passes * nbytes * nodes[:, :, _REDUCE + 1]
-    busy += rate.seconds(nodes[:, :, _REDUCE], read)
-    return float(busy.max())
+    return np.maximum(intra, inter), rate.seconds(nodes[:, :, _REDUCE], read)
 
 
 class Profiler:
-    """Collects steps, one after the other, into a Profile."""
+    """Collects steps, one after the other, into a Profile.
 
-    def __init__(self, topology: Topology) -> None:
+    Args:
+        topology: Where the ranks are.
+        in_order: Where given, every step that costs something is appended to it, with how many
+            steps of the schedule have begun, and with the loads of all nodes in their order.
+    """
+
+    def __init__(self, topology: Topology, in_order: list[tuple[int, Round]] | None = None) -> None:
         self._topology = topology
+        self._in_order = in_order
         self._rounds: dict[tuple[Any, ...], tuple[Floats, int]] = {}
         self._steps = 0
         # [of the buffer or of the partial products, intra or inter, sent or received, rank]
@@ -192,6 +206,9 @@ class Profiler:
         passes: float = 1.0,
     ) -> None:
         local = self._topology.local_size
+        if self._in_order is not None:
+            nodes = table.reshape(-1, local, _COLUMNS)
+            self._in_order.append((self._steps, Round(nodes, times, reduction, dots, passes)))
         matrix = _distinct(table.reshape(-1, local * _COLUMNS)).reshape(-1, local, _COLUMNS)
         key = (reduction, dots, passes, matrix.shape[0], matrix.tobytes())
         _, before = self._rounds.get(key, (matrix, 0))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.cost.profiles import DOTS_BYTES, Profile, Profiler
+from collectives.cost.profiles import DOTS_BYTES, Profile, Profiler, Round
 from collectives.schedules import recursive_doubling
 from collectives.schedules.algorithm import (
     Algorithm,
@@ -46,7 +46,19 @@ def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("s
     """
     if schedule.size != topology.size:
         raise ValueError(f"schedule is for {schedule.size} ranks, topology has {topology.size}")
-    profiler = Profiler(topology)
+    return _walk(schedule, Profiler(topology), reductions)
+
+
+def rounds_of(
+    schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("sum",)
+) -> list[tuple[int, Round]]:
+    """Return what `walk` adds up, one after the other, with the number of its step, from 1."""
+    rounds: list[tuple[int, Round]] = []
+    _walk(schedule, Profiler(topology, rounds), reductions)
+    return rounds
+
+
+def _walk(schedule: Schedule, profiler: Profiler, reductions: Sequence[str]) -> Profile:
     for step in _steps_of(schedule):
         _add(profiler, step, reductions[min(step.phase, len(reductions) - 1)])
     if schedule.gathered:

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from collectives.reducers import TREE_RANKS
+from collectives import validation
+from collectives.reducers import TREE_RANKS, Reducer
 from collectives.schedules import binomial_tree, bruck, ring
 from collectives.schedules.schedule import Schedule
-from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
+from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.schedules.topology import Topology
 
 Key = tuple[str, str, str]
@@ -170,6 +171,48 @@ def order_algorithm(device: str, nbytes: int, topology: Topology) -> AllReduceSp
     many = topology.size > TREE_RANKS[-1]
     limits, specs = _limited(_MANY_IN_ORDER if many else ORDER_TABLE[key_of(device, topology)])
     return specs[bisect_left(limits, nbytes)]
+
+
+class _Adasum(Reducer):
+    """What `auto` asks of Adasum, whose package is above this one."""
+
+    needs_one_tree = True
+    reads_tree = True
+
+
+def range_for(
+    text: str, topology: Topology, nbytes: float | None, device: str | None, *, one_tree: bool
+) -> AllReduceSpec:
+    """Return the range of a specification that is for a buffer, of `auto` what it stands for.
+
+    That is what goes by messages: sums on GPUs leave most sizes to NCCL where it is there, and
+    ranks that share memory reduce in it.
+
+    Args:
+        text: The specification, whose limits count elements of 4 bytes.
+        topology: Where the ranks are.
+        nbytes: Length of each rank's buffer; None will do for one range that is not `auto`.
+        device: "cpu" or "cuda", or None where the range is not `auto`.
+        one_tree: Whether the operator needs one tree, as Adasum does; else it is a sum.
+
+    Raises:
+        ValueError: It is no specification, or it goes by what is not given.
+    """
+    specs = parse_all_reduce_spec(text)
+    if nbytes is None and (len(specs) > 1 or specs[0].outer == "auto"):
+        raise ValueError(f"specification {text!r} goes by size: give nbytes")
+    validation.nbytes(nbytes or 0)
+    size = int(nbytes or 0)
+    spec = replace(spec_for(specs, size // 4), limit=-1)
+    if spec.outer != "auto":
+        return spec
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'auto goes by device: device must be "cpu" or "cuda", got {device!r}')
+    if not one_tree:
+        return sum_algorithm(device, size, topology)
+    if takes_tree_table(topology):
+        return tree_algorithm(device, size, topology)
+    return parse_all_reduce_spec(_Adasum().algorithm(size, topology.size))[0]
 
 
 # Of one group's topology, and what a training's calls ask for.

@@ -1,17 +1,16 @@
 """Draw the pictures beside this file; `python docs/pictures/draw.py` writes all of them again.
 
-The messages are read from the schedules, the results of the pairs come from `kernels.adasum`, and
-the accuracies from docs/evidence/results: nothing is drawn by hand.
+The messages are what `collectives.schedule(...).draw()` makes of the schedules that run, the
+results of the pairs come from `kernels.adasum`, and the accuracies from docs/evidence/results:
+nothing is drawn by hand.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import torch
@@ -23,20 +22,17 @@ from evidence.intervals import interval  # noqa: E402
 from evidence.report import Results  # noqa: E402
 from evidence.store import Store  # noqa: E402
 
+import collectives  # noqa: E402
 import kernels  # noqa: E402
-from collectives.schedules import two_level  # noqa: E402
-from collectives.schedules.algorithm import Level  # noqa: E402
-from collectives.schedules.registry import SCHEDULES, algorithm  # noqa: E402
-from collectives.schedules.schedule import Action, Schedule, steps_of  # noqa: E402
-from collectives.schedules.topology import Topology  # noqa: E402
+from collectives import Schedule  # noqa: E402
+from collectives.schedules.registry import SCHEDULES  # noqa: E402
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.lines import Line2D  # noqa: E402
 
 RANKS = 4
 # Okabe and Ito's colours, which colour-blind readers tell apart; shapes and dashes differ, too.
-BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+BLUE, GREEN, VERMILION = "#0072B2", "#009E73", "#D55E00"
 # By the row of the results: its name, how it is drawn, and how far above its end it is named.
 ACCURACIES = {
     "Average": ("Average", BLUE, "^", "--", 0),
@@ -50,36 +46,6 @@ plt.rcParams.update({"font.size": 11, "svg.hashsalt": "adasum", "axes.spines.top
 plt.rcParams["axes.spines.right"] = False
 
 
-class Message(NamedTuple):
-    """What one rank sends another in one step; `share` is of the whole buffer."""
-
-    step: int
-    source: int
-    target: int
-    share: Fraction
-    reduces: bool
-
-
-def messages(schedule: Schedule) -> Iterator[Message]:
-    """Yield a schedule's messages, joined where one rank sends another several in a step."""
-    for rank in range(schedule.size):
-        for number, step in enumerate(steps_of(schedule, rank)):
-            chunks: dict[tuple[int, bool], int] = {}
-            for recv in step.recvs:
-                key = recv.peer, recv.action is not Action.COPY
-                chunks[key] = chunks.get(key, 0) + recv.stop - recv.start
-            for (peer, reduces), count in chunks.items():
-                share = Fraction(count, schedule.parts)
-                yield Message(number, peer, rank, share, reduces)
-
-
-def one_level(name: str, shards: int = 1, *, one_tree: bool = False) -> Schedule:
-    """Return an algorithm's schedule on the ranks of one node."""
-    make = algorithm(name).schedule
-    assert make is not None
-    return make(Level(RANKS, shards, Topology(RANKS, RANKS), one_tree))
-
-
 def schedules() -> dict[str, tuple[str, Schedule]]:
     """Return title and schedule of every picture of messages, by its file's name.
 
@@ -87,65 +53,19 @@ def schedules() -> dict[str, tuple[str, Schedule]]:
     """
     found: dict[str, tuple[str, Schedule]] = {}
     for name in SCHEDULES:
-        schedule = one_level(name)
-        same = [
-            file
-            for file, (_, other) in found.items()
-            if sorted(messages(other)) == sorted(messages(schedule))
-        ]
-        if same:
-            title, other = found[same[0]]
-            found[same[0]] = f"{title}, {name}", other
-        else:
-            found[name] = name, schedule
+        schedule = collectives.schedule(name, RANKS)
+        lines = schedule.table().splitlines()[1:]
+        same = [file for file, (_, it) in found.items() if it.table().splitlines()[1:] == lines]
+        file = same[0] if same else name
+        title = f"{found[file][0]}, {name}" if same else name
+        found[file] = title, found.get(file, ("", schedule))[1]
     title, slices = found["direct"]
     found["direct"] = f"{title}, psgpu#{RANKS}, pscpu#{RANKS}", slices
-    found["xring-adasum"] = "xring carrying Adasum", one_level("xring", one_tree=True)
-    inner, outer = algorithm("rechd").scatter_gather, algorithm("vhdd").schedule
-    assert inner is not None
-    assert outer is not None
-    both = two_level.all_reduce(Topology(8, 4), inner(Level(4)), outer(Level(2, one_tree=True)))
+    line = collectives.schedule("xring", RANKS, op="adasum")
+    both = collectives.schedule("rechd/vhdd", 8, nodes=2, op="adasum")
+    found["xring-adasum"] = "xring carrying Adasum", line
     found["two-level"] = "rechd/vhdd on two nodes of four", both
     return found
-
-
-def draw_messages(title: str, schedule: Schedule) -> Any:
-    """Draw ranks as lines, steps from left to right, and a message as an arrow."""
-    drawn = list(messages(schedule))
-    steps = max(message.step for message in drawn) + 1
-    height = 1.5 + 0.32 * schedule.size
-    figure, axes = plt.subplots(figsize=(WIDTH, height), layout="constrained")
-    for rank in range(schedule.size):
-        axes.plot([0, steps], [rank, rank], color="lightgrey", linewidth=1, zorder=0)
-    for message in drawn:
-        axes.annotate(
-            "",
-            (message.step + 0.92, message.target),
-            (message.step + 0.08, message.source),
-            arrowprops={
-                "arrowstyle": "-|>",
-                "color": BLUE if message.reduces else ORANGE,
-                "linestyle": "-" if message.reduces else (0, (4, 2)),
-                "linewidth": 1 + 2 * min(float(message.share), 1.5),
-                "shrinkA": 0,
-                "shrinkB": 0,
-            },
-        )
-    ticks = range(0, steps, 1 if steps < 8 else 5)
-    labels = []
-    for step in ticks:
-        shares = sorted({message.share for message in drawn if message.step == step})
-        labels.append(f"{step + 1}\n{', '.join(map(str, shares))}")
-    axes.set(ylim=(schedule.size - 0.6, -0.4), xlim=(0, steps))
-    axes.set_xlabel("step, and each message's share of the buffer")
-    axes.set_xticks([step + 0.5 for step in ticks], labels)
-    axes.set_yticks(range(schedule.size), [f"rank {rank}" for rank in range(schedule.size)])
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    axes.set_title(title, fontsize=11)
-    key = [Line2D([], [], color=BLUE, lw=2), Line2D([], [], color=ORANGE, lw=2, ls=(0, (4, 2)))]
-    figure.legend(key, ["reduced", "copied"], loc="outside lower center", ncols=2, frameon=False)
-    return figure
 
 
 def draw_pair() -> Any:
@@ -218,10 +138,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pictures")
     out = parser.parse_args().out
-    figures = {"pair": draw_pair(), "accuracy": draw_accuracy()}
-    figures |= {name: draw_messages(*each) for name, each in schedules().items()}
-    for name, figure in figures.items():
+    for name, figure in {"pair": draw_pair(), "accuracy": draw_accuracy()}.items():
         figure.savefig(out / f"{name}.svg", metadata={"Date": None})
+    for name, (title, schedule) in schedules().items():
+        (out / f"{name}.svg").write_text(schedule.draw(title=title))
 
 
 if __name__ == "__main__":

@@ -142,6 +142,15 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         "split_bounds": ([counts, short], {}),
         "split_by_size": ([many, counts], {}),
         "unpack_small_tensors": ([many, packings], {}),
+        "schedule": (
+            [sometimes(text, value("xring", "rd:2k:psgpu#2", "rechd/vhdd", "auto"), 4), short],
+            {
+                "nodes": short,
+                "op": value("sum", "adasum"),
+                "nbytes": sometimes(counts, value(1e6)),
+                "device": value("cpu", "cuda", None),
+            },
+        ),
         "verify": ([sometimes(value(None), _schedules(), 8)], {}),
     }
 

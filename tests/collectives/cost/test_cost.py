@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, replace
 from itertools import count
 
 import pytest
 
+from adasum import Adasum
 from collectives.cost import (
     OPS,
     LinkRates,
@@ -17,7 +19,9 @@ from collectives.cost import (
     walker,
 )
 from collectives.cost.__main__ import main
+from collectives.execution.phases import auto_by_messages
 from collectives.schedules import binomial_tree, ring
+from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.registry import ALGORITHMS, LIBRARIES, ORDERED, SCHEDULES
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
@@ -321,15 +325,51 @@ def test_sampled_pipeline_is_close_to_the_whole(monkeypatch: pytest.MonkeyPatch)
 
 def test_algorithms_without_steps_are_refused() -> None:
     topology = Topology(4, 2)
-    for text in ("nccl", "collective/xring", "auto"):
+    for text in ("nccl", "collective/xring"):
         with pytest.raises(ValueError, match="is no schedule"):
             estimate(text, 1, RATES, topology)
+    with pytest.raises(ValueError, match="is no schedule"):
+        profile("auto", topology)
     with pytest.raises(ValueError, match="2 ranges"):
-        estimate("rd:1k:xring", 1, RATES, topology)
+        profile("rd:1k:xring", topology)
+    with pytest.raises(ValueError, match='device must be "cpu" or "cuda", got None'):
+        estimate("auto", 1, RATES, topology)
     with pytest.raises(ValueError, match="op must be one of sum, adasum"):
         estimate("rd", 1, RATES, topology, "max")
     with pytest.raises(ValueError, match="intra must be finite"):
         replace(RATES, intra=Rate(-1.0, 0.0))
+
+
+def test_ranges_are_priced_as_what_they_stand_for() -> None:
+    topology = Topology(8, 4)
+    # A limit is inclusive, and counts elements of 4 bytes.
+    for nbytes, name in ((4096, "rd"), (4100, "rechd/xring"), (1 << 20, "xring")):
+        by_size = estimate("rd:1k:rechd/xring:2k:xring", nbytes, RATES, topology)
+        assert by_size == estimate(name, nbytes, RATES, topology)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_is_priced_as_what_the_ranks_send(device: str) -> None:
+    for size in (2, 3, 8, 20):
+        topology = Topology(size, size)
+        for nbytes in (1 << 10, 1 << 18, 1 << 19, 1 << 30):
+            chosen = {
+                "sum": sum_algorithm(device, nbytes, topology),
+                "adasum": auto_by_messages(Adasum, device, nbytes, topology),
+            }
+            for op, spec in chosen.items():
+                auto = estimate("auto", nbytes, RATES, topology, op, device=device)
+                assert auto == estimate(str(spec), nbytes, RATES, topology, op)
+
+
+def test_command_without_arguments_compares_algorithms_on_a_node(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main([])
+    said = capsys.readouterr().out
+    assert "1 nodes of 8 ranks, 64 MiB a rank" in said
+    assert len(re.findall(r"^\| sum \| \S+ \| [\d.]+ (?:µs|ms)", said, re.M)) >= 7
+    assert said.count('algorithm="') == 2
 
 
 def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,270 @@
+"""A schedule for the eye: its messages as a picture, in SVG or on axes of matplotlib, and a table.
+
+Time runs from left to right, a rank is a line, and a message an arrow between two of them: solid
+where it is reduced, dashed where it is copied, the thicker the more of the buffer it carries. The
+colours are Okabe and Ito's, which colour-blind readers tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from math import ceil, hypot
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
+
+from collectives.schedules.schedule import Action, Schedule, Transfer, steps_of
+
+_BLUE, _VERMILION = "#0072B2", "#D55E00"
+# Scoped by its class, since the style of a picture inside a page is the whole page's. A picture has
+# a ground of its own: pages that are dark for other reasons than the system's setting are many.
+_STYLE = """
+.schedule { font: 14px system-ui, 'DejaVu Sans', sans-serif; }
+.schedule .ground { fill: #fff; } .schedule .node { fill: #f0f3f6; }
+.schedule text { fill: #1f2328; } .schedule .small { font-size: 13px; fill: #59636e; }
+.schedule .title { font-size: 15px; font-weight: 600; } .schedule .grid { stroke: #c8ced5; }
+.schedule .reduced { stroke: #0072B2; fill: #0072B2; }
+.schedule .copied { stroke: #D55E00; fill: #D55E00; }
+.schedule .copied line { stroke-dasharray: 6 3; } .schedule polygon { stroke: none; }
+@media (prefers-color-scheme: dark) {
+.schedule .ground { fill: #15191f; } .schedule .node { fill: #232a33; }
+.schedule text { fill: #e6edf3; } .schedule .small { fill: #a5adb8; }
+.schedule .grid { stroke: #4a525d; }
+.schedule .reduced { stroke: #56B4E9; fill: #56B4E9; }
+.schedule .copied { stroke: #E69F00; fill: #E69F00; }
+}"""
+# In pixels. A phone shows about 350 of them across, and scales a wider picture down.
+_TOP, _FOOT, _ROW, _CAPTION, _MARGIN = 40, 92, 32, 22, 12
+_NARROWEST_PLOT, _PLOT, _NARROWEST_STEP, _WIDEST_STEP = 284, 384, 17, 72
+_CHARACTER, _TITLE_CHARACTER = 8, 9.5
+
+
+class Message(NamedTuple):
+    """What one rank sends another in one step.
+
+    Attributes:
+        step: Its number, from 0.
+        source: The rank that sends.
+        target: The rank that receives.
+        chunks: The ranges [start, stop) of chunks.
+        share: Their part of the buffer.
+        reduces: Whether the receiver reduces them.
+    """
+
+    step: int
+    source: int
+    target: int
+    chunks: tuple[tuple[int, int], ...]
+    share: Fraction
+    reduces: bool
+
+    @property
+    def kind(self) -> str:
+        """Return what becomes of them."""
+        return "reduced" if self.reduces else "copied"
+
+    def __str__(self) -> str:
+        one = self.chunks[0][1] - self.chunks[0][0] == len(self.chunks) == 1
+        what = f"chunk{'' if one else 's'} {_text_of(self.chunks)}"
+        return f"{what} from rank {self.source} to rank {self.target}, {self.kind}"
+
+
+class Svg(str):
+    """The text of a picture, which notebooks show."""
+
+    def _repr_svg_(self) -> str:
+        return self
+
+
+def messages(schedule: Schedule) -> Iterator[Message]:
+    """Yield all messages by step, joined where one rank sends another several to do one thing."""
+    ranks = [steps_of(schedule, rank) for rank in range(schedule.size)]
+    for number, together in enumerate(zip(*ranks, strict=True)):
+        for rank, step in enumerate(together):
+            ranges: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+            for peer, start, stop, action, _ in step.recvs:
+                ranges.setdefault((peer, action is not Action.COPY), []).append((start, stop))
+            for (peer, reduces), chunks in ranges.items():
+                share = Fraction(sum(stop - start for start, stop in chunks), schedule.parts)
+                yield Message(number, peer, rank, tuple(chunks), share, reduces)
+
+
+def svg(schedule: Schedule, nodes: int, title: str) -> Svg:
+    """Return the picture as SVG, for light and dark pages.
+
+    Args:
+        schedule: Any.
+        nodes: How many equal runs of ranks stand apart.
+        title: What stands above.
+    """
+    drawn, steps = list(messages(schedule)), len(steps_of(schedule, 0))
+    at = _Layout(schedule.size, nodes, steps)
+    wide = max(at.right + _MARGIN, 2 * _MARGIN + _TITLE_CHARACTER * len(title))
+    size = f'width="{wide:g}" height="{at.bottom + _FOOT:g}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="schedule" role="img" {size} '
+        f'viewBox="0 0 {wide:g} {at.bottom + _FOOT:g}">',
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>",
+        f'<rect class="ground" {size} rx="6"/>',
+        _text(_MARGIN, 26, title, "title"),
+        *_grid(at),
+    ]
+    seen = set()
+    for message in drawn:
+        # What is copied along what is reduced would hide it.
+        aside = 4 if message[:3] in seen else 0
+        seen.add(message[:3])
+        start = at.x(message.step + 0.06) + aside, at.row(message.source)
+        end = at.x(message.step + 0.94) + aside, at.row(message.target)
+        tip = f"<title>step {message.step + 1}: {message}</title>"
+        arrow = _arrow(start, end, float(message.share))
+        parts.append(f'<g class="{message.kind}">{tip}{arrow}</g>')
+    parts += _foot(at, _labels(drawn, steps, at.step))
+    return Svg("\n".join([*parts, "</svg>\n"]))
+
+
+def plot(schedule: Schedule, axes: Any, title: str) -> Any:
+    """Draw the same on axes of matplotlib, and return them."""
+    drawn = list(messages(schedule))
+    steps = len(steps_of(schedule, 0))
+    for rank in range(schedule.size):
+        axes.plot([0, steps], [rank, rank], color="lightgrey", linewidth=1, zorder=0)
+    for message in drawn:
+        arrow = {
+            "arrowstyle": "-|>",
+            "color": _BLUE if message.reduces else _VERMILION,
+            "linestyle": "-" if message.reduces else (0, (4, 2)),
+            "linewidth": _width(float(message.share)),
+            "shrinkA": 0,
+            "shrinkB": 0,
+        }
+        ends = (message.step + 0.94, message.target), (message.step + 0.06, message.source)
+        axes.annotate("", *ends, arrowprops=arrow)
+    labels = [(step + 0.5, f"{step + 1}\n{share}") for step, share in _labels(drawn, steps, 40)]
+    axes.set(ylim=(schedule.size - 0.6, -0.4), xlim=(0, max(1, steps)), title=title)
+    axes.set_xlabel("step, and each message's share of the buffer")
+    axes.set_xticks([x for x, _ in labels], [label for _, label in labels])
+    axes.set_yticks(range(schedule.size), [f"rank {rank}" for rank in range(schedule.size)])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    for kind, colour, dashes in (("reduced", _BLUE, "-"), ("copied", _VERMILION, (0, (4, 2)))):
+        axes.plot([], [], color=colour, linestyle=dashes, linewidth=2, label=kind)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.25), ncols=2, frameon=False)
+    return axes
+
+
+def table(schedule: Schedule) -> str:
+    """Return what each rank sends and receives in each step, a line for each, as text."""
+    rows = [("step", "rank", "sends these chunks", "receives these (+ reduces them)")]
+    ranks = [steps_of(schedule, rank) for rank in range(schedule.size)]
+    for number, together in enumerate(zip(*ranks, strict=True)):
+        for rank, step in enumerate(together):
+            sends = [f"{_text_of([each[1:3]])} → rank {each.peer}" for each in step.sends]
+            recvs = [_received(each) for each in step.recvs]
+            first = str(number + 1) if rank == 0 else ""
+            rows.append((first, str(rank), ", ".join(sends) or "-", ", ".join(recvs) or "-"))
+    widest = max(len(row[2]) for row in rows)
+    lines = [f"{a:>4}  {b:>4}  {c:<{widest}}  {d}" for a, b, c, d in rows]
+    heading = (
+        f"{schedule.name}: ranks {schedule.size}, steps {len(ranks[0])}, chunks {schedule.parts}"
+    )
+    return "\n".join([heading, "", *lines]) + "\n"
+
+
+def _received(each: Transfer) -> str:
+    return f"{_text_of([each[1:3]])} {'←' if each.action is Action.COPY else '+←'} rank {each.peer}"
+
+
+def _text_of(chunks: Sequence[tuple[int, int]]) -> str:
+    """Return ranges of chunks as text, each by its first and its last."""
+    texts = [f"{a}" if b - a == 1 else f"{a}-{b - 1}" for a, b in chunks]
+    return " ".join(texts)
+
+
+class _Layout:
+    """Where the parts of an SVG are, in pixels."""
+
+    def __init__(self, size: int, nodes: int, steps: int) -> None:
+        self.size, self.nodes, self.steps = size, nodes, max(1, steps)
+        self.local, self.caption = size // nodes, _CAPTION if nodes > 1 else 0
+        self.left = 2 + _MARGIN + _CHARACTER * len(f"rank {size - 1}")
+        narrowest, usual = _NARROWEST_STEP * self.steps, min(_PLOT, _WIDEST_STEP * self.steps)
+        self.right = self.left + max(_NARROWEST_PLOT, narrowest, usual)
+        self.step = (self.right - self.left) / self.steps
+        self.bottom = _TOP + nodes * self.caption + _ROW * size
+
+    def x(self, step: float) -> float:
+        return self.left + step * self.step
+
+    def row(self, rank: int) -> float:
+        return _TOP + (rank // self.local + 1) * self.caption + _ROW * (rank + 0.5)
+
+
+def _grid(at: _Layout) -> Iterator[str]:
+    """Yield the nodes, a line for each rank and one between steps."""
+    for node in range(at.nodes if at.nodes > 1 else 0):
+        y, height = at.row(node * at.local) - _ROW / 2 - _CAPTION, at.local * _ROW + _CAPTION
+        place = f'x="6" y="{y + 2:g}" width="{at.right:g}" height="{height - 4:g}"'
+        yield f'<rect class="node" {place} rx="4"/>' + _text(
+            _MARGIN, y + 18, f"node {node}", "small"
+        )
+    first, last = at.row(0) - _MARGIN, at.row(at.size - 1) + _MARGIN
+    for step in range(at.steps + 1):
+        yield _line(at.x(step), first, at.x(step), last, 0.5, "grid")
+    for rank in range(at.size):
+        yield _line(at.left, at.row(rank), at.right, at.row(rank), 1, "grid")
+        yield _text(_MARGIN, at.row(rank) + 5, f"rank {rank}")
+
+
+def _foot(at: _Layout, labels: Iterator[tuple[int, str]]) -> Iterator[str]:
+    """Yield what stands under the steps, and the key."""
+    for y, name in ((18, "step"), (36, "share")):
+        yield _text(_MARGIN, at.bottom + y, name, "small")
+    for step, share in labels:
+        yield _text(at.x(step + 0.5), at.bottom + 18, str(step + 1), anchor="middle")
+        yield _text(at.x(step + 0.5), at.bottom + 36, share, "small", anchor="middle")
+    for x, kind in ((at.left, "reduced"), (at.left + 130, "copied")):
+        y = at.bottom + 67
+        yield f'<g class="{kind}">{_arrow((x, y), (x + 36, y), 0.5)}</g>'
+        yield _text(x + 44, y + 5, kind)
+
+
+def _labels(drawn: Sequence[Message], steps: int, wide: float) -> Iterator[tuple[int, str]]:
+    """Yield the steps that have room for their labels, each with its messages' share."""
+    shares: list[set[Fraction]] = [set() for _ in range(steps)]
+    for message in drawn:
+        shares[message.step].add(message.share)
+    texts = ["–".join(map(str, sorted({min(each), max(each)}))) if each else "" for each in shares]
+    every = max([1, *(ceil(_CHARACTER * len(text) / wide) for text in texts)])
+    yield from list(enumerate(texts))[::every]
+
+
+def _width(share: float) -> float:
+    return 1 + 2 * min(share, 1.5)
+
+
+def _line(x: float, y: float, to_x: float, to_y: float, width: float, kind: str = "") -> str:
+    ends = f'x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"'
+    return f'<line{_class(kind)} {ends} stroke-width="{width:.2f}"/>'
+
+
+def _arrow(start: tuple[float, float], end: tuple[float, float], share: float) -> str:
+    """Return a line with a head, whose colour is its group's."""
+    width = _width(share)
+    across, down = end[0] - start[0], end[1] - start[1]
+    length = hypot(across, down)
+    across, down = across / length, down / length
+    long, half = 7 + width, 2.5 + 0.7 * width
+    x, y = end[0] - long * across, end[1] - long * down
+    corners = [end, (x - half * down, y + half * across), (x + half * down, y - half * across)]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
+    return _line(*start, x, y, width) + f'<polygon points="{points}"/>'
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f"<text{_class(kind)} {place}>{escape(text)}</text>"
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
