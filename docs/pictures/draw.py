@@ -103,6 +103,46 @@ def draw_pair() -> Any:
     return figure
 
 
+def draw_tree(leaves: int = 8) -> Any:
+    """Draw the tree of order="tree", and which part of it a rank makes on 8, 4 and 2 ranks."""
+    figure, axes = plt.subplots(figsize=(WIDTH, 3.6), layout="constrained")
+
+    def place(node: Any) -> tuple[float, int]:
+        """Draw a node under its two; return where it is."""
+        if isinstance(node, int):
+            axes.annotate(str(node), (node, 0), ha="center", va="center", weight="bold")
+            return float(node), 0
+        ends = [place(each) for each in node]
+        x, y = sum(at for at, _ in ends) / 2, ends[0][1] + 1
+        for at, level in ends:
+            axes.plot([at, x], [level + 0.2, y - 0.2], color="grey", linewidth=1.2, zorder=0)
+        axes.annotate("+", (x, y), ha="center", va="center", weight="bold")
+        return x, y
+
+    place(collectives.order_of("rd", leaves, order="tree"))
+    # Rows below the leaves: each rank's passes, side by side.
+    for row, (ranks, colour) in enumerate(((8, BLUE), (4, GREEN), (2, VERMILION)), 1):
+        passes = leaves // ranks
+        for rank in range(ranks):
+            first, low = rank * passes - 0.42, -0.05 - 0.62 * row
+            box = plt.Rectangle((first, low), passes - 0.16, 0.46, fc=colour, alpha=0.25, ec=colour)
+            axes.add_patch(box)
+            name = f"rank {rank}" if passes > 1 else str(rank)
+            middle = first + (passes - 0.16) / 2
+            axes.annotate(name, (middle, low + 0.22), ha="center", va="center", fontsize=9)
+        axes.annotate(
+            f"{ranks} ranks,\n{passes} pass{'es' * (passes > 1)}",
+            (leaves - 0.3, -0.05 - 0.62 * row + 0.22),
+            va="center",
+            fontsize=9,
+        )
+    axes.annotate("leaves", (leaves - 0.3, 0), va="center", fontsize=9)
+    axes.set(xlim=(-0.7, leaves + 1.4), ylim=(-2.2, 3.3))
+    axes.axis("off")
+    axes.set_title('order="tree": a backward pass is a leaf', fontsize=11)
+    return figure
+
+
 def draw_accuracy() -> Any:
     """Draw the digits' final accuracy over the number of ranks, at one rank's rate."""
     results = Results("digits", Store())
@@ -138,7 +178,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the pictures")
     out = parser.parse_args().out
-    for name, figure in {"pair": draw_pair(), "accuracy": draw_accuracy()}.items():
+    drawn = {"pair": draw_pair(), "accuracy": draw_accuracy(), "tree": draw_tree()}
+    for name, figure in drawn.items():
         figure.savefig(out / f"{name}.svg", metadata={"Date": None})
     for name, (title, schedule) in schedules().items():
         (out / f"{name}.svg").write_text(schedule.draw(title=title))
