@@ -9,8 +9,8 @@ for a call; algbw is size / time, busbw 2 (n - 1) / n of it. In every iteration 
 a block of calls after a barrier, in turns, so that a machine that slows down slows all of them.
 #wrong counts elements of all ranks that are further from a float64 evaluation than rounding
 explains. Adasum stands beside torch's sum, since torch has no Adasum; -o avg beside its sum and a
-division. --model compares with the cost model's prediction instead, from link rates calibrated in
-the same run.
+division; -o tree, a sum of order="tree", beside our sum without an order, too. --model compares
+with the cost model's prediction instead, from link rates calibrated in the same run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from collectives.execution.phases import phases_of
 from collectives.schedules.spec import parse_all_reduce_spec, spec_for
 
 TORCH = "torch"
-_DEFAULTS = {"sum": "xring,rechd,rd", "avg": "xring,rechd,rd", "adasum": "vhdd,rd"}
+UNORDERED = "no order"
+_DEFAULTS = {"sum": "xring,rechd,rd", "avg": "xring,rechd,rd", "adasum": "vhdd,rd", "tree": "auto"}
 # How long a block lasts, much longer than ranks take to leave a barrier; its calls at most.
 _BLOCK_SECONDS, _BLOCK_CALLS = 2e-3, 10
 # A call that takes longer than this, and so many times as long as the fastest, is not repeated.
@@ -61,6 +62,8 @@ class Bench:
         calls: dict[str, Callable[[], object]] = {TORCH: lambda: dist.all_reduce(tensor)}
         if op == "avg":
             calls[TORCH] = lambda: (dist.all_reduce(tensor), tensor.div_(group.size))
+        if op == "tree":
+            calls[UNORDERED] = lambda: group.all_reduce(tensor)
         for name in algorithms:
             calls[name] = partial(group.all_reduce, tensor, OPS[op], algorithm=name)
         wrong = self._wrong(calls, source, tensor, op) if args.check else dict.fromkeys(calls)
@@ -78,7 +81,7 @@ class Bench:
         answers: dict[str, answer.Slice] = {}
         wrong: dict[str, int | None] = {}
         for name, call in calls.items():
-            redop, tree = _redop(op, name), None
+            redop, tree = _redop(op, name).replace("tree", "sum"), None
             if redop == "adasum":
                 spec = spec_for(parse_all_reduce_spec(name), source.numel())
                 tree = answer.tree_of(spec, topology)
@@ -121,7 +124,8 @@ class Bench:
 
 
 def _redop(op: str, name: str) -> str:
-    return "sum" if name == TORCH and op == "adasum" else op
+    beside = op == "tree" or (name == TORCH and op == "adasum")
+    return "sum" if beside and name in (TORCH, UNORDERED) else op
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,6 +156,8 @@ def _check(
         for spec in parse_all_reduce_spec(name):
             if spec.outer != "auto":
                 phases_of(spec, OPS[op], group.topology)
+        if args.model and op == "tree":
+            raise ValueError("--model has no price of its own for -o tree: a sum costs the same")
         if args.model:
             model.check(name, op, group.topology)
 
@@ -217,7 +223,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = ranks.make_parser("all_reduce", __doc__, iters=20)
     add_flags(parser)
     parser.add_argument("--seconds", type=float, default=0, help="of a size's iterations, at least")
-    parser.add_argument("-o", "--op", default="sum", help="sum, avg or adasum; several with commas")
+    parser.add_argument(
+        "-o", "--op", default="sum", help="sum, avg, adasum, tree; several with commas"
+    )
     parser.add_argument("-a", "--algorithm", help="specification strings, with commas")
     parser.add_argument("--model", action="store_true", help="compare with the cost model")
     return parser

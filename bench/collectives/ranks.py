@@ -17,11 +17,13 @@ import collectives
 from adasum import Adasum
 from bench import provenance
 from collectives.bench import finish
+from collectives.tree_order import in_order
 
 OPS: dict[str, collectives.Reducer] = {
     "sum": collectives.Sum,
     "avg": collectives.Average,
     "adasum": Adasum,
+    "tree": in_order(collectives.Sum, "tree"),
 }
 
 
