@@ -124,7 +124,7 @@ def check_users_operators(rank: int) -> None:
             loss_of(wrapped, rank, 0).backward()
             compare(gradients(wrapped), op, columns_of(model, 0), torch.float32)
     wrapped = wrap(model, "Trimmed", algorithm="rd", bucket_cap_mb=HUGE)
-    with pytest.raises(ValueError, match="use direct, bruck, psgpu, pscpu"):
+    with pytest.raises(ValueError, match="use direct, bruck, oneshot, psgpu, pscpu"):
         loss_of(wrapped, rank, 0).backward()
 
 
