@@ -210,8 +210,8 @@ def _run_operator(
     dtypes: Sequence[int],
     alignment: int,
     scalars: Sequence[float],
-    order: str = "list",
-    accumulate: torch.dtype | None = None,
+    order: str,
+    accumulate: torch.dtype | None,
 ) -> list[Tensor]:
     """Run the operator of a function."""
     # Gradients may be expanded, or have strides in any order.
@@ -279,7 +279,7 @@ for _name in LINEAR:
     _operator = f"{_name}_functional_2"
     _LIBRARY.define(
         f"{_operator}(Tensor[] inputs, SymInt[] bounds, SymInt[] numels, int[] dtypes, "
-        "int alignment, float[] scalars, str order='list', ScalarType? accumulate=None) "
+        "int alignment, float[] scalars, str order, ScalarType? accumulate) "
         "-> Tensor[]",
         tags=tags("cudagraph_unsafe"),
     )

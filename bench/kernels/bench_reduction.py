@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,12 +27,14 @@ SCALE = 1 / 3
 
 @dataclass(frozen=True)
 class Spec(case.Spec):
-    """One row: bytes of the first tensor, dtypes of tensors and output, sum_n's factor."""
+    """One row: bytes of the first tensor, dtypes of tensors and output, sum_n's options."""
 
     size: int
     tensors: tuple[torch.dtype, ...]
     out: torch.dtype = FP32
     scale: float = 1.0
+    order: Literal["list", "tree"] = "list"
+    accumulate: torch.dtype | None = None
 
 
 def _spec(
@@ -54,6 +56,8 @@ def _specs() -> Iterator[Spec]:
         ("n=8, fp32 to bf16", FP32, {"out": BF16}),
         ("n=8, fp16", FP16, {"out": FP16}),
         ("n=8, fp16 to fp32", FP16, {}),
+        ("n=8, tree", FP32, {"order": "tree"}),
+        ("n=8, tree, bf16", BF16, {"out": BF16, "order": "tree", "accumulate": BF16}),
         ("n=8, scaled", FP32, {"scale": SCALE}),
         ("n=8, scaled, found_inf", FP32, {"scale": SCALE, "checked": True}),
     ):
@@ -96,6 +100,9 @@ def case_of(spec: Spec, compiled: bool = DEVICE == "cuda") -> Case:
 def _make(spec: Spec, tensors: list[Tensor], out: Tensor) -> Case:
     flag = torch.zeros((), device=DEVICE) if spec.checked else None
     bound = rounding(spec.out, len(tensors))
+    if spec.accumulate is not None:
+        # A rounding more a level of the tree, or an addition of a list.
+        bound += len(tensors) * torch.finfo(spec.accumulate).eps / 2
     # Every step of a coarse peer may round to the narrowest dtype in sight.
     narrowest = max(torch.finfo(dtype).eps for dtype in (spec.out, *spec.tensors))
     coarse = bound + 2 * len(tensors) * narrowest
@@ -128,6 +135,7 @@ def _sum_n(tensors: list[Tensor], spec: Spec, options: dict[str, Any]) -> Made:
             magnitude += tensor.abs()
         return kernels.sum_n_reference(tensors, scale=spec.scale), magnitude.mul_(abs(spec.scale))
 
+    options |= {"order": spec.order, "accumulate": spec.accumulate}
     return (
         partial(kernels.sum_n, tensors, scale=spec.scale, **options),
         lambda: partial(kernels.plan_sum_n(tensors, **options), spec.scale),

@@ -63,7 +63,7 @@ _ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
     **_FINDINGS,
     "cast": {"OUT": _CAST},
 }
-_SUM_VARIANTS = {**_ELEMENTWISE_VARIANTS, "rounded": {"SUM": {"fp16": "fp16", "fp32": "fp32"}}}
+_ROUNDED = {"rounded": {"SUM": {"fp16": "fp16", "fp32": "fp32"}}}
 # The most elements that 128 multiprocessors hold, with four tiles each.
 _LARGEST_TILES = {dtype: 1 << (20 if dtype == "fp64" else 21) for dtype in ITEMSIZES}
 # No constant of the kernels: what they move by element is less than two vectors a chunk.
@@ -71,7 +71,9 @@ _EDGES_APART = {"VECTORS": True}
 KERNELS = {
     "pack": _COPY,
     "unpack": _COPY._replace(values={**_COPY.values, "PACK": False}),
-    "sum_n": Kernel(sum_kernels._sum_kernel.function, launcher.block_of, _IN_ORDER, _SUM_VARIANTS),
+    "sum_n": Kernel(
+        sum_kernels._sum_kernel.function, launcher.block_of, _IN_ORDER, _ELEMENTWISE_VARIANTS
+    ),
     "scaled_add": Kernel(
         sum_kernels._scaled_add_kernel.function,
         launcher.block_of,
@@ -114,9 +116,10 @@ KERNELS |= {
         sum_kernels._sum_kernel.function,
         partial(balanced_tree.tree_tile_of, levels),
         {**_ELEMENTWISE, "LEVELS": levels, "PAIRS": count > 1 << levels},
-        _SUM_VARIANTS,
+        {"misaligned": {"ALIGNED": False}, "cast": {"OUT": _CAST}, **_ROUNDED},
+        balanced_tree.options_of(levels),
     )
-    for count, levels in ((2, 1), (8, 3), (63, 5))
+    for count, levels in ((8, 3), (1023, 9))
 }
 # By the number of tensors, for each of which the code is another.
 KERNELS |= {

@@ -64,6 +64,14 @@ static uint16_t to_bfloat16(float value)
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
 }
 
+/* The value, rounded to bfloat16. */
+static float in_bfloat16(float value)
+{
+    uint32_t bits = (uint32_t)to_bfloat16(value) << 16;
+    memcpy(&value, &bits, sizeof bits);
+    return value;
+}
+
 /* The largest of `n` integers from `from + at` on, without their signs. */
 #define LARGEST(TYPE, MAX)                                                                        \
     ({                                                                                            \

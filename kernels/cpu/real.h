@@ -80,6 +80,12 @@ static void IN(write)(void *to, int dtype, int64_t at, int64_t n, const REAL *ti
 /* total = x + y, rounded to the dtype that sums are accumulated in; total may be x. */
 static void IN(add)(const struct task *t, REAL *total, const REAL *x, const REAL *y, int64_t n)
 {
+    if (t->accumulate == BFLOAT16) {
+        ELEMENTWISE
+        for (int64_t i = 0; i < n; i++)
+            total[i] = in_bfloat16((float)(x[i] + y[i]));
+        return;
+    }
     ELEMENTWISE
     for (int64_t i = 0; i < n; i++)
         total[i] = x[i] + y[i];
@@ -98,6 +104,16 @@ static const REAL *IN(branch)(const struct task *t, int64_t leaf, int64_t width,
     REAL right[TILE];
     int64_t half = width / 2;
     const REAL *x, *y;
+    if (width == 4 && leaf >= extra && t->dtypes[0] == NATIVE && t->accumulate == NATIVE) {
+        /* What needs no tile is added in one pass. */
+        void *const *from = t->tensors + leaf + extra;
+        const REAL *a = (REAL *)from[0] + low, *b = (REAL *)from[1] + low;
+        const REAL *c = (REAL *)from[2] + low, *d = (REAL *)from[3] + low;
+        ELEMENTWISE
+        for (int64_t i = 0; i < n; i++)
+            tile[i] = (a[i] + b[i]) + (c[i] + d[i]);
+        return tile;
+    }
     if (width > 1) {
         x = IN(branch)(t, leaf, half, extra, low, n, tile);
         y = IN(branch)(t, leaf + half, half, extra, low, n, right);

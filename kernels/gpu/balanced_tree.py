@@ -97,10 +97,19 @@ def branch(
 
 
 def tree_tile_of(levels: int, numel: int, itemsize: int) -> tuple[int, int]:
-    """(elements a tile, warps) of a tree: as many loads under way as of a sum in list order.
+    """(elements a tile, warps) of a tree: about as many loads under way as of a list.
 
-    With three levels and more, a thread has 16 bytes of the wider dtype for each, and a tile of any
-    depth stays in registers.
+    With three levels and more a thread has eight elements (four of float64), for which each level
+    needs at most eight registers.
     """
     block, warps = launcher.block_of(numel, itemsize)
-    return min(block, (16384 >> min(levels, 3)) // itemsize), warps
+    return min(block, max(1024 * min(itemsize, 4), 16384 >> levels) // itemsize), warps
+
+
+def options_of(levels: int) -> dict[str, int]:
+    """Triton's options of a tree of so many levels.
+
+    ptxas takes what outer loops keep for worth a spill, unless it is told how many registers it
+    may use. Shallow trees have none, and need fewer registers without.
+    """
+    return {"maxnreg": 168} if levels > 3 else {}

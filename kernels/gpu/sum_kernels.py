@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kernels.arguments import Call
 from kernels.arithmetic import compute_dtype
 from kernels.gpu import launcher
-from kernels.gpu.balanced_tree import branch, join, tree_tile_of
+from kernels.gpu.balanced_tree import branch, join, options_of, tree_tile_of
 from kernels.gpu.chunking import chunks_of, tile_of
 from kernels.gpu.device_tables import AddressTable
 from kernels.gpu.launcher import Kernel, jit, tl
@@ -121,9 +121,11 @@ def sum_n(call: Call, table: AddressTable) -> Callable[[float], None]:
     addresses, out, dtype = call.addresses, call.out, call.inputs[0].dtype
     itemsize, levels = max(dtype.itemsize, out.element_size()), None
     block, warps = launcher.block_of(out.numel(), itemsize)
+    options: dict[str, int] = {}
     if call.order == "tree":
         levels = len(addresses).bit_length() - 1
         block, warps = tree_tile_of(levels, out.numel(), itemsize)
+        options = options_of(levels)
     tiles = -(-out.numel() // block)
     if tiles == 0:
         return launcher.nothing
@@ -144,6 +146,7 @@ def sum_n(call: Call, table: AddressTable) -> Callable[[float], None]:
         ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
         BLOCK=block,
         num_warps=warps,
+        **options,
     )
     return lambda scale: launch(launcher.float_bits(scale))
 

@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -83,7 +84,8 @@ def sums(draw: Draw) -> None:
     out = draw.tensor(numel, to, poison=True)
     if dtype == to:
         out = draw.random.choice((out, tensors[0], tensors[-1]))
-    kernels.sum_n(tensors, out=out, scale=scale, found_inf=flag)
+    order: Literal["list", "tree"] = draw.random.choice(("list", "tree"))
+    kernels.sum_n(tensors, out=out, scale=scale, order=order, found_inf=flag)
     bound = tolerance(to, count) + torch.finfo(torch.float32).eps
     assert_close(out, whole.sum(0) * scale, whole.abs().sum(0) * scale, bound)
     draw.check(flag, [out])

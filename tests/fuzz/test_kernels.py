@@ -98,6 +98,7 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
     packed = {"layout": layout, "scale": scale, "found_inf": found_inf, "max_abs": flag()}
     pair = {"out": out, "found_inf": found_inf, "max_abs": flag()}
     factors = {"alpha": scale, "beta": scale}
+    sums = {"scale": scale, "order": value("list", "tree", "line"), "accumulate": dtype}
     weights = {"weights": value((1.0, 1.0), (3, 1), [0.5, 2.0], (0, 1), (1,))}
     return {
         "adasum": ([a, a], {"segments": cuts, **weights, **pair}),
@@ -123,9 +124,9 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         "scaled_add": ([a, a], {**factors, **pair, "dtype": dtype}),
         "scaled_add_bytes": ([a, a], {"dtype": dtype}),
         "scaled_add_reference": ([a, a], factors),
-        "sum_n": ([many], {**pair, "scale": scale, "dtype": dtype}),
+        "sum_n": ([many], {**pair, **sums, "dtype": dtype}),
         "sum_n_bytes": ([many], {"dtype": dtype}),
-        "sum_n_reference": ([many], {"scale": scale}),
+        "sum_n_reference": ([many], sums),
         "unpack": ([buffer, many], packed),
         "unpack_bytes": ([buffer, many], {"layout": layout}),
         "unpack_reference": ([buffer, layout], {"scale": scale}),

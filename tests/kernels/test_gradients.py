@@ -47,7 +47,7 @@ LINEAR: dict[str, tuple[Callable[[], list[Tensor]], Callable[..., Any], Callable
     ),
     "sum_n": (
         lambda: leaves(shapes=ROWS),
-        lambda *t: kernels.sum_n(t, scale=-0.7),
+        lambda *t: kernels.sum_n(t, scale=-0.7, order="tree", accumulate=t[0].dtype),
         lambda *t: (t[0] + t[1] + t[2]) * -0.7,
     ),
     "scaled_add": (

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import inspect
 import itertools
 import math
+import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +19,20 @@ from torch import Tensor
 import kernels
 from collectives.schedules.algorithm import Order
 from collectives.schedules.folding import balanced_tree
+from kernels import arithmetic, binding
 from kernels.arithmetic import joined
+from kernels.cpu import dispatch, native, torch_fallback
 from tests.kernels.cases import DTYPES, bits, misaligned, poisoned, random
+from tests.kernels.conftest import choose_cpu
+from tests.kernels.cpu.cases import ROOT, compile_library, need_compiled, setup_py
 
 SPECIAL = torch.tensor(
     [math.nan, math.inf, -math.inf, 0.0, -0.0, -0.0, 1e-45, -1e-40, 6e-8, 65504.0, 3e38, 1e300],
     dtype=torch.float64,
 )
-# The emulator takes a second for each kernel that is compiled, of every depth two.
-COUNTS = [1, 2, 3, 5, 8, 13]
+# Without and with pairs, and deeper than what is unrolled. The emulator takes a second for each
+# kernel that is compiled.
+COUNTS = [1, 3, 4, 11]
 WIDE = {dtype: torch.float64 if dtype == torch.float64 else torch.float32 for dtype in DTYPES}
 
 
@@ -131,7 +141,7 @@ def test_the_last_sum_is_scaled_and_rounded_once(cpu_path, dtype, target):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_list_order_rounds_each_sum_to_the_dtype(backend, dtype):
-    for count in (2, 5):
+    for count in (1, 2, 5):
         tensors = values(count, 133 if backend.slow else 9001, dtype, backend.device)
         got = kernels.sum_n(tensors, accumulate=dtype)
         if dtype == WIDE[dtype]:
@@ -141,7 +151,7 @@ def test_list_order_rounds_each_sum_to_the_dtype(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [3, 6])
+@pytest.mark.parametrize("count", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_tree_into_each_input_and_from_anywhere(backend, dtype, count):
     numel = 533 if backend.slow else 66_001
     tensors = values(count, numel, dtype, backend.device)
@@ -183,6 +193,83 @@ def test_a_plan_keeps_the_order():
     assert canonical(plan()) == canonical(wanted)
     plan.rebind(tensors[::-1])
     assert canonical(plan()) == canonical(expected(tensors[::-1], balanced(5), torch.float16))
+
+
+# What becomes of which text: of every four leaves the second and the third change places.
+SWAPS = {
+    "cpu_torch": {
+        "if leaf < extra:": "leaf ^= 3 if leaf % 4 in (1, 2) else 0\n        if leaf < extra:"
+    },
+    "cpu": {
+        "int64_t first = leaf": "leaf ^= leaf % 4 % 3 ? 3 : 0;\n        int64_t first = leaf",
+        "(a[i] + b[i]) + (c[i] + d[i])": "(a[i] + c[i]) + (b[i] + d[i])",
+    },
+    "emulator": {"    if PAIRS:": "    j ^= tl.where(j % 4 % 3 > 0, 3, 0)\n    if PAIRS:"},
+}
+
+
+def swap_in_torch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {**vars(arithmetic)}
+    exec(swapped("cpu_torch", inspect.getsource(joined)), names)
+    monkeypatch.setattr(torch_fallback, "joined", names["joined"])
+
+
+def swap_in_c(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_compiled()
+    for file in (ROOT / "kernels" / "cpu").glob("*.[ch]"):
+        text = file.read_text()
+        (path / file.name).write_text(swapped("cpu", text) if file.name == "real.h" else text)
+    names = setup_py()
+    flags = [*names["FLAGS"], *names["PROCESSORS"][platform.machine()], '-DCOMPILED_FROM=""']
+    made = compile_library("gcc", path / "native.c", path / "swapped.so", *flags)
+    library = native.Library(made)
+    monkeypatch.setattr(dispatch, "library", lambda: library)
+
+
+def swap_in_triton(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ROOT / "kernels" / "gpu"
+    tree, sums = ((folder / f"{one}.py").read_text() for one in ("balanced_tree", "sum_kernels"))
+    (path / "swapped_tree.py").write_text(swapped("emulator", tree))
+    (path / "swapped_sums.py").write_text(sums.replace("kernels.gpu.balanced_tree", "swapped_tree"))
+    monkeypatch.syspath_prepend(path)
+    found = importlib.import_module("swapped_sums")
+    monkeypatch.setitem(binding._LISTS_ON_TRITON, "sum_n", found.sum_n)
+
+
+def swapped(where: str, text: str) -> str:
+    for old, new in SWAPS[where].items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("where", "swap"),
+    [
+        ("cpu_torch", swap_in_torch),
+        pytest.param("cpu", swap_in_c, marks=pytest.mark.slow),
+        pytest.param("emulator", swap_in_triton, marks=pytest.mark.slow),
+    ],
+)
+def test_a_tree_that_joins_others_is_found(
+    where: str,
+    swap: Callable[[Path, pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        if where == "emulator":
+            pytest.importorskip("triton")
+            from tests.ptx_emulator.driver import emulated
+
+            stack.enter_context(emulated())
+        else:
+            choose_cpu(where, monkeypatch)
+        check_orders([4, 5], 75, torch.float32, "cpu")
+        swap(tmp_path, monkeypatch)
+        for count in (4, 5, 8):
+            with pytest.raises(AssertionError, match=f"\\({count}, "):
+                check_orders([count], 75, torch.float32, "cpu")
 
 
 F32 = torch.float32

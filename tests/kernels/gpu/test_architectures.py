@@ -27,6 +27,7 @@ def elementwise(dtype: torch.dtype) -> list[Tensor]:
         packed,
         *kernels.unpack(packed, [torch.empty_like(a), torch.empty_like(b)], scale=3.0),
         kernels.sum_n([a, b, a]),
+        kernels.sum_n([a, b, a, c, a], order="tree", accumulate=dtype),
         kernels.sum_n([a, c], dtype=torch.float32, found_inf=found),
         kernels.scaled_add(a, b, alpha=0.3, beta=-7.0),
         kernels.combine(a, c, dots, CUTS, found_inf=found),
@@ -59,7 +60,7 @@ def test_the_bits_of_sm_90(capability, dtype):
         expected, exact = elementwise(dtype), projected(dtype)
     with emulated(capability) as emulator:
         got, close = elementwise(dtype), projected(dtype)
-    assert len(emulator.launches) == 9
+    assert len(emulator.launches) == 10
     assert list(map(bits, got)) == list(map(bits, expected))
     if capability == 80:
         assert list(map(bits, close)) == list(map(bits, exact))

@@ -103,7 +103,11 @@ CASES: dict[str, tuple[Callable[..., list[Tensor]], Callable[..., Any], list[str
         ["unpack"],
     ),
     "sum_n": (pair, lambda *t: kernels.sum_n(t, scale=0.3, dtype=F32), ["sum_n"]),
-    "sum_n in place": (pair, lambda *t: kernels.sum_n(t, out=t[1]), ["sum_n"]),
+    "sum_n in place": (
+        pair,
+        lambda *t: kernels.sum_n([*t, *t], out=t[1], order="tree", accumulate=t[0].dtype),
+        ["sum_n"],
+    ),
     "scaled_add": (
         pair, lambda a, b, c: kernels.scaled_add(a, b, alpha=0.3, beta=-2), ["scaled_add"],
     ),

@@ -124,10 +124,28 @@ def test_opcheck_of_operators_with_a_derivative(requires_grad: bool) -> None:
     slots, unused = [0, 16, 32], [0]
     f16, f64 = kernels.DTYPES.index(F16), kernels.DTYPES.index(F64)
     settings: dict[str, tuple[Any, ...]] = {
-        "pack": ([vector(1), vector(2)[:5].clone()], slots, unused, [f64], 64, [0.5]),
-        "unpack": ([random(32, F64, "cpu", 3)], slots, [16, 5], [f64, f16], 64, [0.5]),
-        "sum_n": ([vector(1), vector(2), vector(3)], unused, unused, [f64], 0, [0.5]),
-        "scaled_add": ([vector(1), vector(2, F16)], unused, unused, [f64], 0, [0.5, -2.0]),
+        "pack": ([vector(1), vector(2)[:5].clone()], slots, unused, [f64], 64, [0.5], "list", None),
+        "unpack": (
+            [random(32, F64, "cpu", 3)],
+            slots,
+            [16, 5],
+            [f64, f16],
+            64,
+            [0.5],
+            "list",
+            None,
+        ),
+        "sum_n": ([vector(1), vector(2), vector(3)], unused, unused, [f64], 0, [0.5], "tree", F64),
+        "scaled_add": (
+            [vector(1), vector(2, F16)],
+            unused,
+            unused,
+            [f64],
+            0,
+            [0.5, -2.0],
+            "list",
+            None,
+        ),
     }
     assert {*settings} == {*LINEAR}
     for name, (inputs, *rest) in settings.items():
