@@ -293,7 +293,7 @@ def test_an_operator_that_reads_no_trees_is_refused_before_anything_is_sent(
         ):
             with pytest.raises(ValueError, match=r"hands over .*operands with their tree.*: .*"):
                 call()
-        with pytest.raises(ValueError, match=rf"{op} does not read: use .*bruck, psgpu, pscpu$"):
+        with pytest.raises(ValueError, match=rf"{op} does not read: use .*oneshot, psgpu, pscpu$"):
             group.check_algorithm("direct", op)
         assert tensor.eq(1).all()
         group.all_reduce(tensor, Sum)
