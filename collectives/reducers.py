@@ -60,9 +60,10 @@ class Operands:
             `right` make in the place of `left`; p and q ranks stand behind both. The last one's
             `left` is the result.
         gather_partials: With a tree: takes this rank's float64 table, returns all ranks' that
-            together hold the vectors, [ranks, ...] in ascending order. All get the same bits, and
-            all must call it equally often with tables of one shape. None where this rank holds the
-            vectors by itself.
+            together hold the vectors, [ranks, ...] in ascending order; of many ranks fewer tables,
+            each a sum of `Reducer.add_tables`. All that hold the same vectors get the same bits,
+            and all must call it equally often with tables of one shape. None where this rank holds
+            the vectors by itself.
     """
 
     pieces: Sequence[Piece]
@@ -149,6 +150,13 @@ class Reducer:
         operands.
         """
         raise NotImplementedError
+
+    def add_tables(self, tables: torch.Tensor) -> torch.Tensor:
+        """Return the sum of float64 tables, [ranks, ...], as `Operands.gather_partials` needs it.
+
+        Only a reducer that reads trees is asked. Every rank must make the same bits of the same.
+        """
+        return tables.sum(0)
 
     def bind(self, operands: Operands) -> Callable[[], None]:
         """Return what does `reduce(operands)` any number of times.

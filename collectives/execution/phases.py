@@ -121,7 +121,9 @@ def _phases_of(
             f"algorithm {str(spec)!r} hands over all operands with their tree, which {op} does not "
             f"read: use {able}"
         )
-    schedule = schedule_of(spec, topology, one_tree=one_tree, round_robin=round_robin)
+    schedule = schedule_of(
+        spec, topology, one_tree=one_tree, at_once=at_once, round_robin=round_robin
+    )
     if spec.inner is None:
         return AllReducePhases(schedule=schedule, host=outer.on_host)
     inner = algorithm(spec.inner)
