@@ -12,7 +12,7 @@ from collectives.schedules.algorithm import ONE_TENSOR, RoundRobin
 from collectives.schedules.auto import takes_tree_table, tree_algorithm
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.registry import algorithm, carriers
-from collectives.schedules.schedule import Schedule
+from collectives.schedules.schedule import Schedule, steps_of
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 
@@ -36,6 +36,22 @@ def for_dtype(spec: AllReduceSpec, op: Reducer, dtype: torch.dtype) -> AllReduce
     if pairwise is None or op.reads_tree_of(dtype):
         return spec
     return replace(spec, alg=f"{spec.inner}/{pairwise}" if spec.inner else pairwise)
+
+
+def climbs_in_levels(
+    spec: AllReduceSpec, op: Reducer, dtype: torch.dtype, topology: Topology
+) -> bool:
+    """Return whether `op` is handed parts of its tree, one after the other, not all of it at once.
+
+    So in shared memory all ranks' operands would be joined with other bits.
+    """
+    if not op.reads_tree or not algorithm(spec.outer).by_tree:
+        return False
+    spec = for_dtype(spec, op, dtype)
+    schedule = phases_of(spec, op, topology).schedule
+    if schedule is None or not algorithm(spec.outer).by_tree:
+        return False
+    return all(len(step.tree) < schedule.size - 1 for step in steps_of(schedule, 0))
 
 
 @dataclass(frozen=True)
