@@ -21,8 +21,9 @@ _RING_BYTES = 4 * 1024 * 1024
 # memory, are faster than an exchange of slices.
 _SMALL_TREE_BYTES = 256 * 1024
 TREE_RANKS = range(3, 17)
-"""How many ranks' operands `auto` has met at once with a tree: of two there is one pair, and the
-tables of more than these have more numbers than are worth it."""
+"""How many ranks' operands meet at once with a tree in shared memory, by `auto`, and in a
+reduce_scatter: of two there is one pair, and the tables of more than these have more numbers than
+are worth it. Messages of more go in levels."""
 
 
 class Piece(NamedTuple):

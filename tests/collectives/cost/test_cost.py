@@ -386,8 +386,9 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("| rechd/rechd |" in line for line in sums)
 
     assert lines[-2].startswith('sum: algorithm="rd:') and "/" in lines[-2]
-    # Of 32 ranks, more than `auto` lets meet at once.
-    assert lines[-1] == 'adasum: algorithm="rd:4M:vhdd"'
+    # In levels, of 8 nodes and of 4.
+    assert any("| direct |" in line for line in lines if line.startswith("| adasum |"))
+    assert lines[-1] == 'adasum: algorithm="rd:1M:direct"'
 
     main([*command, "--alpha", "1e-6", "--beta", "0,0", "--algorithms", "rd"])
     out = capsys.readouterr().out
@@ -398,7 +399,7 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert ", host 0 µs a step" in out and "| sum | rd | 24.7 µs | 5 |" in out
 
     main([*command, "--gamma", "1e-9", "--beta", "0,0", "--algorithms", "rd", "--op", "adasum"])
-    assert "adasum 7.5 µs + 0.4 GB/s" in capsys.readouterr().out
+    assert "adasum 7.5 µs + 0.5263 GB/s" in capsys.readouterr().out
 
     for wrong, text in (
         (["--bytes", "1x"], "'1x' is not a positive integer"),
