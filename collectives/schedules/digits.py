@@ -3,9 +3,11 @@
 At a level the ranks that differ in one digit, k of them, exchange slices of what they hold, and
 join their k operands, each of all ranks with the same higher digits, by their part of the balanced
 tree. Results go back by the same digits, the last one first. So a rank sends sum(k - 1) messages
-where one level sends n - 1, in 2 steps a level; bytes each way and extra memory are those of one
-level, 2 (n - 1) / n and at most (n - 1) / n of the buffer; folding adds two steps. A last digit of
-radix 2 exchanges whole slices, not halves of them: as many bytes, reduced twice and not sent back.
+where one level sends n - 1, in 2 steps a level; bytes are those of one level, 2 (n - 1) / n of the
+buffer each way, and extra memory is (k - 1) / k of it; folding adds two steps, and the buffer to
+both. A last digit of radix 2 exchanges whole slices, not halves of them: as many bytes, reduced
+twice and not sent back. So does every digit once slices are a 64th of the buffer, which is at most
+a third of it more of 65,536 ranks.
 
 The dot products of a level are of operands that all ranks with the same higher digits hold in
 pieces. Their tables travel digit by digit, and are added up after each. `vhdd` is all digits of

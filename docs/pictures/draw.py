@@ -100,6 +100,10 @@ def schedules() -> dict[str, tuple[str, Schedule]]:
             found[name] = name, schedule
     title, slices = found["direct"]
     found["direct"] = f"{title}, psgpu#{RANKS}, pscpu#{RANKS}", slices
+    levels = algorithm("direct").schedule
+    assert levels is not None
+    on_nodes = levels(Level(8, 1, Topology(8, 4), one_tree=True))
+    found["direct-levels"] = "direct in levels, Adasum on two nodes of four", on_nodes
     found["xring-adasum"] = "xring carrying Adasum", one_level("xring", one_tree=True)
     inner, outer = algorithm("rechd").scatter_gather, algorithm("vhdd").schedule
     assert inner is not None
