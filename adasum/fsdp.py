@@ -295,6 +295,9 @@ class _OverShards(Reducer):
             else replace(operands, sum_partials=sum_partials)
         )
 
+    def add_tables(self, tables: Tensor) -> Tensor:
+        return self.op.add_tables(tables)
+
     def prescale(self, dtype: torch.dtype, size: int) -> float:
         return self.op.prescale(dtype, size)
 

@@ -60,6 +60,21 @@ def bind_tree(operands: Operands, segments: tuple[int, ...], tree: Tree) -> Call
     return run
 
 
+def add_gram_matrices(tables: Tensor) -> Tensor:
+    """Return the sum of sums of two, [ranks, ..., 2]: high and low, to about 96 bits.
+
+    The leading bits of all high parts, down to one place that the largest of them gives, are added
+    without rounding, so that nothing is lost but in what is left of them and in the low parts.
+    Source: the extraction of Rump, Ogita and Oishi, "Accurate floating-point summation", SISC 2008.
+    """
+    high, low = tables.unbind(-1)
+    # A sum with this is a multiple of one unit, of which the sum of all has less than 2^53.
+    scale = torch.linalg.vector_norm(high, float("inf"), dim=0) * (2 * len(high))
+    leading = (high + scale) - scale
+    rest = (high - leading) + low
+    return torch.stack([leading.sum(0), rest.sum(0)], -1)
+
+
 class _Replay:
     """Finds each part's coefficient in every segment from the pieces' Gram matrices.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from adasum.gram_reduction import Tree, bind_tree, reduce_tree
+from adasum.gram_reduction import Tree, add_gram_matrices, bind_tree, reduce_tree
 from adasum.pieces import ClippedPiece, add_up, are_whole, clip, clipped, device_of, segments_of
 from adasum.real_pairs import real_dtype, real_operands
 from collectives import Operands, Reducer
@@ -99,6 +99,10 @@ class AdasumReducer(Reducer):
                     left = kernels.adasum(
                         left, right, inside, weights=weights, out=last, cooperative=False
                     )
+
+    def add_tables(self, tables: Tensor) -> Tensor:
+        """Return the sum of all ranks' precise Gram matrices."""
+        return add_gram_matrices(tables)
 
     def bind(self, operands: Operands) -> Callable[[], None]:
         """Return what does `reduce(operands)` any number of times, by plans of `kernels`."""

@@ -22,8 +22,9 @@ _RING_BYTES = 4 * 1024 * 1024
 # memory, are faster than an exchange of slices.
 _SMALL_TREE_BYTES = 256 * 1024
 TREE_RANKS = range(3, 17)
-"""How many ranks' operands `auto` has met at once with a tree: of two there is one pair, and the
-tables of more than these have more numbers than are worth it."""
+"""How many ranks' operands meet at once with a tree in shared memory, by `auto`, and in a
+reduce_scatter: of two there is one pair, and the tables of more than these have more numbers than
+are worth it. Messages of more go in levels."""
 
 
 class Piece(NamedTuple):
@@ -61,9 +62,10 @@ class Operands:
             `right` make in the place of `left`; p and q ranks stand behind both. The last one's
             `left` is the result.
         gather_partials: With a tree: takes this rank's float64 table, returns all ranks' that
-            together hold the vectors, [ranks, ...] in ascending order. All get the same bits, and
-            all must call it equally often with tables of one shape. None where this rank holds the
-            vectors by itself.
+            together hold the vectors, [ranks, ...] in ascending order; of many ranks fewer tables,
+            each a sum of `Reducer.add_tables`. All that hold the same vectors get the same bits,
+            and all must call it equally often with tables of one shape. None where this rank holds
+            the vectors by itself.
     """
 
     pieces: Sequence[Piece]
@@ -156,6 +158,13 @@ class Reducer:
         operands.
         """
         raise NotImplementedError
+
+    def add_tables(self, tables: torch.Tensor) -> torch.Tensor:
+        """Return the sum of float64 tables, [ranks, ...], as `Operands.gather_partials` needs it.
+
+        Only a reducer that reads trees is asked. Every rank must make the same bits of the same.
+        """
+        return tables.sum(0)
 
     def bind(self, operands: Operands) -> Callable[[], None]:
         """Return what does `reduce(operands)` any number of times.

@@ -94,7 +94,8 @@ def adasum_coefficients(
     Each pair is weighed as `combine` weighs it: v = (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b.
     All is computed in double-double. A vector is a zero vector, whose factor is 1, where its
     squared norm is below sqrt(DBL_MIN), or below `2**-46 (sum |c_i| |g_i|)^2`, with precise
-    partials 2**-92. A segment with a NaN or Inf in its matrix has NaN coefficients.
+    partials 2**-92. With these a result that is one has coefficients of 0: rounded ones would leave
+    a direction. A segment with a NaN or Inf in its matrix has NaN coefficients.
 
     Args:
         partials: float64 [R, S, n, n], R results of `gram` that are added in their order, or

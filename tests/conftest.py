@@ -48,6 +48,7 @@ NIGHTLY = (
     "adasum/optimizer/test_trainings.py",
     "adasum/test_ddp_fsdp.py",
     "adasum/test_direct.py",
+    "adasum/test_direct_levels.py",
     "adasum/test_compile.py",
     "adasum/test_weights.py",
     "bench",

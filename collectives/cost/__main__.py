@@ -29,8 +29,9 @@ from collectives.schedules.topology import Topology
 
 _Row = tuple[str, str, Cost]
 _MOST_RANKS = 1024
-# A rank of `direct` sends to all others: of many that is dear, and takes long to price.
-_MOST_DIRECT = 64
+# A rank of `direct` sends to all others, but for Adasum: of many that is dear, and takes long to
+# price. So do its levels.
+_MOST_DIRECT = {"sum": 64, "adasum": _MOST_RANKS}
 
 
 def algorithms(op: str, topology: Topology) -> list[str]:
@@ -38,7 +39,7 @@ def algorithms(op: str, topology: Topology) -> list[str]:
     size, local, nodes = topology.size, topology.local_size, topology.num_nodes
     halving = "vhdd" if op == "adasum" else "rechd"
     names = ["xring", halving, "rd", "psgpu"]
-    if size <= _MOST_DIRECT:
+    if size <= _MOST_DIRECT[op]:
         names.append("direct")
     if local > 1:
         names += [f"xring#{local}", f"psgpu#{local}"]
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, about in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
         text = f"{about}: inside a node and between nodes, or one for both"
         parser.add_argument(f"--{name}", metavar="INTRA[,INTER]", help=text)
-    parser.add_argument("--gamma", type=float, help="seconds a byte of a sum; Adasum's are 2.5")
+    parser.add_argument("--gamma", type=float, help="seconds a byte of a sum; Adasum's are 1.9")
     parser.add_argument("--host", type=float, metavar="SECONDS", help="of the host, a step")
     parser.add_argument("--table", action="store_true", help="print the table of `auto` instead")
     args = parser.parse_args(argv)
@@ -143,7 +144,7 @@ def _machine(args: argparse.Namespace) -> tuple[Topology, LinkRates]:
     host = ASSUMED.host if args.host is None else args.host
     rates = replace(ASSUMED, intra=intra, inter=inter, host=host)
     if args.gamma is not None:
-        plain, adasum = (factor * args.gamma for factor in (1.0, 2.5))
+        plain, adasum = (factor * args.gamma for factor in (1.0, 1.9))
         rates = replace(
             rates, sum=rates.sum._replace(beta=plain), adasum=rates.adasum._replace(beta=adasum)
         )

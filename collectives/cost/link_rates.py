@@ -79,15 +79,16 @@ ASSUMED = LinkRates(
     intra=Rate(3.4e-6, 1 / 450e9),
     inter=Rate(14e-6, 1 / 50e9),
     sum=Rate(3e-6, 3 / 3.35e12),
-    adasum=Rate(7.5e-6, 7.5 / 3.35e12),
+    adasum=Rate(7.5e-6, 5.7 / 3.35e12),
     host=60e-6,
 )
 """Assumptions, not measurements: nodes of H100 GPUs, each with a 400 Gb/s adapter of its own.
 
 alpha: the latencies that NCCL's tuning tables give a hop of a ring over NVLink and over the network
 (protocol Simple). beta: the makers' figures, NVLink 4 at 450 GB/s each way and 400 Gb/s. sum: a
-kernel launch of 3 µs, and two reads and a write at the 3.35 TB/s of the data sheet. adasum: two and
-a half times that, for five units of traffic in two launches and their dot products. host: what one
-exchange through NCCL takes of the calling thread's processor time over stand-ins for CUDA and NCCL
-(tests/fakes; a loaded 2-core EPYC), without a driver's part and the wait for NCCL's thread.
+kernel launch of 3 µs, and two reads and a write at the 3.35 TB/s of the data sheet. adasum: five
+units of such traffic in two launches, 1.14 times as long a byte as a sum's: on an H200, the one GPU
+that was measured, 1.12 to 1.18 of pairs of 1 GiB and of 8 slices of 128 MiB (bench/results). host:
+what one exchange through NCCL takes of the calling thread's processor time over stand-ins for CUDA
+and NCCL (tests/fakes; a loaded 2-core EPYC), without a driver's part and NCCL's own thread.
 """

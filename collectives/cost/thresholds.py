@@ -76,7 +76,8 @@ def best_specification(op: str, rates: LinkRates, topology: Topology, itemsize: 
 
 def tree_table() -> dict[Key, str]:
     """Return the table of `auto` for operators that read trees, by the price of Adasum."""
-    return _table("adasum", filter(takes_tree_table, _topologies()))
+    topologies = (*_topologies(), *_more_ranks())
+    return _table("adasum", filter(takes_tree_table, topologies))
 
 
 def order_table() -> dict[Key, str]:
@@ -196,3 +197,12 @@ def _topologies() -> Iterator[Topology]:
         for local in sorted({1, 2, 3, 4, 8, size}):
             if size % local == 0 and size // local <= _MAX_NODES:
                 yield Topology(size, local)
+
+
+def _more_ranks() -> Iterator[Topology]:
+    """Yield topologies whose trees are climbed in levels, as those of more ranks are.
+
+    On one node, where so many are rare, they would decide for fewer, of which one level is faster.
+    """
+    for size in (24, 32, 48, 64):
+        yield from (Topology(size, local) for local in (1, 8))

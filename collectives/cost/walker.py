@@ -22,6 +22,7 @@ from collectives.schedules.algorithm import (
     Parts,
     RoundRobin,
 )
+from collectives.schedules.digits import tables_by
 from collectives.schedules.levels import levels_of
 from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Action, Schedule, Step
@@ -31,6 +32,10 @@ from collectives.schedules.topology import Topology
 # Steps of a pipeline times ranks, beyond which only some steps, evenly spread, stand for all: bytes
 # are then right to 1 %.
 _PIPELINE_CELLS, _FEWEST_SAMPLES = 1 << 21, 128
+
+# What a rank launches: to add up tables that others go on with, and to look whether its own is
+# precise enough and make coefficients of all.
+_SUM_LAUNCHES, _COEFFICIENTS_LAUNCHES = 9, 2
 
 
 def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("sum",)) -> Profile:
@@ -145,13 +150,13 @@ def _in_lockstep(
     rows: dict[int, array[float]] = defaultdict(lambda: array("d"))
     groups: dict[int, dict[int, list[tuple[int, ...]]]] = defaultdict(lambda: defaultdict(list))
     phases: dict[int, int] = defaultdict(int)
-    by_tree: set[int] = set()
+    by_tree: dict[int, tuple[int, ...]] = {}
     # Rank after rank, so that no more than one rank's steps are held.
     for rank in range(size):
         for number, step in enumerate(steps_of(rank)):
             phases[number] = max(phases[number], step.phase)
             if step.tree:
-                by_tree.add(number)
+                by_tree[number] = step.digits
             if step.group and step.group[0] == rank:
                 groups[number][len(step.group)].append(step.group)
             spans = [recv[1:3] for recv in step.recvs if recv.action is not Action.COPY]
@@ -169,6 +174,7 @@ def _in_lockstep(
             groups=[np.array(each) for each in groups[number].values()],
             phase=phase,
             by_tree=number in by_tree,
+            digits=by_tree.get(number, ()),
         )
 
 
@@ -189,7 +195,15 @@ def _placed(step: BulkStep, stride: int, offsets: Ints, share: float) -> BulkSte
         groups=[
             (each[..., None] * stride + offsets).reshape(len(each), -1) for each in step.groups
         ],
+        digits=_tables_by(step, len(offsets)),
     )
+
+
+def _tables_by(step: BulkStep, offsets: int) -> tuple[int, ...]:
+    """Return the digits of a level's tables, where each of its ranks stands for several."""
+    if not step.by_tree:
+        return ()
+    return tables_by((offsets, *(step.digits or (step.groups[0].shape[1],))))
 
 
 def _add(profiler: Profiler, step: BulkStep, reduction: str) -> None:
@@ -204,7 +218,7 @@ def _add(profiler: Profiler, step: BulkStep, reduction: str) -> None:
     if step.by_tree:
         for groups in step.groups:
             if groups.shape[1] > 1:
-                _add_tables(profiler, groups)
+                _add_tables(profiler, groups, int(np.max(step.ways)) + 1, step.digits)
         return
     for together in zip_longest(*([*_dots(groups)] for groups in step.groups)):
         rows = [each for each in together if each is not None]
@@ -212,17 +226,23 @@ def _add(profiler: Profiler, step: BulkStep, reduction: str) -> None:
         profiler.add(BulkStep(source, target, 1.0, ways), "sum", dots=True)
 
 
-def _add_tables(profiler: Profiler, groups: Ints) -> None:
+def _add_tables(profiler: Profiler, groups: Ints, operands: int, digits: Sequence[int]) -> None:
     """Add what gathers the Gram matrices of groups, a group a row, and makes coefficients of them.
 
-    Two launches: the other one looks whether they are precise enough.
+    They travel by one exchange, or one for each digit.
     """
-    size = groups.shape[1]
-    pairs = np.array([(one, other) for one in range(size) for other in range(size) if one != other])
-    source, target = (groups[:, ends].reshape(-1) for ends in pairs.T)
-    # Two float64 numbers an entry.
-    share = size * size * 16 / DOTS_BYTES
-    profiler.add(BulkStep(source, target, share, (size - 1) / 2), "sum", dots=True)
+    *sums, _ = radices = digits or (groups.shape[1],)
+    stride = 1
+    for number, radix in enumerate(radices):
+        rows = groups.reshape(-1, radix, stride).swapaxes(1, 2).reshape(-1, radix)
+        pairs = [(one, other) for one in range(radix) for other in range(radix) if one != other]
+        source, target = (rows[:, ends].reshape(-1) for ends in np.array(pairs).T)
+        launches = _SUM_LAUNCHES if number < len(sums) else _COEFFICIENTS_LAUNCHES
+        # Two float64 numbers an entry.
+        share = operands**2 * 16 / DOTS_BYTES
+        step = BulkStep(source, target, share, (radix - 1) / launches)
+        profiler.add(step, "sum", dots=True)
+        stride *= radix
 
 
 def _dots(groups: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:

@@ -13,7 +13,13 @@ import torch
 from collectives.execution.call import Call
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
-from collectives.execution.phases import AllReducePhases, auto_by_messages, for_dtype, phases_of
+from collectives.execution.phases import (
+    AllReducePhases,
+    auto_by_messages,
+    climbs_in_levels,
+    for_dtype,
+    phases_of,
+)
 from collectives.execution.vectors import flatten, multiply, vector_of
 from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
@@ -195,6 +201,15 @@ class Runner:
             packed = AllReduceOptions(options.specs, vector.segments)
             self.all_reduce(buffer, op, packed, label, prescale=1.0)
             vector.store(buffer, options.postscale)
+
+    def climbs_in_levels(self, call: Call) -> bool:
+        """Return whether a range of an all-reduce names an algorithm that does, on its tensors."""
+        return any(
+            climbs_in_levels(spec, call.op, tensor.dtype, self.topology)
+            for spec in AllReduceOptions.of(call).specs
+            if spec.outer != "auto"
+            for tensor in call.tensors
+        )
 
     def execute(
         self,

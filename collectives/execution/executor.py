@@ -103,7 +103,7 @@ def _reduce(
     if not step.tree:
         sum_partials = _partial_sum(step.group, context)
     elif operator.reads_tree:
-        gather_partials = _partial_gather(step.group, context)
+        gather_partials = _partial_gather(step, operator, context)
     else:
         raise ValueError(f"{label} hands over a tree, which {operator} does not read: use vhdd")
     for leaves, reductions in _alike(step, operator, label):
@@ -209,26 +209,43 @@ def _partial_sum(
 
 
 def _partial_gather(
-    group: tuple[int, ...], step: CallContext
+    lowered: LoweredStep, operator: Reducer, step: CallContext
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what gathers all tables of `group` in one step; None where that is this rank alone."""
+    """Return what gathers the tables of a step's group; None where that is this rank alone.
+
+    By digits it adds up all but the last one's, in one order on all ranks.
+    """
+    group = lowered.group
     if len(group) < 2:
         return None
-    transport = step.transport
-    mine = group.index(transport.rank)
-    # The next rank first, so that not all begin with the first one.
-    others = (*range(mine + 1, len(group)), *range(mine))
 
     def gather_partials(table: torch.Tensor) -> torch.Tensor:
-        tables = table.new_empty(len(group), *table.shape)
-        tables[mine] = table
-        transport.exchange(
-            [Message(group[other], tables[mine].view(-1)) for other in others],
-            [Message(group[other], tables[other].view(-1)) for other in others],
-            f"the tables of {step.label}",
-            step.timeout,
-        )
-        transport.steps += 1
+        stride, tables = 1, table.unsqueeze(0)
+        for radix in lowered.digits or (len(group),):
+            table = tables[0] if stride == 1 else operator.add_tables(tables)
+            mine = group.index(step.transport.rank)
+            first = mine - mine // stride % radix * stride
+            alike = group[first : first + radix * stride : stride]
+            tables = _exchange_tables(table, alike, step)
+            stride *= radix
         return tables
 
     return gather_partials
+
+
+def _exchange_tables(table: torch.Tensor, ranks: Sequence[int], step: CallContext) -> torch.Tensor:
+    """Return the tables of all `ranks`, in their order."""
+    transport = step.transport
+    mine = ranks.index(transport.rank)
+    # The next rank first, so that not all begin with the first one.
+    others = (*range(mine + 1, len(ranks)), *range(mine))
+    tables = table.new_empty(len(ranks), *table.shape)
+    tables[mine] = table
+    transport.exchange(
+        [Message(ranks[other], tables[mine].view(-1)) for other in others],
+        [Message(ranks[other], tables[other].view(-1)) for other in others],
+        f"the tables of {step.label}",
+        step.timeout,
+    )
+    transport.steps += 1
+    return tables

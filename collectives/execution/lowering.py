@@ -61,6 +61,7 @@ class LoweredStep(NamedTuple):
         group: As in a `Step`.
         phase: As in a `Step`.
         tree: As in a `Step`.
+        digits: As in a `Step`.
     """
 
     name: str
@@ -72,6 +73,7 @@ class LoweredStep(NamedTuple):
     group: tuple[int, ...]
     phase: int
     tree: Tree
+    digits: tuple[int, ...]
 
 
 def chunk_bounds(schedule: Schedule, numel: int, segments: Sequence[int] | None) -> list[int]:
@@ -147,6 +149,7 @@ def _lower_step(
         group=tuple(members[r] for r in step.group),
         phase=step.phase,
         tree=step.tree,
+        digits=step.digits,
     )
 
 

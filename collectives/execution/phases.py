@@ -13,7 +13,7 @@ from collectives.schedules.auto import order_algorithm, takes_tree_table, tree_a
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.orders import tree_text
 from collectives.schedules.registry import algorithm, carriers
-from collectives.schedules.schedule import Schedule
+from collectives.schedules.schedule import Schedule, steps_of
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 
@@ -39,6 +39,22 @@ def for_dtype(spec: AllReduceSpec, op: Reducer, dtype: torch.dtype) -> AllReduce
     if pairwise is None or op.reads_tree_of(dtype):
         return spec
     return replace(spec, alg=f"{spec.inner}/{pairwise}" if spec.inner else pairwise)
+
+
+def climbs_in_levels(
+    spec: AllReduceSpec, op: Reducer, dtype: torch.dtype, topology: Topology
+) -> bool:
+    """Return whether `op` is handed parts of its tree, one after the other, not all of it at once.
+
+    So in shared memory all ranks' operands would be joined with other bits.
+    """
+    if not op.reads_tree or not algorithm(spec.outer).by_tree:
+        return False
+    spec = for_dtype(spec, op, dtype)
+    schedule = phases_of(spec, op, topology).schedule
+    if schedule is None or not algorithm(spec.outer).by_tree:
+        return False
+    return all(len(step.tree) < schedule.size - 1 for step in steps_of(schedule, 0))
 
 
 @dataclass(frozen=True)
@@ -124,7 +140,9 @@ def _phases_of(
             f"algorithm {str(spec)!r} hands over all operands with their tree, which {op} does not "
             f"read: use {able}"
         )
-    schedule = schedule_of(spec, topology, one_tree=one_tree, round_robin=round_robin)
+    schedule = schedule_of(
+        spec, topology, one_tree=one_tree, at_once=needs.at_once, round_robin=round_robin
+    )
     if spec.inner is None:
         return AllReducePhases(schedule=schedule, host=outer.on_host)
     inner = algorithm(spec.inner)

@@ -72,6 +72,7 @@ class Level(NamedTuple):
         topology: Where the ranks are; None where there is one a node.
         one_tree: Whether the operator needs the same expression tree for every element.
         round_robin: For algorithms that place shards on the ranks in turn.
+        at_once: Whether the operator needs all ranks' operands in one reduction.
     """
 
     size: int
@@ -79,6 +80,7 @@ class Level(NamedTuple):
     topology: Topology | None = None
     one_tree: bool = False
     round_robin: RoundRobin = ONE_TENSOR
+    at_once: bool = False
 
 
 class Needs(NamedTuple):
@@ -110,6 +112,7 @@ class BulkStep(NamedTuple):
         groups: The groups of the step's reductions, one a row, in an array for each length.
         phase: As in a Step.
         by_tree: Whether the step says a tree of what meets in its reductions.
+        digits: As in a Step.
     """
 
     source: Ints
@@ -120,6 +123,7 @@ class BulkStep(NamedTuple):
     groups: Sequence[Ints] = ()
     phase: int = 0
     by_tree: bool = False
+    digits: tuple[int, ...] = ()
 
 
 Parts = tuple[Sequence[BulkStep], Sequence[BulkStep]]
@@ -135,8 +139,8 @@ class Algorithm:
         summary: What it does, as in the README's table.
         order: The order of the ranks for an operator that needs one tree; None where the algorithm
             cannot carry such an operator.
-        all_at_once: Whether every reduction is of all ranks' operands at once, in rank order, so
-            that it can carry an operator that needs them so.
+        all_at_once: Whether every reduction is of all ranks' operands at once, in rank order, of
+            a level that is `at_once`, so that it can carry an operator that needs them so.
         by_tree: Whether more than two operands meet, whose tree a step says: an operator that needs
             one tree must then read trees.
         pairwise: Of one by_tree, the algorithm that reduces the same tree in pairs, for dtypes of

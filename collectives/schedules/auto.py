@@ -66,20 +66,20 @@ TREE_TABLE: dict[Key, str] = {
     ("cpu", "one node", "3"): "rd:512k:direct",
     ("cpu", "one node", "5 to 7"): "rd:512k:direct",
     ("cpu", "one node", "other"): "rd:512k:vhdd:1M:direct",
-    ("cpu", "several ranks a node", "2^k"): "rd:128k:vhdd",
+    ("cpu", "several ranks a node", "2^k"): "rd:64k:vhdd",
     ("cpu", "several ranks a node", "5 to 7"): "rd:512k:direct",
-    ("cpu", "several ranks a node", "other"): "rd:256k:vhdd",
-    ("cuda", "a rank a node", "2^k"): "rd:8M:direct:256M:vhdd",
+    ("cpu", "several ranks a node", "other"): "rd:64k:vhdd",
+    ("cuda", "a rank a node", "2^k"): "rd:8M:direct",
     ("cuda", "a rank a node", "3"): "rd:1M:direct",
     ("cuda", "a rank a node", "5 to 7"): "rd:1M:direct",
-    ("cuda", "a rank a node", "other"): "rd:2M:direct",
+    ("cuda", "a rank a node", "other"): "rd:4M:direct",
     ("cuda", "one node", "2^k"): "rd:8M:direct",
     ("cuda", "one node", "3"): "rd:1M:direct",
     ("cuda", "one node", "5 to 7"): "direct",
     ("cuda", "one node", "other"): "direct",
-    ("cuda", "several ranks a node", "2^k"): "rd:16M:direct:32M:vhdd",
+    ("cuda", "several ranks a node", "2^k"): "rd:8M:direct",
     ("cuda", "several ranks a node", "5 to 7"): "rd:1M:direct",
-    ("cuda", "several ranks a node", "other"): "rd:2M:direct",
+    ("cuda", "several ranks a node", "other"): "rd:4M:direct",
 }
 
 # The same for sums of order="tree", of whose algorithms every one makes the same bits.
@@ -154,7 +154,7 @@ def sum_algorithm(
 
 def takes_tree_table(topology: Topology) -> bool:
     """Return whether `auto` of an operator that reads trees is in `TREE_TABLE`; else by size."""
-    return topology.size in TREE_RANKS
+    return topology.size >= TREE_RANKS[0]
 
 
 def tree_algorithm(device: str, nbytes: int, topology: Topology) -> AllReduceSpec:

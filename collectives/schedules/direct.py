@@ -2,25 +2,30 @@
 
 Wins for Adasum on more than two ranks where a step costs more than a message, as on GPUs of one
 node: 2 steps whatever the size, 2 (n - 1) / n of the buffer each way, and (n - 1) / n of it as
-extra memory, the slices of the n - 1 other ranks. Each rank sends n - 1 messages a step, so that of
-many ranks, or where latency is all that counts, `rd` and `vhdd` are faster.
+extra memory, the slices of the n - 1 other ranks. Each rank sends n - 1 messages a step, so that
+where latency is all that counts `rd` is faster.
 
 An operator that reads trees is handed all n operands with the tree of `rd` and `vhdd`, for which it
 needs tables of all slices: one small exchange more, of every rank with every other, between the two
 steps. Adasum's are Gram matrices, since every vector of its tree is a linear combination of the
-ranks' vectors. Other operators take the operands in rank order. Sources: the direct algorithms of
-Thakur, Rabenseifner and Gropp, IJHPCA 2005; the Gram matrix is this library's own.
+ranks' vectors. Of more than 16 ranks, and where nodes and their ranks are powers of two, it climbs
+the tree in levels (`digits.py`): inside the nodes first, at most 8 operands at a time. Other
+operators take all operands in rank order. Sources: the direct algorithms of Thakur, Rabenseifner
+and Gropp, IJHPCA 2005; the Gram matrix is this library's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
+from collectives.schedules import digits
 from collectives.schedules.algorithm import Algorithm, BulkStep, Level, Order, Parts
-from collectives.schedules.folding import balanced_tree
+from collectives.schedules.folding import Fold, balanced_tree
+from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import (
     Action,
     Collective,
@@ -31,6 +36,11 @@ from collectives.schedules.schedule import (
     back,
     sharded,
 )
+
+# Ranks whose operands meet at once wherever they are alike.
+_MOST_AT_ONCE = 16
+# Of a digit: 8 ranks, of whose slices kernels read each once.
+_MOST_BITS = 3
 
 
 def _scatter(size: int, rank: int) -> Iterator[Step]:
@@ -95,11 +105,39 @@ def reduce(size: int, root: int) -> Schedule:
     return Schedule("direct reduce", size, size, Collective.REDUCE, steps, root=root)
 
 
+def _radices(level: Level) -> tuple[int, ...]:
+    """Return the digits by which a tree is climbed; none where all operands meet at once."""
+    size = level.size
+    local = 1 if level.topology is None else level.topology.local_size
+    if not level.one_tree or level.at_once:
+        return ()
+    leaves = Fold(size).leaves
+    # Of nodes of other sizes no level would be one node.
+    near = local if local < size == leaves else 1
+    if near == 1 and size <= _MOST_AT_ONCE:
+        return ()
+    return *radices_of(near), *radices_of(leaves // near)
+
+
+def radices_of(leaves: int) -> tuple[int, ...]:
+    """Return the digits of a power of two of leaves: as few and as equal as up to 8 can be."""
+    bits = leaves.bit_length() - 1
+    bounds = split_bounds(bits, -(-bits // _MOST_BITS)) if bits else [0]
+    return tuple(1 << (stop - start) for start, stop in pairwise(bounds))
+
+
+def _schedule(level: Level) -> Schedule:
+    radices = _radices(level)
+    return digits.all_reduce(level.size, radices) if radices else all_reduce(level.size)
+
+
 def _closed_form(level: Level, samples: int) -> Parts:
-    """Return both steps of a level for the cost model; there is no pipeline to sample."""
-    size, shards = level.size, level.shards
+    """Return the steps of a level for the cost model; there is no pipeline to sample."""
+    size, shards, radices = level.size, level.shards, _radices(level)
     if size == 1:
         return (), ()
+    if radices:
+        return digits.closed_form(size, radices, shards)
     source, target = np.divmod(np.arange(size * size), size)
     source, target = (np.tile(ends[source != target], shards) for ends in (source, target))
     group = np.arange(size)[None]
@@ -115,7 +153,7 @@ DIRECT = Algorithm(
     all_at_once=True,
     by_tree=True,
     pairwise="vhdd",
-    schedule=lambda level: sharded(all_reduce(level.size), level.shards),
+    schedule=lambda level: sharded(_schedule(level), level.shards),
     closed_form=_closed_form,
     scatter_gather=lambda level: scatter_gather(level.size).sharded(level.shards),
 )

@@ -9,7 +9,7 @@ Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 20
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -51,15 +51,17 @@ class Fold:
             return rank - self.extra
         return None if rank % 2 else rank // 2
 
+    def behind(self, leaf: int, width: int) -> int:
+        """Return how many ranks stand behind the aligned block of `width` leaves with `leaf`."""
+        return width + min(max(self.extra - (leaf - leaf % width), 0), width)
+
     def ranks_behind(self, leaf: int, distance: int) -> tuple[int, int]:
         """Return how many ranks stand behind both operands of the level of `distance`.
 
         These are the aligned blocks of so many leaves that `leaf` and its partner are in, the
         leaf's own first.
         """
-        firsts = (one - one % distance for one in (leaf, leaf ^ distance))
-        mine, theirs = (distance + min(max(self.extra - one, 0), distance) for one in firsts)
-        return mine, theirs
+        return self.behind(leaf, distance), self.behind(leaf ^ distance, distance)
 
     def block(self, leaf: int, width: int) -> tuple[int, ...]:
         """Return the ranks of the aligned block of `width` leaves that `leaf` is in."""
@@ -76,14 +78,23 @@ def _block(fold: Fold, first: int, width: int) -> tuple[int, ...]:
 def balanced_tree(size: int) -> Tree:
     """Return the whole tree of `size` operands in rank order: pairs folded in, then the levels."""
     fold = Fold(size)
-    joins = [(2 * i, 2 * i + 1, 1, 1) for i in range(fold.extra)]
-    for level in range(fold.levels):
-        distance = 1 << level
-        joins += [
-            (fold.rank(leaf), fold.rank(leaf + distance), *fold.ranks_behind(leaf, distance))
-            for leaf in range(0, fold.leaves, 2 * distance)
-        ]
-    return tuple(joins)
+    leaves = [(fold.rank(leaf), fold.behind(leaf, 1)) for leaf in range(fold.leaves)]
+    pairs = [(2 * i, 2 * i + 1, 1, 1) for i in range(fold.extra)]
+    return (*pairs, *joins(leaves))
+
+
+def joins(operands: Sequence[tuple[int, int]]) -> Tree:
+    """Return the balanced tree of a power of two of operands.
+
+    Args:
+        operands: Of each its number in the reduction, and how many ranks stand behind it.
+    """
+    found: list[tuple[int, int, int, int]] = []
+    while len(operands) > 1:
+        pairs = list(zip(operands[::2], operands[1::2], strict=True))
+        found += [(left, right, p, q) for (left, p), (right, q) in pairs]
+        operands = [(left, p + q) for (left, p), (_, q) in pairs]
+    return tuple(found)
 
 
 def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:

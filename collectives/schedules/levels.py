@@ -17,6 +17,7 @@ def levels_of(
     topology: Topology,
     *,
     one_tree: bool = False,
+    at_once: bool = False,
     round_robin: RoundRobin = ONE_TENSOR,
 ) -> tuple[Level | None, Level]:
     """Return the level inside a node, None where there is one level, and the other one.
@@ -28,6 +29,7 @@ def levels_of(
         topology: Where the ranks are.
         one_tree: Whether the operator needs one expression tree, of the level across nodes where
             there are two; the record's `order` says which.
+        at_once: Whether it needs all ranks' operands in one reduction.
         round_robin: The call's, for both levels.
 
     Raises:
@@ -43,7 +45,7 @@ def levels_of(
         )
     if spec.inner is None:
         outer.check_shards(spec.shards, size, topology.local_size)
-        return None, Level(size, spec.shards, topology, one_tree, round_robin)
+        return None, Level(size, spec.shards, topology, one_tree, round_robin, at_once)
     topology.require_even(str(spec))
     inner, node, nodes = algorithm(spec.inner), topology.node(), topology.num_nodes
     if not inner.inner:
@@ -67,6 +69,7 @@ def schedule_of(
     topology: Topology,
     *,
     one_tree: bool = False,
+    at_once: bool = False,
     round_robin: RoundRobin = ONE_TENSOR,
 ) -> Schedule:
     """Return the all-reduce of all ranks by a range of the specification string.
@@ -79,12 +82,15 @@ def schedule_of(
         spec: The algorithms.
         topology: Where the ranks are.
         one_tree: As for levels_of.
+        at_once: As for levels_of.
         round_robin: As for levels_of.
 
     Raises:
         ValueError: As for levels_of, or the only level or the outer one is a library's.
     """
-    near, far = levels_of(spec, topology, one_tree=one_tree, round_robin=round_robin)
+    near, far = levels_of(
+        spec, topology, one_tree=one_tree, at_once=at_once, round_robin=round_robin
+    )
     make = algorithm(spec.outer).schedule
     if make is None:
         raise ValueError(f"{spec.outer!r} is no schedule: use {', '.join(SCHEDULES)}")

@@ -87,6 +87,10 @@ class Step(NamedTuple):
         tree: How the operands of each of the step's reductions are joined, which is one for all of
             them: for operators that read trees. Those that need no one tree join the operands, of
             any number, from left to right. Ranks of a group have their operands in one order.
+        digits: With a tree: how the tables of a large group travel. A rank's place in the group is
+            a number of so many digits, of these radices, the first one that of neighbours. For
+            each digit in turn, ranks that differ in no other one exchange tables and add them up.
+            Empty: all of the group exchange theirs at once.
     """
 
     sends: tuple[Transfer, ...] = ()
@@ -94,6 +98,7 @@ class Step(NamedTuple):
     group: tuple[int, ...] = ()
     phase: int = 0
     tree: Tree = ()
+    digits: tuple[int, ...] = ()
 
 
 IDLE = Step()

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from collectives.schedules import ring
+from collectives.schedules.digits import tables_by
 from collectives.schedules.schedule import (
     IDLE,
     Collective,
@@ -100,6 +101,7 @@ def _across(node: ScatterGather, outer: Schedule, rank: int, behind: int) -> Ite
     start = region * node.width * outer.chunks
     for step in outer.steps(at):
         group = tuple(w * node.size + owner for w in step.group for owner in owners)
+        held = len(owners), *(step.digits or (len(step.group),))
         yield Step(
             sends=_mapped(step.sends, local, node.size, start, node.width),
             recvs=_mapped(step.recvs, local, node.size, start, node.width, behind),
@@ -107,6 +109,7 @@ def _across(node: ScatterGather, outer: Schedule, rank: int, behind: int) -> Ite
             group=(rank,) if group and outer.whole_segments else group,
             phase=1,
             tree=tuple((left, right, p * behind, q * behind) for left, right, p, q in step.tree),
+            digits=tables_by(held) if step.tree else (),
         )
 
 

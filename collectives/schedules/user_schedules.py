@@ -107,7 +107,7 @@ def _verified(schedule: Schedule, rank: int) -> VerifiedSchedule:
         if each == rank:
             mine = steps
         plain = [
-            (_plain(step.sends), _plain(step.recvs, receives=True), *step[2:4], *step.tree)
+            (_plain(step.sends), _plain(step.recvs, receives=True), *step[2:4], step[5], *step.tree)
             for step in steps
         ]
         digest.update(repr(plain).encode())
@@ -147,7 +147,8 @@ def _checked_steps(schedule: Schedule, rank: int) -> Iterator[Step]:
             recvs = tuple(map(_checked, islice(step.recvs, left + 1)))
             group = tuple(map(index, islice(step.group, schedule.size + 1)))
             tree = tuple(map(_join, islice(step.tree, schedule.size)))
-            checked = Step(sends, recvs, group, index(step.phase), tree)
+            digits = tuple(map(index, islice(step.digits, schedule.size)))
+            checked = Step(sends, recvs, group, index(step.phase), tree, digits)
         except (TypeError, ValueError) as error:
             raise TypeError(f"{where}, step {number}: {error}") from None
         left -= len(sends) + len(recvs)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, zip_longest
+from math import prod
 from typing import Any
 
 from collectives import validation
@@ -67,10 +68,10 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
     expression tree for a chunk; no phase reduces the result of a later one; what a rank reduces in
     a step is equal or disjoint ranges; and every non-empty `group` holds the same whole operands in
     one order, each chunk once, every rank's part of it in one range: a pair of them, or any number
-    where the group is one rank or says one tree of them. A tree joins each operand once. With
-    whole_segments a group is one rank, which holds whole segments. A gathered schedule only copies,
-    and ends with every rank's vector on every rank. Where a receive or a tree says how many ranks
-    stand behind its operands, so many do.
+    where the group is one rank or says one tree of them. A tree joins each operand once, and its
+    digits number the group. With whole_segments a group is one rank, which holds whole segments. A
+    gathered schedule only copies, and ends with every rank's vector on every rank. Where a receive
+    or a tree says how many ranks stand behind its operands, so many do.
 
     Args:
         schedule: The schedule.
@@ -222,8 +223,13 @@ def _check_groups(
             other = steps[member]
             if (other.group, other.phase) != (group, step.phase):
                 raise ScheduleError(f"{where}: ranks {rank} and {member} name different groups")
-            if other.tree != step.tree:
+            if (other.tree, other.digits) != (step.tree, step.digits):
                 raise ScheduleError(f"{where}: ranks {rank} and {member} name different trees")
+        if step.digits and not (step.tree and prod(step.digits) == len(group) > 1):
+            raise ScheduleError(
+                f"{where}: digits {step.digits} do not number the {len(group)} ranks of group "
+                f"{group}, or there is no tree"
+            )
         if schedule.whole_segments:
             if len(group) > 1:
                 raise ScheduleError(f"{where}: group {group} is of more ranks than hold a segment")

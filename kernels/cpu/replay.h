@@ -199,6 +199,13 @@ static void add_tables(const struct task *t, int64_t segment, struct wide *matri
         }
 }
 
+/* Where what stands there is no more than what its matrix rounded away. */
+static inline masks is_lost(const struct task *t, const struct replay *r, int64_t place)
+{
+    lanes length = r->lengths[place], norm = r->matrix[place * t->count + place].high;
+    return norm < length * length * all(t->precise ? 0x1p-92 : 0x1p-46);
+}
+
 /* The factors by which what stands at `left` and `right` is added: 1 - share d / A, or 1 beside a
  * vector without direction, whose squared norm A is none or is what its matrix rounded away. Parallel
  * ones, as those of one element are, have their mean: of these d / A may be as large as it likes, and
@@ -213,11 +220,9 @@ static void weigh(const struct task *t, const struct replay *r, const double *jo
     struct wide p = {all(joined[2]), all(0)}, q = {all(joined[3]), all(0)};
     masks zeros[2];
     for (int i = 0; i < 2; i++) {
-        lanes length = r->lengths[ends[i]];
         shares[i] = over(i ? q : p, two_sum(p.high, q.high));
         norms[i] = r->matrix[ends[i] * t->count + ends[i]];
-        zeros[i] = norms[i].high < TINY;
-        zeros[i] |= norms[i].high < length * length * all(t->precise ? 0x1p-92 : 0x1p-46);
+        zeros[i] = (norms[i].high < TINY) | is_lost(t, r, ends[i]);
         factors[i] = plus(one, negative(times(shares[i], over(dot, norms[i]))));
         factors[i] = choose_wide(zeros[i], one, factors[i]);
     }
@@ -265,6 +270,7 @@ static void join(struct replay *r, int64_t size, int64_t left, int64_t right, st
 static void replay_segments(const struct task *t, int64_t segment, struct replay *r)
 {
     int64_t size = t->count;
+    int64_t last = 0;
     lanes finite = all(0);
     r->widest = all(1);
     add_tables(t, segment, r->matrix);
@@ -281,7 +287,12 @@ static void replay_segments(const struct task *t, int64_t segment, struct replay
         struct wide factors[2];
         weigh(t, r, joined, factors);
         join(r, size, joined[0], joined[1], factors[0], factors[1]);
+        last = joined[0];
     }
+    /* Of a result that is nothing rounded coefficients would leave a direction. */
+    masks nothing = is_lost(t, r, last);
+    for (int64_t i = 0; t->precise && i < size; i++)
+        r->factors[i].high = choose(nothing, all(0), r->factors[i].high);
     for (int k = 0; k < 4 && segment + k < t->segments; k++) {
         for (int64_t i = 0; i < size; i++)
             ((double *)t->out)[(segment + k) * size + i] = r->factors[i].high[k] + finite[k];

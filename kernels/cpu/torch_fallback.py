@@ -28,6 +28,8 @@ _MAP_BLOCK = 1 << 20
 _DOT_BLOCK = 1 << 18
 # More digits than double-double has.
 _DIGITS = Context(prec=40)
+# What precise matrices round away, of the square of the sum of all lengths.
+_LOST = Decimal(2.0**-92)
 _SAFE_LOW, _SAFE_HIGH = 2.0**-60, 2.0**60
 
 
@@ -290,6 +292,8 @@ def _replay(tables: list[Any], tree: Tree, precise: bool) -> tuple[list[float], 
                 i: beta * c for i, c in leaves[right].items()
             }
             widest, last = max(widest, _spread_of(matrix[left][left], lengths[left])), left
+        if precise and matrix[last][last] < _LOST * lengths[last] ** 2:
+            return [0.0] * size, float(widest)
         return [float(leaves[last][i]) for i in range(size)], float(widest)
 
 
@@ -321,7 +325,7 @@ def _weigh(
     (i, j), given = ends, [Decimal(weight) for weight in weights]
     dot, norms = matrix[i][j], [matrix[i][i], matrix[j][j]]
     shares = [weight / sum(given) for weight in given]
-    seen = Decimal(2.0 ** (-92 if precise else -46))
+    seen = _LOST if precise else Decimal(2.0**-46)
     zeros = [
         norm < Decimal(TINY) or norm < seen * lengths[end] ** 2
         for norm, end in zip(norms, ends, strict=True)

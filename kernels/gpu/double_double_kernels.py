@@ -242,6 +242,7 @@ def _coefficients_kernel(
     root = k
     reach = tl.sqrt(tl.maximum(tl.sum(tl.where(i == j, high, 0.0), axis=0), 0.0))
     widest = tl.full([], 1.0, tl.float64)
+    nothing = tl.full([], 0, tl.int32)
     for step in range(n - 1):
         join = tree + 6 * step
         left, right = tl.load(join).to(tl.int32), tl.load(join + 1).to(tl.int32)
@@ -285,8 +286,12 @@ def _coefficients_kernel(
         new_reach = tl.fma(tl.abs(alpha), a_reach, tl.abs(beta) * b_reach)
         reach = tl.where(k == left, new_reach, reach)
         square = new_reach * new_reach
+        nothing = tl.where(norm < GUARD * square, 1, 0)
         found = tl.where(norm > 0.0, square / tl.where(norm > 0.0, norm, 1.0), float("inf"))
         widest = tl.maximum(widest, tl.where(square < _TINY, 1.0, found))
+    if PRECISE:
+        # Of a result that is nothing rounded coefficients would leave a direction.
+        c_high = tl.where(nothing > 0, 0.0, c_high)
     nan = float("nan")
     tl.store(out + segment * n + k, tl.where(lost, nan, c_high), mask=k < n)
     if SPREAD:

@@ -130,6 +130,27 @@ def test_vectors_that_leave_nothing_have_an_infinite_spread() -> None:
     assert got.tolist() == [[1.5, 1.5, 1.0]] and spread.item() == math.inf
 
 
+@pytest.mark.parametrize("longer", [0.0, 2.0**-60, 2.0**-30])
+def test_a_precise_result_that_is_nothing_has_no_coefficients(longer: float) -> None:
+    """Rounded ones leave 2^-53 of the vectors, and float64 sums do not tell nothing from little.
+
+    Of the four that cancel one is longer by a part of 2^-60, beneath the guard's 2^-46, or of
+    2^-30, above it.
+    """
+    a, b = (random(100, F64, "cpu", seed) for seed in (1, 2))
+    apart = b - (a @ b) / (a @ a) * a
+    vectors = torch.stack([a, apart, -a, -apart])
+    high = vectors @ vectors.mT
+    tables = torch.stack([high, torch.zeros_like(high)], -1)
+    for i, j in itertools.product(range(4), range(4)):
+        times = (i == 3) + (j == 3)
+        # (1 + longer)^times - 1.
+        tables[i, j, 1] = high[i, j] * (times * longer + (times == 2) * longer**2)
+    found = kernels.adasum_coefficients(tables[None, None], balanced(4))
+    assert bool((found == 0).all()) == (longer < 2.0**-46)
+    assert (kernels.adasum_coefficients(high[None, None], balanced(4)) != 0).all()
+
+
 def chain(
     tensors: Sequence[Tensor], rows: Rows, segments: tuple[int, ...], slices: int
 ) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import pytest
 
 from collectives import Group
 from collectives.requests import Request
+from collectives.schedules.topology import Topology
 from collectives.transport import ThreadTransport, ThreadWorld
 from tests.collectives.transport.thread_ranks import TIMEOUT, connect, together
 
@@ -36,12 +37,19 @@ def transports(way: str, size: int) -> list[Any]:
     return [kind(world, rank) for rank in range(size)]
 
 
-def run(way: str, size: int, job: Callable[[Group], Any], timeout: float = TIMEOUT) -> list[Any]:
+def run(
+    way: str,
+    size: int,
+    job: Callable[[Group], Any],
+    timeout: float = TIMEOUT,
+    topology: Topology | None = None,
+) -> list[Any]:
     """Run `job` on ranks that are threads; return the answers by rank."""
     ranks = transports(way, size)
 
     def main(transport: Any) -> Any:
-        group = Group(transport, timeout=timeout, local_rank=transport.rank, local_size=size)
+        own = {"local_rank": transport.rank, "local_size": size, "topology": topology}
+        group = Group(transport, timeout=timeout, **own)
         try:
             return job(group)
         finally:

@@ -238,7 +238,7 @@ def test_bytes_beyond_the_knee_take_another_time() -> None:
     )
 
 
-@pytest.mark.parametrize("size", [2, 3, 8, 64])
+@pytest.mark.parametrize("size", [2, 3, 8, 16])
 def test_adasum_by_direct_costs_its_passes_and_an_exchange_of_tables(size: int) -> None:
     """A Gram matrix and a blend of n slices, and tables of n x n pairs of float64 a segment."""
     nbytes, segments, others = float(1 << 20), 100, size - 1
@@ -255,12 +255,55 @@ def test_adasum_by_direct_costs_its_passes_and_an_exchange_of_tables(size: int) 
     assert cost.busiest_intra == pytest.approx(others * (2 * piece + table))
 
 
+def test_adasum_by_direct_on_two_nodes_costs_two_levels() -> None:
+    """Slices in the node, whole ones across, tables in the node alone, and the gather."""
+    nbytes, segments, others = float(1 << 20), 100, 7
+    (near, beta), (far, far_beta) = RATES.intra[:2], RATES.inter[:2]
+    (call, gamma), (launch, sum_gamma) = RATES.adasum[:2], RATES.sum[:2]
+    piece = nbytes / 8
+    tables = 0.0
+    for operands in (8, 2):
+        table = 16.0 * operands**2 * segments
+        tables += others * near + 2 * launch + others * table * (beta + sum_gamma)
+    inside = 2 * others * (near + piece * beta) + call + (2 * 8 + 1) / 5 * piece * gamma
+    across = far + piece * far_beta + call + piece * gamma
+    cost = estimate("direct", nbytes, RATES, Topology(16, 8), "adasum", segments)
+    assert cost.seconds == pytest.approx(inside + across + tables)
+    assert (cost.steps, cost.memory) == (3, pytest.approx(others * piece))
+    assert cost.busiest_inter == pytest.approx(8 * piece)
+
+
+def test_tables_of_many_ranks_cost_their_digits() -> None:
+    """64 nodes in two levels of 8: the second one's tables travel twice, added up in between."""
+    nbytes, segments, others = float(1 << 20), 100, 7
+    alpha, beta = RATES.inter[:2]
+    (call, gamma), (launch, sum_gamma) = RATES.adasum[:2], RATES.sum[:2]
+    table = 16.0 * 64 * segments
+    tables = 3 * others * (alpha + table * (beta + sum_gamma)) + (2 + 9 + 2) * launch
+    levels = 0.0
+    for piece in (nbytes / 8, nbytes / 64):
+        levels += 2 * others * (alpha + piece * beta) + call + (2 * 8 + 1) / 5 * piece * gamma
+    cost = estimate("direct", nbytes, RATES, Topology(64, 1), "adasum", segments)
+    assert cost.seconds == pytest.approx(levels + tables)
+    assert cost.inter == pytest.approx(2 * 63 * nbytes + 64 * 3 * others * table)
+
+
+@pytest.mark.parametrize(
+    ("size", "local"),
+    [(4, 2), (8, 2), (16, 8), (17, 1), pytest.param(64, 8, marks=pytest.mark.slow)],
+)
+def test_profiles_of_levels_agree_with_a_walk(size: int, local: int) -> None:
+    for text in ("direct", "direct#2"):
+        assert _agree(text, Topology(size, local), "adasum")
+
+
 @pytest.mark.parametrize(
     ("text", "op", "steps"),
     [
         ("xring", "sum", 14),
         ("direct", "sum", 2),
-        ("direct", "adasum", 3),
+        # In two levels on two nodes.
+        ("direct", "adasum", 5),
         ("rechd", "sum", 6),
         ("rd", "sum", 3),
         ("rechd/xring", "sum", 2 * 2 + 2),
@@ -383,8 +426,9 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("| rechd/rechd |" in line for line in sums)
 
     assert lines[-2].startswith('sum: algorithm="rd:') and "/" in lines[-2]
-    # Of 32 ranks, more than `auto` lets meet at once.
-    assert lines[-1] == 'adasum: algorithm="rd:4M:vhdd"'
+    # In levels, of 8 nodes and of 4.
+    assert any("| direct |" in line for line in lines if line.startswith("| adasum |"))
+    assert lines[-1] == 'adasum: algorithm="rd:1M:direct"'
 
     main([*command, "--alpha", "1e-6", "--beta", "0,0", "--algorithms", "rd"])
     out = capsys.readouterr().out
@@ -395,7 +439,7 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert ", host 0 µs a step" in out and "| sum | rd | 24.7 µs | 5 |" in out
 
     main([*command, "--gamma", "1e-9", "--beta", "0,0", "--algorithms", "rd", "--op", "adasum"])
-    assert "adasum 7.5 µs + 0.4 GB/s" in capsys.readouterr().out
+    assert "adasum 7.5 µs + 0.5263 GB/s" in capsys.readouterr().out
 
     for wrong, text in (
         (["--bytes", "1x"], "'1x' is not a positive integer"),

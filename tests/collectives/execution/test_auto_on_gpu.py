@@ -78,7 +78,7 @@ def test_what_no_library_takes_goes_by_a_schedule(monkeypatch: pytest.MonkeyPatc
     by_rule = {"operator of the user's": "xring", "on the host": "xring"}
     assert answers == {name: by_rule.get(name, "rechd") for name in answers}
     assert chosen(of, tensor(BUCKET >> 1, torch.int16)) == "rechd/rd"
-    for nbytes, schedule in ((1 << 10, "rd"), (BUCKET, "vhdd")):
+    for nbytes, schedule in ((1 << 10, "rd"), (BUCKET, "direct")):
         assert chosen(of, tensor(nbytes), Adasum) == schedule
 
 

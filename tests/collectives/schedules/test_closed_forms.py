@@ -26,7 +26,8 @@ def levels(record: Algorithm, size: int) -> Iterator[Level]:
     most = record.most_shards(size, size) or 3
     for shards in range(1, min(most, 3 if size <= 12 else 1) + 1):
         for one_tree in (False, True):
-            yield Level(size, shards, Topology(size, size), one_tree)
+            for local in {size, *(d for d in (2, 4, 8) if size % d == 0 and shards == 1)}:
+                yield Level(size, shards, Topology(size, local), one_tree)
             if record.outer:
                 yield Level(size, shards, None, one_tree)
 
@@ -99,6 +100,7 @@ def compare(schedule: Schedule, bulk: Sequence[BulkStep]) -> None:
         groups = {tuple(row.tolist()) for rows in form.groups for row in rows}
         assert groups == {step.group for step in steps if len(step.group) > 1}
         assert all(bool(step.tree) == form.by_tree for step in steps if step.recvs)
+        assert {step.digits for step in steps if step.tree} <= {form.digits}
     assert number + 1 == len(expected)
 
 

@@ -88,9 +88,20 @@ def test_one_call_after_the_other(algorithm: str, size: int) -> None:
     assert run(work, size) == []
 
 
-@pytest.mark.parametrize(("algorithm", "groups"), [("direct", 3), ("vhdd", 6 + 1 + 2 + 3)])
+@pytest.mark.parametrize(
+    ("algorithm", "topology", "groups"),
+    [
+        ("direct", Topology(8, 8), 3),
+        ("vhdd", Topology(8, 8), 6 + 1 + 2 + 3),
+        # Slices and tables in a node, slices across, tables in a node, and the gather.
+        ("direct", Topology(16, 8), 5),
+        # Tables of 16 ranks travel by two digits, and are added up in between.
+        ("direct", Topology(16, 2), 4 + 1 + 2),
+    ],
+    ids=str,
+)
 def test_groups_of_nccl_are_those_that_the_model_prices(
-    algorithm: str, groups: int, monkeypatch: pytest.MonkeyPatch
+    algorithm: str, topology: Topology, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
     access = machine.access
@@ -101,22 +112,24 @@ def test_groups_of_nccl_are_those_that_the_model_prices(
         access(what, stream, reads, writes)
 
     monkeypatch.setattr(machine, "access", counted)
-    monkeypatch.setattr(pipelining, "_NEAR_PART_BYTES", 1 << 30)
+    for parts in ("_NEAR_PART_BYTES", "_FAR_PART_BYTES"):
+        monkeypatch.setattr(pipelining, parts, 1 << 30)
 
     def work(group: Group) -> None:
         group.all_reduce(mine(group, 8000), Adasum, algorithm=algorithm)
 
-    assert run(work, 8) == []
-    price = walk_one(algorithm)
-    assert len(sizes) == 8 * groups
-    assert sum(sizes) == price.intra
+    size = topology.size
+    assert run(work, size, topology.local_size) == []
+    price = priced(algorithm, topology)
+    assert len(sizes) == size * groups
+    assert sum(sizes) == price.intra + price.inter
     free = replace(ASSUMED, host=0.0)
-    each = (price.seconds - walk_one(algorithm, free).seconds) / ASSUMED.host
+    each = (price.seconds - priced(algorithm, topology, free).seconds) / ASSUMED.host
     assert each == pytest.approx(groups)
 
 
-def walk_one(algorithm: str, rates: LinkRates = ASSUMED) -> Cost:
-    return estimate(algorithm, 32000, rates, Topology(8, 8), "adasum")
+def priced(algorithm: str, topology: Topology, rates: LinkRates = ASSUMED) -> Cost:
+    return estimate(algorithm, 32000, rates, topology, "adasum")
 
 
 @pytest.mark.parametrize("outer", [*OUTER, "pscpu#2"])

@@ -187,6 +187,21 @@ def test_coefficients_of_zero_vectors_are_one_and_weights_count(backend):
     assert bits(one) == bits(other)
 
 
+def test_a_precise_result_that_is_nothing_has_no_coefficients(backend):
+    """Beside one that is something, of vectors that cancel as far as float32 lets them."""
+    x, y = (random(50, torch.float32, backend.device, seed) for seed in (1, 2))
+    longer = y.clone()
+    longer[7] *= 1 + 2.0**-20
+    for last, nothing in ((-y, True), (-longer, False)):
+        matrices = kernels.gram([x, y, -x, last], precise=True)
+        assert (matrices[..., 1] != 0).any()
+        found = kernels.adasum_coefficients(matrices[None], balanced(4))
+        assert (found == 0).all() if nothing else (found != 0).all()
+        # float64 sums do not tell.
+        plain = kernels.gram([x, y, -x, last])
+        assert (kernels.adasum_coefficients(plain[None], balanced(4)) != 0).all()
+
+
 @pytest.mark.parametrize("count", [3, pytest.param(17, marks=slow)])
 def test_precise_coefficients_are_those_of_decimals(backend, count):
     """Of vectors of which the first two cancel but for 1e-6 in one segment of three."""
