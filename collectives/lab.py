@@ -76,7 +76,7 @@ class Schedule(plain.Schedule):
     def table(self) -> str:
         """Return what each rank sends and receives in each step, as text, a line a step and rank.
 
-        Chunks are numbered from 0, steps from 1.
+        Steps and chunks are numbered from 0, as in errors.
         """
         return drawing.table(self)
 

@@ -51,7 +51,7 @@ class PublicNames(SphinxDirective):
         kinds, others = {}, []
         for name in sorted(module.__all__):
             value = getattr(module, name)
-            if is_of_collectives(value) and package != "collectives":
+            if is_of_collectives(value) and package.partition(".")[0] != "collectives":
                 others.append(name)
             elif not isinstance(value, ModuleType):
                 kinds[name] = kind_of(value)

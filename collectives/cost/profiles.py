@@ -138,7 +138,7 @@ class Profiler:
     Args:
         topology: Where the ranks are.
         in_order: Where given, every step that costs something is appended to it, with how many
-            steps of the schedule have begun, and with the loads of all nodes in their order.
+            steps of the schedule came before, and with the loads of all nodes in their order.
     """
 
     def __init__(self, topology: Topology, in_order: list[tuple[int, Round]] | None = None) -> None:
@@ -208,7 +208,7 @@ class Profiler:
         local = self._topology.local_size
         if self._in_order is not None:
             nodes = table.reshape(-1, local, _COLUMNS)
-            self._in_order.append((self._steps, Round(nodes, times, reduction, dots, passes)))
+            self._in_order.append((self._steps - 1, Round(nodes, times, reduction, dots, passes)))
         matrix = _distinct(table.reshape(-1, local * _COLUMNS)).reshape(-1, local, _COLUMNS)
         key = (reduction, dots, passes, matrix.shape[0], matrix.tobytes())
         _, before = self._rounds.get(key, (matrix, 0))

@@ -57,7 +57,8 @@ def _run(
             node, begin = topology.node_of(rank), clock
             what = "dot products" if each.dots else "messages"
             parts = {"host": rates.host, what: moved[rank], "reduction": reduced[rank]}
-            said = {} if each.dots else texts.get((number, rank), {})
+            # Dot products, and a reduction after all steps, come with the step before them.
+            said = texts.pop((number, rank), {})
             yield {**_at("B", node, rank, clock), "name": f"step {number}", "args": said}
             for name, seconds in parts.items():
                 if seconds:
@@ -74,7 +75,7 @@ def _texts(schedule: Schedule, nbytes: float) -> dict[tuple[int, int], dict[str,
     for message in messages(schedule):
         text = f"{message}: {float(message.share) * nbytes:.0f} bytes"
         for rank, way in ((message.source, "sends"), (message.target, "receives")):
-            texts.setdefault((message.step + 1, rank), {}).setdefault(way, []).append(text)
+            texts.setdefault((message.step, rank), {}).setdefault(way, []).append(text)
     return texts
 
 

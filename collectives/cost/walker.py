@@ -57,7 +57,7 @@ def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("s
 def rounds_of(
     schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("sum",)
 ) -> list[tuple[int, Round]]:
-    """Return what `walk` adds up, one after the other, with the number of its step, from 1."""
+    """Return what `walk` adds up, one after the other, with the number of its step."""
     rounds: list[tuple[int, Round]] = []
     _walk(schedule, Profiler(topology, rounds), reductions)
     return rounds

@@ -24,6 +24,7 @@ from collectives.cost import ASSUMED, OPS
 from collectives.cost.__main__ import costs
 from collectives.lab import Schedule, schedule
 from collectives.schedules.spec import parse_general_int
+from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         validation.integer("--segments", args.segments, 1)
         text = COMMANDS[args.command](args)
-    except ValueError as error:
+    except (ValueError, ScheduleError) as error:
         parser.error(f"{args.command} {args.spec} {args.size}: {error}")
     if args.output is None:
         sys.stdout.write(text)

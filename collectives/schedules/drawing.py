@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import zip_longest
 from math import ceil, hypot
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-from collectives.schedules.schedule import Action, Schedule, Transfer, steps_of
+from collectives.schedules.schedule import IDLE, Action, Schedule, Step, Transfer, steps_of
 
 _BLUE, _VERMILION = "#0072B2", "#D55E00"
 # Scoped by its class, since the style of a picture inside a page is the whole page's. A picture has
@@ -78,8 +79,7 @@ class Svg(str):
 
 def messages(schedule: Schedule) -> Iterator[Message]:
     """Yield all messages by step, joined where one rank sends another several to do one thing."""
-    ranks = [steps_of(schedule, rank) for rank in range(schedule.size)]
-    for number, together in enumerate(zip(*ranks, strict=True)):
+    for number, together in enumerate(_steps(schedule)):
         for rank, step in enumerate(together):
             ranges: dict[tuple[int, bool], list[tuple[int, int]]] = {}
             for peer, start, stop, action, _ in step.recvs:
@@ -97,7 +97,7 @@ def svg(schedule: Schedule, nodes: int, title: str) -> Svg:
         nodes: How many equal runs of ranks stand apart.
         title: What stands above.
     """
-    drawn, steps = list(messages(schedule)), len(steps_of(schedule, 0))
+    drawn, steps = list(messages(schedule)), len(_steps(schedule))
     at = _Layout(schedule.size, nodes, steps)
     wide = max(at.right + _MARGIN, 2 * _MARGIN + _TITLE_CHARACTER * len(title))
     size = f'width="{wide:g}" height="{at.bottom + _FOOT:g}"'
@@ -116,7 +116,7 @@ def svg(schedule: Schedule, nodes: int, title: str) -> Svg:
         seen.add(message[:3])
         start = at.x(message.step + 0.06) + aside, at.row(message.source)
         end = at.x(message.step + 0.94) + aside, at.row(message.target)
-        tip = f"<title>step {message.step + 1}: {message}</title>"
+        tip = f"<title>step {message.step}: {message}</title>"
         arrow = _arrow(start, end, float(message.share))
         parts.append(f'<g class="{message.kind}">{tip}{arrow}</g>')
     parts += _foot(at, _labels(drawn, steps, at.step))
@@ -126,7 +126,7 @@ def svg(schedule: Schedule, nodes: int, title: str) -> Svg:
 def plot(schedule: Schedule, axes: Any, title: str) -> Any:
     """Draw the same on axes of matplotlib, and return them."""
     drawn = list(messages(schedule))
-    steps = len(steps_of(schedule, 0))
+    steps = len(_steps(schedule))
     for rank in range(schedule.size):
         axes.plot([0, steps], [rank, rank], color="lightgrey", linewidth=1, zorder=0)
     for message in drawn:
@@ -140,7 +140,7 @@ def plot(schedule: Schedule, axes: Any, title: str) -> Any:
         }
         ends = (message.step + 0.94, message.target), (message.step + 0.06, message.source)
         axes.annotate("", *ends, arrowprops=arrow)
-    labels = [(step + 0.5, f"{step + 1}\n{share}") for step, share in _labels(drawn, steps, 40)]
+    labels = [(step + 0.5, f"{step}\n{share}") for step, share in _labels(drawn, steps, 40)]
     axes.set(ylim=(schedule.size - 0.6, -0.4), xlim=(0, max(1, steps)), title=title)
     axes.set_xlabel("step, and each message's share of the buffer")
     axes.set_xticks([x for x, _ in labels], [label for _, label in labels])
@@ -156,19 +156,22 @@ def plot(schedule: Schedule, axes: Any, title: str) -> Any:
 def table(schedule: Schedule) -> str:
     """Return what each rank sends and receives in each step, a line for each, as text."""
     rows = [("step", "rank", "sends these chunks", "receives these (+ reduces them)")]
-    ranks = [steps_of(schedule, rank) for rank in range(schedule.size)]
-    for number, together in enumerate(zip(*ranks, strict=True)):
+    for number, together in enumerate(_steps(schedule)):
         for rank, step in enumerate(together):
             sends = [f"{_text_of([each[1:3]])} → rank {each.peer}" for each in step.sends]
             recvs = [_received(each) for each in step.recvs]
-            first = str(number + 1) if rank == 0 else ""
+            first = str(number) if rank == 0 else ""
             rows.append((first, str(rank), ", ".join(sends) or "-", ", ".join(recvs) or "-"))
     widest = max(len(row[2]) for row in rows)
     lines = [f"{a:>4}  {b:>4}  {c:<{widest}}  {d}" for a, b, c, d in rows]
-    heading = (
-        f"{schedule.name}: ranks {schedule.size}, steps {len(ranks[0])}, chunks {schedule.parts}"
-    )
-    return "\n".join([heading, "", *lines]) + "\n"
+    counts = f"ranks {schedule.size}, steps {len(_steps(schedule))}, chunks {schedule.parts}"
+    return "\n".join([f"{schedule.name}: {counts}", "", *lines]) + "\n"
+
+
+def _steps(schedule: Schedule) -> list[tuple[Step, ...]]:
+    """Return the steps of all ranks by number; one that is being written may lack some."""
+    ranks = [steps_of(schedule, rank) for rank in range(schedule.size)]
+    return list(zip_longest(*ranks, fillvalue=IDLE))
 
 
 def _received(each: Transfer) -> str:
@@ -221,7 +224,7 @@ def _foot(at: _Layout, labels: Iterator[tuple[int, str]]) -> Iterator[str]:
     for y, name in ((18, "step"), (36, "share")):
         yield _text(_MARGIN, at.bottom + y, name, "small")
     for step, share in labels:
-        yield _text(at.x(step + 0.5), at.bottom + 18, str(step + 1), anchor="middle")
+        yield _text(at.x(step + 0.5), at.bottom + 18, str(step), anchor="middle")
         yield _text(at.x(step + 0.5), at.bottom + 36, share, "small", anchor="middle")
     for x, kind in ((at.left, "reduced"), (at.left + 130, "copied")):
         y = at.bottom + 67

@@ -23,6 +23,7 @@ from collectives.schedules.drawing import Message, messages
 from collectives.schedules.registry import ORDERED, SCHEDULES
 from collectives.schedules.schedule import steps_of
 from collectives.schedules.spec import parse_all_reduce_spec
+from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
 
 RATES = LinkRates(
@@ -65,7 +66,7 @@ def _drawn(picture: str) -> list[Message]:
         assert group.get("class") == kind
         reduces = kind == "reduced"
         ends = int(source), int(target), _chunks(chunks)
-        found.append(Message(int(step) - 1, *ends, Fraction(0), reduces))
+        found.append(Message(int(step), *ends, Fraction(0), reduces))
     return found
 
 
@@ -79,7 +80,7 @@ def _listed(table: str) -> dict[tuple[int, int], tuple[list[Any], list[Any]]]:
             *re.split(r"  +", line[12:].strip()),
         )
         step = int(first) if first else step
-        found[step - 1, int(rank)] = tuple(
+        found[step, int(rank)] = tuple(
             [(*_chunks(c)[0], way, int(peer)) for c, way, peer in CELL.findall(cell)]
             for cell in (sends, recvs)
         )
@@ -130,7 +131,13 @@ def test_every_algorithm_is_drawn_listed_priced_proved_and_traced(size: int, op:
         by_name = estimate(each.name, 1e6, RATES, topology, op, segments)
         # The same additions in another order.
         assert cost.seconds == pytest.approx(by_name.seconds, rel=1e-12)
-        ends = _ends(each.trace(1e6, RATES, segments), size)
+        ends = _ends(trace := each.trace(1e6, RATES, segments), size)
+        said = {
+            (event["name"], text)
+            for event in json.loads(trace)["traceEvents"]
+            for text in event.get("args", {}).get("sends", [])
+        }
+        assert said == {(f"step {m.step}", f"{m}: {float(m.share) * 1e6:.0f} bytes") for m in sent}
         assert max(ends) == pytest.approx(cost.seconds * 1e6, rel=1e-12)
         proof = collectives.verify(each)
         assert proof.carries_adasum or each.op == "sum" or size == 1
@@ -167,9 +174,25 @@ def test_users_schedule_has_all_of_it() -> None:
 
     mine = Schedule("both", 2, 1, Collective.ALL_REDUCE, steps, nodes=2, op="adasum")
     assert _drawn(mine.draw(title="a < b & c"))[0][:4] == (0, 1, 0, ((0, 1),))
-    assert mine.table().splitlines()[3] == "   1     0  0 → rank 1          0 +← rank 1"
+    assert mine.table().splitlines()[3] == "   0     0  0 → rank 1          0 +← rank 1"
     assert mine.cost(1e6, RATES) == estimate("rd", 1e6, RATES, Topology(2, 1), "adasum")
     assert max(_ends(mine.trace(1e6), 2)) == pytest.approx(mine.cost(1e6).seconds * 1e6)
+
+
+def test_schedule_that_is_not_right_yet_is_drawn_and_listed() -> None:
+    """Rank 1 does not receive, and has a step less."""
+
+    def steps(rank: int) -> Iterator[Step]:
+        if rank == 0:
+            yield from (Step((Transfer(1, 0, 1),)), Step((), (Transfer(1, 1, 2),)))
+        else:
+            yield Step()
+
+    mine = Schedule("wrong", 2, 2, Collective.ALL_REDUCE, steps)
+    assert [message[:3] for message in _drawn(mine.draw())] == [(1, 1, 0)]
+    assert list(_listed(mine.table())) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    with pytest.raises(ScheduleError, match="step 0: rank 0 sends to rank 1, which receives none"):
+        collectives.verify(mine)
 
 
 def test_schedule_is_drawn_on_axes() -> None:
@@ -263,6 +286,7 @@ def test_commands_write_what_the_methods_return(
         ("trace rd 4 --bytes 1q", "argument --bytes: '1q' is not a positive integer"),
         ("cost rd 4 --segments 0", "--segments must be at least 1"),
         ("table rd 4 -o {}/none/x", "argument -o: "),
+        ("verify xring 9999", "are too many to be verified"),
     ],
 )
 def test_errors_of_commands_name_the_argument(
