@@ -29,6 +29,7 @@ from collectives.errors import (
     CollectiveTimeoutError,
     TransportError,
 )
+from collectives.flight.dump import dump_flight_record
 from collectives.fused_buffer import FusedBuffer, buffer_of
 from collectives.group import Group
 from collectives.initialize import (
@@ -80,6 +81,7 @@ __all__ = [
     "Work",
     "buffer_of",
     "default_group",
+    "dump_flight_record",
     "extract_ranges",
     "from_process_group",
     "group_devices",
