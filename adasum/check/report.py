@@ -75,13 +75,13 @@ def _versions() -> dict[str, str]:
 
 
 def _extra() -> str:
-    """Name the extra that fits torch, and what is installed in the place of what it needs."""
+    """Say how to get what the extra for this torch brings, and what is in the place of that."""
     major = (torch.version.cuda or "").partition(".")[0]
     if f"cuda{major}" not in _CUDA:
         return "none: a CPU build" if not major else f"none: torch is for CUDA {major}"
     others = [name for extra, names in _CUDA.items() if extra != f"cuda{major}" for name in names]
     wrong = " ".join(name for name in others if _version(name) != "not installed")
-    text = f'pip install "adasum[cuda{major}]"'
+    text = f'pip install "cupy-cuda{major}x>=14.2"'
     if not wrong:
         return text
     # Of two wheels that own one file, uninstalling one takes the other's.

@@ -4,8 +4,8 @@ A rank waits in a call for the members of its group that have not made it, or ma
 had given up. One of those may wait itself, in a call of another group, and so on. At the end is a
 rank without a file (it has ended, or is stopped), one outside of any call, one whose call failed by
 an error of its own, or one that made another call than its peers. Where the waits form a circle, it
-is the rank that came to its call by others than in earlier steps. Times of several hosts are
-compared, as far as their clocks agree.
+is the rank that went on from its last calls to another one than in earlier steps. Times of several
+hosts are compared, as far as their clocks agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATIENCE = 1.0
 _HALF = 0.5
 # Of a slow rank: in so many calls, and for so much of the time, the others wait for it.
 _FEW, _MUCH = 8, 0.2
-# Of the calls by which a rank came to one, so many are compared with earlier ones.
+# So many calls before one are compared with earlier ones at the most.
 _LONGEST = 32
 _WAITED = ("CollectiveTimeoutError", "TransportError")
 _INTERRUPTED = ("KeyboardInterrupt", "SystemExit")
@@ -77,6 +77,7 @@ class Analysis:
             rank: sorted(made.values(), key=lambda each: each.begun)
             for rank, made in self._made.items()
         }
+        self._kinds = {rank: [*map(_kind, order)] for rank, order in self._order.items()}
         self._given_up = self._first_failures()
         self._seen: dict[tuple[int, tuple[str, int]], Wait] = {}
         self._found: dict[int, Culprit] = {}
@@ -241,7 +242,7 @@ class Analysis:
         codes = Counter(its.code for its in theirs.values())
         (most, count), *others = codes.most_common()
         if any(each == count for _, each in others):
-            odd = self._odd(theirs)
+            odd = self._odd({rank: self._way(rank, its) for rank, its in theirs.items()})
         else:
             odd = [rank for rank, its in theirs.items() if its.code != most]
         for rank in odd or theirs:
@@ -254,29 +255,56 @@ class Analysis:
                 self._blame_mismatch(calls[-1])
 
     def _break_circle(self) -> None:
-        """Blame those that came to the call in which they wait as they never did before."""
+        """Blame those that went on to another call than in earlier steps."""
         self.circle = True
         calls = {each.rank: each.call for each in self.waits}
-        for rank in self._odd(calls) or calls:
+        ways: dict[int, list[Call]] = {}
+        for wait in self.waits:
+            for rank in calls.keys() & {*wait.targets}:
+                ways.setdefault(rank, []).extend(self._way(rank, wait.call))
+        for rank in self._odd(ways) or calls:
             self._blame(rank, f"is in {calls[rank]}, and its peers are in other calls", 1)
 
-    def _odd(self, calls: Mapping[int, Call]) -> list[int]:
-        """Return the ranks that came to their calls by other ones than before; none if all did.
+    def _odd(self, ways: Mapping[int, list[Call]]) -> list[int]:
+        """Return the ranks that went on to another call than in earlier steps; none if all did.
 
         First by the one call before; where that says nothing of any rank, by more and more.
+
+        Args:
+            ways: By rank, the calls of which one may be wrong.
         """
-        for length in range(2, _LONGEST + 1):
-            odd = [rank for rank, call in calls.items() if self._is_new(rank, call, length)]
+        for length in range(1, _LONGEST + 1):
+            odd = [
+                rank
+                for rank, calls in ways.items()
+                if any(self._is_new(rank, call, length) for call in calls)
+            ]
             if odd:
-                return odd if len(odd) < len(calls) else []
+                return odd if len(odd) < len(ways) else []
         return []
 
+    def _way(self, rank: int, call: Call) -> list[Call]:
+        """Return a rank's calls after its last one before a call of that call's group."""
+        order = self._order[rank]
+        before = [
+            at
+            for at, each in enumerate(order)
+            if each.group == call.group and each.number < call.number
+        ]
+        end = next((at + 1 for at, each in enumerate(order) if each.key == call.key), len(order))
+        return order[before[-1] + 1 if before else 0 : end]
+
     def _is_new(self, rank: int, call: Call, length: int) -> bool:
-        """Whether a rank had never made so many calls, up to this one, in this order."""
-        kinds = [_kind(each) for each in self._order[rank]]
-        end = self._order[rank].index(call) + 1
-        way = kinds[max(0, end - length) : end]
-        return not any(kinds[at : at + len(way)] == way for at in range(end - len(way)))
+        """Whether the `length` calls before were made earlier, and never was this one the next."""
+        kinds = self._kinds[rank]
+        end = self._order[rank].index(call)
+        before = kinds[end - length : end] if length <= end else []
+        nexts = [
+            kinds[at + length]
+            for at in range(end - length)
+            if before and kinds[at : at + length] == before
+        ]
+        return bool(nexts) and kinds[end] not in nexts
 
     def _blame(self, rank: int, why: str, sure: int) -> None:
         if rank not in self._found or self._found[rank].sure < sure:

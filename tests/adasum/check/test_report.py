@@ -97,10 +97,11 @@ def test_check_of_packages_for_another_cuda_says_what_to_uninstall(
     for cuda, said in (
         (None, "none: a CPU build"),
         ("11.8", "none: torch is for CUDA 11"),
-        ("13.0", 'pip install "adasum[cuda13]"'),
+        ("13.0", 'pip install "cupy-cuda13x>=14.2"'),
         (
             "12.8",
-            'pip install "adasum[cuda12]", but first pip uninstall cupy-cuda13x nvidia-nccl-cu13 '
+            'pip install "cupy-cuda12x>=14.2", '
+            "but first pip uninstall cupy-cuda13x nvidia-nccl-cu13 "
             "and pip install --force-reinstall --no-deps nvidia-nccl-cu12: torch is for CUDA 12",
         ),
     ):
