@@ -50,6 +50,7 @@ from collectives.schedules.topology import Topology, ring_permutations
 from collectives.schedules.verify import verify
 from collectives.work import Work
 from kernels import logs
+from kernels.version import __version__ as __version__
 
 # `_own_packages.py` looks for this name: PyPI has another package that is called `collectives`.
 __adasum__ = True

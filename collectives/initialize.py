@@ -24,7 +24,7 @@ from collectives.bootstrap.rendezvous import (
     start_torch_distributed,
 )
 from collectives.bootstrap.report import report
-from collectives.bootstrap.settings import TIMEOUT, Settings, check_process_group
+from collectives.bootstrap.settings import TIMEOUT, Settings, TransportName, check_process_group
 from collectives.bootstrap.transport_selection import (
     check_alone,
     connect,
@@ -56,7 +56,7 @@ def init(
     *,
     timeout: float | None = None,
     process_group: dist.ProcessGroup | None = None,
-    transport: str | None = None,
+    transport: TransportName | None = None,
 ) -> Group:
     """Join the ranks that a launcher started and return their group; one rank without a launcher.
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import kernels
 from collectives.bootstrap.launchers import LAUNCHERS_VARIABLES
 from collectives.transport import load_nccl
+from kernels.version import __version__ as adasum_version
 
 # What belongs to a CUDA version: the extra's cupy, and the NCCL that torch's wheel brings.
 _CUDA = {f"cuda{n}": (f"cupy-cuda{n}x", f"nvidia-nccl-cu{n}") for n in (12, 13)}
@@ -62,7 +63,7 @@ def report() -> list[str]:
 
 def _versions() -> dict[str, str]:
     return {
-        "adasum": _version("adasum"),
+        "adasum": adasum_version,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.platform()}, {platform.machine()}",
         # torch.__version__, because a wheel's metadata may leave out the CUDA version.

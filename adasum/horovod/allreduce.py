@@ -71,7 +71,7 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Start an `allreduce`; `synchronize` returns its result."""
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
     return Handle([_reduce(options, [tensor])], lambda tensors: tensors[0])
@@ -100,7 +100,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Start an `allreduce_`; the tensor must not be used until `synchronize`."""
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
     work = _start_in_place(options, [dense(tensor).detach()])
@@ -135,7 +135,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Start a `grouped_allreduce`; `synchronize` returns the list of results."""
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
     return _reduce(options, tensor_list(tensors), "grouped_allreduce")
@@ -164,7 +164,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Start a `grouped_allreduce_`; the tensors must not be used until `synchronize`."""
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
     inputs = tensor_list(tensors)
@@ -205,7 +205,7 @@ def sparse_allreduce_async(
 
 def _reduce(
     options: ReductionOptions, tensors: Sequence[Tensor], kind: str = "allreduce"
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Start reducing copies; autograd reduces the gradients in the same way."""
     if options.op not in (Sum, Average) and not isinstance(options.op, AdasumReducer):
         refuse_gradient(f"allreduce with op={options.op}", *tensors)

@@ -61,7 +61,7 @@ def reducescatter_async(
     process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Handle[Tensor]:
     """Start a `reducescatter`; `synchronize` returns its result."""
     return _reduce(options_of(name, op, prescale_factor, postscale_factor, process_set), tensor)
 
@@ -88,7 +88,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Start a `reducescatter_async` of each tensor; `synchronize` returns the list of results."""
     _check(tensors, op)
     rest = (op, process_set, prescale_factor, postscale_factor)
@@ -102,7 +102,7 @@ def _check(tensors: Sequence[Tensor], op: Reducer) -> None:
         op.check(dense(tensor).dtype)
 
 
-def _reduce(options: ReductionOptions, tensor: Tensor) -> Handle:
+def _reduce(options: ReductionOptions, tensor: Tensor) -> Handle[Tensor]:
     if options.op not in (Sum, Average):
         refuse_gradient(f"reducescatter with op={options.op}", tensor)
     (sent,), decompress = options.compress([tensor])

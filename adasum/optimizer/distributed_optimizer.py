@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -121,11 +121,11 @@ class DistributedOptimizer(DistributedMixin):
         process_set: ProcessSet | None = None,
         *,
         algorithm: str | None = None,
-        mode: str | None = None,
+        mode: Literal["owners"] | None = None,
         weighted: bool = True,
         check_parameters: bool | None = None,
         local_steps: int = 1,
-        method: str | None = None,
+        method: Literal["delta", "gradient"] | None = None,
         step_in_backward: bool = False,
         memory_size: float | None = None,
         groups_size: int | None = None,
