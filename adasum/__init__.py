@@ -97,6 +97,7 @@ from collectives import (
     shutdown,
 )
 from kernels import logs
+from kernels.version import __version__ as __version__
 
 __all__ = ["Adasum", "AdasumReducer", "Average", "Compression", "DistributedOptimizer", "HookState"]
 __all__ += ["Max", "Min", "Product", "Sum"]

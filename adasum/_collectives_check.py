@@ -15,8 +15,8 @@ def require_our_collectives() -> None:
     check = Path(__file__).parents[1] / "collectives" / "_own_packages.py"
     if not check.exists():
         raise ImportError(
-            "adasum's own package `collectives` is missing: run "
-            "`pip install --force-reinstall --no-deps adasum`"
+            "adasum's own package `collectives` is missing: run `pip install --force-reinstall "
+            "--no-deps .` in adasum's checkout, or with its wheel for `.`"
         )
     runpy.run_path(str(check))["require_ours"]("collectives")
 

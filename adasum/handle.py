@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from collectives import Work
 
+# What the operation returns.
+T_co = TypeVar("T_co", covariant=True)
 
-class Handle:
+
+class Handle(Generic[T_co]):
     """A started operation, as the `_async` functions return it.
 
     Args:
@@ -16,11 +19,11 @@ class Handle:
         finish: Called with the works' results; returns the operation's.
     """
 
-    def __init__(self, works: Sequence[Any], finish: Callable[..., Any]) -> None:
+    def __init__(self, works: Sequence[Any], finish: Callable[..., T_co]) -> None:
         self._works = works
         self._finish = finish
 
-    def wait(self) -> Any:
+    def wait(self) -> T_co:
         """Block until the operation is done and return its result; may be called again.
 
         Raises:
@@ -33,19 +36,20 @@ class Handle:
         return all(work.is_completed() for work in self._works)
 
 
-def wait_for_all(handles: Sequence[Handle]) -> Handle:
+def wait_for_all(handles: Sequence[Handle[T_co]]) -> Handle[list[T_co]]:
     """Return one handle whose result is the list of all results."""
     return Handle(handles, lambda *results: list(results))
 
 
-def synchronize(handle: Handle | Work[Any]) -> Any:
+def synchronize(handle: Handle[T_co] | Work[T_co]) -> T_co:
     """Wait for an asynchronous operation and return its result."""
-    return _checked(handle).wait()
+    result: T_co = _checked(handle).wait()
+    return result
 
 
-def poll(handle: Handle | Work[Any]) -> bool:
+def poll(handle: Handle[Any] | Work[Any]) -> bool:
     """Return whether `synchronize(handle)` would return without blocking."""
-    return _checked(handle).is_completed()
+    return bool(_checked(handle).is_completed())
 
 
 def _checked(handle: Any) -> Any:

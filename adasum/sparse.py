@@ -11,7 +11,7 @@ from adasum.handle import Handle
 from collectives import Average, Group, Reducer, Sum
 
 
-class SparseHandle(Handle):
+class SparseHandle(Handle[Tensor]):
     """A started reduction of a sparse tensor; calling it is `wait`, as Horovod has it."""
 
     __call__ = Handle.wait

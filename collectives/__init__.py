@@ -30,6 +30,7 @@ from collectives.errors import (
     CollectiveTimeoutError,
     TransportError,
 )
+from collectives.flight.dump import dump_flight_record
 from collectives.fused_buffer import FusedBuffer, buffer_of
 from collectives.group import Group
 from collectives.initialize import (
@@ -52,6 +53,7 @@ from collectives.schedules.topology import Topology, ring_permutations
 from collectives.schedules.verify import verify
 from collectives.work import Work
 from kernels import logs
+from kernels.version import __version__ as __version__
 
 # `_own_packages.py` looks for this name: PyPI has another package that is called `collectives`.
 __adasum__ = True
@@ -83,6 +85,7 @@ __all__ = [
     "Work",
     "buffer_of",
     "default_group",
+    "dump_flight_record",
     "extract_ranges",
     "from_process_group",
     "group_devices",

@@ -14,6 +14,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _SIGN = "__adasum__"
+# Not by its name, under which no package index has it: another's package might come.
+_ANEW = (
+    "run `pip install --force-reinstall --no-deps .` in adasum's checkout, "
+    "or with its wheel for `.`"
+)
 
 
 def require_ours(name: str) -> ModuleType:
@@ -27,15 +32,12 @@ def require_ours(name: str) -> ModuleType:
     # No origin: a folder without __init__.py. When pip uninstalls the other distribution, it also
     # removes those of our files that have the same names.
     if spec is None or spec.origin is None:
-        raise ImportError(
-            f"adasum's own package `{name}` is missing: run "
-            "`pip install --force-reinstall --no-deps adasum`"
-        )
+        raise ImportError(f"adasum's own package `{name}` is missing: {_ANEW}")
     if not _is_ours(spec):
         raise ImportError(
             f"`import {name}` finds another distribution's package at {spec.origin}; adasum ships "
-            f"a package of the same name. Run `pip uninstall {name}`, then "
-            "`pip install --force-reinstall --no-deps adasum`, or put adasum first on sys.path."
+            f"a package of the same name. Run `pip uninstall {name}`, then {_ANEW}, or put adasum "
+            "first on sys.path."
         )
     return importlib.import_module(name)
 

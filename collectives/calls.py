@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -17,6 +18,15 @@ from collectives.execution.call import Call
 from collectives.execution.call_queue import CallQueue
 from collectives.execution.operations import OPERATIONS
 from collectives.execution.shared_memory_all_reduce import plan_shared_memory_all_reduce
+from collectives.flight.recorder import (
+    CALLS,
+    CHARACTERS,
+    KIND,
+    NEGOTIATED,
+    TENSORS,
+    UNRECORDED,
+    GroupRecord,
+)
 from collectives.reducers import Average, Reducer, Sum
 from collectives.trace import NOTHING, recording, span
 from collectives.tree_order import KEYS, in_order
@@ -38,11 +48,12 @@ class Calls:
     that waits for it.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, record: GroupRecord) -> None:
         self._runner = runner
+        self._record = record
         self._transport = runner.transport
         self._of_ranks = runner.transport.of_ranks
-        self.queue = CallQueue(runner.transport, runner.timeout)
+        self.queue = CallQueue(runner.transport, runner.timeout, record)
         self._negotiation = Negotiation(runner.transport, runner.timeout)
         self._count = 0
         self._requests = 0
@@ -77,7 +88,7 @@ class Calls:
 
         Timelines show how long this takes the caller, and later how long it waits for the call.
         """
-        call.label = ""
+        call.label, call.record, call.queued = "", UNRECORDED, perf_counter_ns()
         if not recording():
             return self._start(call)
         with span(lambda: f"enqueue {call.title}"):
@@ -101,7 +112,7 @@ class Calls:
 
     def _begin(self, call: Call) -> None:
         """Do the part of a call that comes before waiting for the other ranks."""
-        call.label = self._next_label(f"{call.kind} {call.name!r}" if call.name else call.kind)
+        call.label = self._next_label(call)
         # In this order: once signalled, the other ranks may read what `fill` has written.
         if call.shared is not None:
             call.shared.fill()
@@ -114,6 +125,7 @@ class Calls:
         watched = recording()
         with span(lambda: f"negotiate {call.title}") if watched else NOTHING:
             outcome = self._negotiation.wait(call)
+        call.record[NEGOTIATED] = perf_counter_ns()
         if call.instead is not None:
             return call.instead()
         # A rank that has joined fills no buffer: the call then runs by messages, and it sends zeros
@@ -148,12 +160,14 @@ class Calls:
                 return self._transport.rank
             since = self._count
             while True:
-                mine = Joined(since, by_name, self._next_label("join"))
+                mine = Joined(since, by_name, self._next_label(joining))
                 self._negotiation.signal(mine)
                 outcome = self._negotiation.wait(mine)
+                joining.record[NEGOTIATED] = perf_counter_ns()
                 if outcome.last is not None:
                     return outcome.last
                 assert outcome.call is not None
+                joining.record[KIND] = f"join, in {outcome.call.kind}"
                 self._take_part(outcome.call, by_name, device)
 
         joining = Call("join")
@@ -178,8 +192,17 @@ class Calls:
         self._requests += 1
         return self._requests
 
-    def _next_label(self, call: str) -> str:
-        """Count a call; return the text that names it in errors."""
-        label = f"{call} (call {self._count}{self._of_ranks})"
+    def _next_label(self, call: Call) -> str:
+        """Count and record a call; return the text that names it in errors."""
+        number, kind, name, record = self._count, call.kind, call.name, self._record
         self._count += 1
-        return label
+        if record.on:
+            # In the order of the fields. No function of Python's is called: all calls come here.
+            shapes: Sequence[object] = call.described
+            if len(shapes) > TENSORS:
+                shapes = (*shapes[:TENSORS], f"and {len(shapes) - TENSORS} more")
+            record.last = call.record = record.ring[next(record.turn) % CALLS] = [
+                record.name, number, kind, name and name[:CHARACTERS], shapes,
+                self._transport.steps, call.queued, perf_counter_ns(), 0, 0, "", 0,
+            ]  # fmt: skip
+        return f"{f'{kind} {name!r}' if name else kind} (call {number}{self._of_ranks})"

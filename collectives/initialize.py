@@ -24,7 +24,7 @@ from collectives.bootstrap.rendezvous import (
     start_torch_distributed,
 )
 from collectives.bootstrap.report import report
-from collectives.bootstrap.settings import TIMEOUT, Settings, check_process_group
+from collectives.bootstrap.settings import TIMEOUT, Settings, TransportName, check_process_group
 from collectives.bootstrap.transport_selection import (
     check_alone,
     connect,
@@ -33,6 +33,7 @@ from collectives.bootstrap.transport_selection import (
 )
 from collectives.errors import CollectiveTimeoutError, TransportError
 from collectives.execution.call import Call
+from collectives.flight.process import begin
 from collectives.group import Group
 from collectives.schedules.topology import Topology
 from collectives.stall import warning_seconds
@@ -55,7 +56,7 @@ def init(
     *,
     timeout: float | None = None,
     process_group: dist.ProcessGroup | None = None,
-    transport: str | None = None,
+    transport: TransportName | None = None,
 ) -> Group:
     """Join the ranks that a launcher started and return their group; one rank without a launcher.
 
@@ -67,7 +68,9 @@ def init(
     gives must equal those of the first call. Under `run_threads` it returns the thread's group.
 
     A rank that waits for others in a collective logs a WARNING every 60 seconds, or as often as the
-    environment variable ADASUM_STALL_WARNING_SECONDS says; 0 is never.
+    environment variable ADASUM_STALL_WARNING_SECONDS says; 0 is never. It keeps its last calls, and
+    writes them to a file on an error, and on SIGUSR1 where the program does not handle that
+    (`dump_flight_record`).
 
     Args:
         timeout: Seconds that any step of a collective may wait for a peer; 300 unless given.
@@ -117,6 +120,7 @@ def init(
     if gloo is None:
         check_alone(choice)
         group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
+        begin(group._record, "init", [0])
         _report(group, choice)
     else:
         group = _over_gloo(gloo, timeout, "init", choice)
@@ -235,6 +239,7 @@ def _over_gloo(gloo: GlooTransport, timeout: float, kind: str, choice: str) -> G
         start = Call(kind, options={"transport": choice}, label="start-up")
         transport = connect(gloo, timeout, start)
         group = Group(transport, timeout=timeout, local_rank=local_rank, local_size=local_size)
+        begin(group._record, kind, dist.get_process_group_ranks(gloo.process_group))
         _report(group, choice)
     except BaseException:
         (group or gloo).close()

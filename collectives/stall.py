@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from collectives import validation
 
@@ -49,6 +50,24 @@ def warning_seconds() -> float:
     return seconds or math.inf
 
 
+class Wait(NamedTuple):
+    """What is known of a thread's wait that took, or takes, long.
+
+    Attributes:
+        step: The name of the step and its call in errors.
+        late: For whom the thread waits, as when it last looked.
+        since: When the wait began, by time.monotonic().
+    """
+
+    step: str
+    late: str
+    since: float
+
+
+# By thread, the wait that it is in, or that ended by an error: what a flight record says of it.
+waits: dict[int, Wait] = {}
+
+
 class Stall:
     """One wait of a rank.
 
@@ -75,9 +94,11 @@ class Stall:
         self._since = time.monotonic() if since is None else since
         self._every = warning_seconds()
         self._next = self._every
+        self._thread = threading.get_ident()
 
     def check(self) -> float:
         """Warn if it is time to; return the seconds until the next warning."""
+        waits[self._thread] = Wait(self._step, self._late(), self._since)
         waited = time.monotonic() - self._since
         if waited >= self._next:
             self._next = (waited // self._every + 1) * self._every
@@ -99,12 +120,18 @@ class Stall:
         """Start the time again, because something has arrived."""
         self._since, self._next = time.monotonic(), self._every
 
+    def end(self) -> None:
+        """Forget the wait: what it was for has come."""
+        waits.pop(self._thread, None)
+
     @contextmanager
     def within(self) -> Iterator[None]:
         """Return a context in which another thread calls `check` while this one waits."""
         # No thread for a warning that would come after the error.
         if self._next >= self._timeout:
+            waits[self._thread] = Wait(self._step, self._late(), self._since)
             yield
+            self.end()
             return
         _waits[id(self)] = self
         try:
@@ -112,6 +139,7 @@ class Stall:
             yield
         finally:
             _waits.pop(id(self), None)
+        self.end()
 
 
 # The waits that the thread checks, by id.

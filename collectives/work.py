@@ -65,6 +65,8 @@ class Work(Generic[T_co]):
 
     # What timelines call the collective.
     name = ""
+    # Kind, name and time of the call, for the flight recorder while it is queued.
+    call: tuple[str, str | None, int] | None = None
 
     def __init__(self) -> None:
         # Held until the collective has ended. Not an Event, which costs as much as a small sum.

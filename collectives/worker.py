@@ -192,6 +192,15 @@ class Worker:
         holder = self._claim.get(0)
         return holder is not None and holder[0] == threading.get_ident()
 
+    def running_thread(self) -> int | None:
+        """Return the thread that runs a call, if one does. Any thread may ask."""
+        holder = self._claim.get(0)
+        return None if holder is None else holder[0]
+
+    def queued(self) -> list[tuple[str, str | None, int]]:
+        """Return kind, name and time of the asynchronous calls that have not ended."""
+        return [work.call for work, _ in self._jobs.copy() if work.call and not work.has_ended()]
+
     def _refuse_nested(self) -> None:
         """Raise TransportError if this thread is inside a call, for which it would then wait."""
         if self._is_inside():

@@ -88,6 +88,7 @@ from kernels.reduction import (
     sum_n_reference,
 )
 from kernels.validation import DTYPES
+from kernels.version import __version__ as __version__
 
 __adasum__ = True
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,7 @@ NIGHTLY = (
     "collectives/cost/test_cost.py::test_many_ranks",
     "collectives/execution/test_pipelining.py",
     "collectives/test_bench.py",
+    "collectives/flight",
     "collectives/test_interrupts.py",
     "examples",
     "faults",
@@ -114,11 +116,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """Compile a checkout's C kernels. With `--gpu`, do not take skipped tests for passed ones."""
     if not hasattr(config, "workerinput"):
         _compile_kernels(ROOT / "kernels" / "cpu")
+        _keep_flight_records(config)
     if config.getoption("gpu"):
         import torch
 
         if not torch.cuda.is_available():
             pytest.exit("torch sees no GPU here", returncode=2)
+
+
+def _keep_flight_records(config: pytest.Config) -> None:
+    """Have the ranks of all tests, whose errors are on purpose, write to a folder that goes."""
+    if "ADASUM_FLIGHT_FOLDER" not in os.environ:
+        folder = os.environ["ADASUM_FLIGHT_FOLDER"] = tempfile.mkdtemp(prefix="flight-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.add_cleanup(lambda: os.environ.pop("ADASUM_FLIGHT_FOLDER", None))
 
 
 def _compile_kernels(folder: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 import adasum.check
 from adasum.check import checks, supervisor
+from adasum.check.checks import say
 from adasum.check.report import report
 
 
@@ -30,14 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.here:
         return checks.run_here(options.names, sizes=options.sizes)
     if not options.names:
-        print(*report(), sep="\n")
+        say("\n".join(report()))
         if options.no_self_test:
-            print("self-test: left out")
+            say("self-test: left out")
             return 0
-        print("checks:", flush=True)
-    passed = supervisor.supervise(options.names or [*known], print)
+        say("checks:")
+    passed = supervisor.supervise(options.names or [*known], say)
     if not options.names and not torch.cuda.is_available():
-        print(checks.line(checks.LEFT_OUT, "those of a GPU", 0.0, checks.NO_GPU))
+        say(checks.line(checks.LEFT_OUT, "those of a GPU", 0.0, checks.NO_GPU))
     return 0 if passed else 1
 
 

@@ -43,6 +43,12 @@ def line(verdict: str, name: str, seconds: float, reason: str = "") -> str:
     return f"{verdict:8} {name:24} {seconds:7.1f} s  {reason}".rstrip()
 
 
+def say(text: str) -> None:
+    """Print text and its end of line in one write, so that lines of several ranks stay whole."""
+    # `print` writes them separately where Python does not buffer, as with PYTHONUNBUFFERED=1.
+    print(f"{text}\n", end="", flush=True)
+
+
 def run_here(names: Sequence[str], device: str = "cuda", sizes: Sequence[int] = SIZES) -> int:
     """Run these checks in this process up to the first that fails; return the exit status."""
     known = checks()
@@ -57,7 +63,7 @@ def run_here(names: Sequence[str], device: str = "cuda", sizes: Sequence[int] = 
         except Exception as error:  # noqa: BLE001 - it is what the line is for
             verdict = LEFT_OUT if isinstance(error, ranks.NotInstalledError) else FAILED
             said = " ".join((str(error) or type(error).__name__).split())[:300]
-        print(line(verdict, name, time.perf_counter() - begin, said), flush=True)
+        say(line(verdict, name, time.perf_counter() - begin, said))
         if verdict == FAILED:
             # After some errors CUDA is of no more use to a process.
             return 1

@@ -25,6 +25,7 @@ from torch import Tensor
 import collectives
 import kernels
 from adasum.reducer import Adasum
+from collectives.bootstrap.settings import TransportName
 from collectives.transport import GlooTransport, Message, NcclTransport
 from collectives.transport.nccl.cupy_backend import CupyBackend
 
@@ -105,7 +106,8 @@ def alone(kind: str, device: torch.device) -> str:
 def together(kind: str, device: torch.device) -> str:
     """Reduce by Sum and Adasum on every rank; return the times and the transport."""
     # None where the ranks are the CPU's: they use what ADASUM_TRANSPORT asks for.
-    transport = {TORCH: "auto", CUPY: "nccl"}.get(kind)
+    over: dict[str, TransportName] = {TORCH: "auto", CUPY: "nccl"}
+    transport = over.get(kind)
     group = collectives.init(timeout=_STEP, transport=transport)
     timings = []
     inputs = [
@@ -125,8 +127,8 @@ def together(kind: str, device: torch.device) -> str:
             raise AssertionError(f"{op} over {group.transport}: relative error {error:.2g}")
         timings.append(f"{op} {tensor.nbytes / 2**20:.1f} MiB in {milliseconds:.1f} ms")
     collectives.shutdown()
-    over = type(group.transport).__name__
-    return f"{', '.join(timings)}, right to {error:.1g}, over {over}"
+    used = type(group.transport).__name__
+    return f"{', '.join(timings)}, right to {error:.1g}, over {used}"
 
 
 def expected(inputs: Sequence[Tensor], adasum: bool) -> Tensor:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import kernels
 from collectives.bootstrap.launchers import LAUNCHERS_VARIABLES
 from collectives.transport import load_nccl
+from kernels.version import __version__ as adasum_version
 
 # What belongs to a CUDA version: the extra's cupy, and the NCCL that torch's wheel brings.
 _CUDA = {f"cuda{n}": (f"cupy-cuda{n}x", f"nvidia-nccl-cu{n}") for n in (12, 13)}
@@ -45,6 +46,7 @@ _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("ADASUM_TRANSPORT", "ADASUM_CPU_KERNELS", "CC", "GLOO_SOCKET_IFNAME"),
     *("ADASUM_LOG", "ADASUM_STALL_WARNING_SECONDS", "ADASUM_CHECK_PARAMETERS"),
+    "ADASUM_FLIGHT_FOLDER",
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
     *LAUNCHERS_VARIABLES,
 )
@@ -61,7 +63,7 @@ def report() -> list[str]:
 
 def _versions() -> dict[str, str]:
     return {
-        "adasum": _version("adasum"),
+        "adasum": adasum_version,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.platform()}, {platform.machine()}",
         # torch.__version__, because a wheel's metadata may leave out the CUDA version.
@@ -74,13 +76,13 @@ def _versions() -> dict[str, str]:
 
 
 def _extra() -> str:
-    """Name the extra that fits torch, and what is installed in the place of what it needs."""
+    """Say how to get what the extra for this torch brings, and what is in the place of that."""
     major = (torch.version.cuda or "").partition(".")[0]
     if f"cuda{major}" not in _CUDA:
         return "none: a CPU build" if not major else f"none: torch is for CUDA {major}"
     others = [name for extra, names in _CUDA.items() if extra != f"cuda{major}" for name in names]
     wrong = " ".join(name for name in others if _version(name) != "not installed")
-    text = f'pip install "adasum[cuda{major}]"'
+    text = f'pip install "cupy-cuda{major}x>=14.2"'
     if not wrong:
         return text
     # Of two wheels that own one file, uninstalling one takes the other's.

@@ -34,7 +34,7 @@ def allgather(
 
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
+) -> Handle[Tensor]:
     """Start an `allgather`; `synchronize` returns its result."""
     group = require_group(process_set)
     handle = _start(group, name, tensor)
@@ -58,11 +58,11 @@ def grouped_allgather(
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Start an `allgather_async` of each tensor; `synchronize` returns the list of results."""
     return wait_for_all(for_each(allgather_async, tensors, name, process_set))
 
 
-def _start(group: Group, name: str | None, tensor: Tensor) -> Handle:
+def _start(group: Group, name: str | None, tensor: Tensor) -> Handle[Tensor]:
     start = partial(group.all_gather, contiguous(tensor), name=name, async_op=True)
     return Handle([start_named("allgather", name, group, start)], lambda result: result)

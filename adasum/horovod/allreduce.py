@@ -81,7 +81,7 @@ def allreduce_async(
     *,
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Start an `allreduce`; `synchronize` returns its result."""
     rest: Any = (process_set, average, Compression.none, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
@@ -117,7 +117,7 @@ def allreduce_async_(
     *,
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Start an `allreduce_`; the tensor must not be used until `synchronize`."""
     rest: Any = (process_set, average, Compression.none, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
@@ -158,7 +158,7 @@ def grouped_allreduce_async(
     *,
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Start a `grouped_allreduce`; `synchronize` returns the list of results."""
     rest: Any = (process_set, average, Compression.none, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
@@ -194,7 +194,7 @@ def grouped_allreduce_async_(
     *,
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Start a `grouped_allreduce_`; the tensors must not be used until `synchronize`."""
     rest: Any = (process_set, average, Compression.none, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
@@ -236,7 +236,7 @@ def sparse_allreduce_async(
 
 def _reduce(
     options: ReductionOptions, tensors: Sequence[Tensor], kind: str = "allreduce"
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Start reducing copies; autograd reduces the gradients in the same way."""
     if not isinstance(options.op, SumReducer | AdasumReducer):
         refuse_gradient(f"allreduce with op={options.op}", *tensors)

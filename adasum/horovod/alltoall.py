@@ -47,7 +47,7 @@ def alltoall_async(
     splits: _Splits = None,
     name: str | None = None,
     process_set: ProcessSet | None = None,
-) -> Handle:
+) -> Handle[tuple[Tensor, Tensor]]:
     """Start an `alltoall`.
 
     `synchronize` returns a pair of the rows and how many each rank sent.
@@ -63,7 +63,9 @@ def alltoall_async(
     return with_gradient(handle, lambda result: partial(backward, result[1]), tensor)
 
 
-def _start(group: Group, splits: _Splits, name: str | None, tensor: Tensor) -> Handle:
+def _start(
+    group: Group, splits: _Splits, name: str | None, tensor: Tensor
+) -> Handle[tuple[Tensor, Tensor]]:
     start = partial(group.all_to_all, contiguous(tensor), splits, name=name, async_op=True)
     work = start_named("alltoall", name, group, start)
     # Horovod counts in int32 unless a tensor of splits has another dtype.

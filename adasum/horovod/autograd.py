@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from adasum.handle import Handle
 
+# What the operation returns.
+T = TypeVar("T")
 # From the gradients of a result to those of the inputs.
 Backward: TypeAlias = Callable[..., Sequence[Tensor | None]]
 
@@ -26,8 +28,8 @@ class _Recorded(torch.autograd.Function):
 
 
 def with_gradient(
-    handle: Handle, backward_from: Callable[[Any], Backward], *tensors: Tensor
-) -> Handle:
+    handle: Handle[T], backward_from: Callable[[Any], Backward], *tensors: Tensor
+) -> Handle[T]:
     """Return the handle of a started operation; gradients flow where autograd records its tensors.
 
     The handle's result is a tensor, a tuple of tensors or a list of them, all of them new.
@@ -35,16 +37,17 @@ def with_gradient(
     """
     if not differentiable(*tensors):
         return handle
-    recorded: list[Any] = []
+    recorded: list[T] = []
 
-    def finish(result: Any) -> Any:
+    def finish(result: Any) -> T:
         if not recorded:
             many = isinstance(result, list)
             with torch.enable_grad():
                 outputs = _Recorded.apply(
                     lambda: tuple(result) if many else result, backward_from(result), *tensors
                 )
-            recorded.append(list(outputs) if many else outputs)
+            made: Any = list(outputs) if many else outputs
+            recorded.append(made)
         return recorded[0]
 
     return Handle([handle], finish)

@@ -14,6 +14,7 @@ from adasum.horovod.arguments import require
 from adasum.horovod.process_sets import ProcessSet, add_process_set, require_group
 from adasum.reducer import UNWEIGHTED, Adasum
 from collectives import default_group
+from collectives.bootstrap.settings import TransportName
 
 _logger = logging.getLogger(__name__)
 _looked_for_variables = False
@@ -25,7 +26,7 @@ def init(
     *,
     timeout: float | None = None,
     process_group: dist.ProcessGroup | None = None,
-    transport: str | None = None,
+    transport: TransportName | None = None,
 ) -> None:
     """Connect the ranks that a launcher started; without one, this process is the only rank.
 

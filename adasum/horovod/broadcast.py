@@ -34,7 +34,7 @@ def broadcast(
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
+) -> Handle[Tensor]:
     """Start a `broadcast`; `synchronize` returns its result."""
     group, root = group_and_root(process_set, root_rank)
 
@@ -55,12 +55,12 @@ def broadcast_(
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
+) -> Handle[Tensor]:
     """Start a `broadcast_`; the tensor must not be used until `synchronize`."""
     return _start(*group_and_root(process_set, root_rank), name, tensor)
 
 
-def _start(group: Group, root: int, name: str | None, tensor: Tensor) -> Handle:
+def _start(group: Group, root: int, name: str | None, tensor: Tensor) -> Handle[Tensor]:
     sent = dense(tensor).detach()
     start = partial(group.broadcast, sent, root=root, name=name, async_op=True)
     return Handle([start_named("broadcast", name, group, start)], lambda _: tensor)

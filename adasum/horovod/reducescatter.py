@@ -70,7 +70,7 @@ def reducescatter_async(
     *,
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
-) -> Handle:
+) -> Handle[Tensor]:
     """Start a `reducescatter`; `synchronize` returns its result."""
     rest: Any = (process_set, None, Compression.none, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
@@ -106,7 +106,7 @@ def grouped_reducescatter_async(
     *,
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Start a `reducescatter_async` of each tensor; `synchronize` returns the list of results."""
     _check(tensors, op)
     rest = (op, process_set, prescale_factor, postscale_factor)
@@ -121,7 +121,7 @@ def _check(tensors: Sequence[Tensor], op: Reducer) -> None:
         op.check(dense(tensor).dtype)
 
 
-def _reduce(options: ReductionOptions, tensor: Tensor) -> Handle:
+def _reduce(options: ReductionOptions, tensor: Tensor) -> Handle[Tensor]:
     if not isinstance(options.op, SumReducer):
         refuse_gradient(f"reducescatter with op={options.op}", tensor)
     (sent,), decompress = options.compress([tensor])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
@@ -11,6 +11,10 @@ from collectives.bootstrap.transport_selection import transport_choice
 
 # Seconds. Where one rank validates or saves for longer, the user passes `timeout`.
 TIMEOUT = 300.0
+
+
+# How tensors may travel; `init` says what each is.
+TransportName: TypeAlias = Literal["auto", "gloo", "tcp", "shm", "nccl"]
 
 
 class Settings(NamedTuple):

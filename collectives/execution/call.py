@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from collectives import validation
+from collectives.flight.recorder import UNRECORDED
 from collectives.reducers import Reducer, Sum
 from collectives.schedules.schedule import Schedule
 from collectives.transport.shared_memory.symmetric_memory import CODE_BITS
@@ -84,6 +85,8 @@ class Call:
             choice; errors name it first.
         shared: How it runs in shared memory; None by messages.
         label: What errors call it, with its number, once it has one.
+        record: What the flight recorder keeps of it, once it has begun.
+        queued: When it was started, where it is asynchronous, by time.perf_counter_ns().
     """
 
     kind: str
@@ -101,6 +104,9 @@ class Call:
     movable: bool = False
     shared: SharedMemoryPlan | None = None
     label: str = ""
+    # No fields of the dataclass: a copy by `replace` is another call.
+    record = UNRECORDED
+    queued = 0
 
     def __post_init__(self) -> None:
         # Here, before anything is sent: a name that JSON cannot carry would fail half-way.

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ import torch
 from collectives import validation
 from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError, describe
 from collectives.execution.call import Call
+from collectives.flight.dump import failed
+from collectives.flight.recorder import ENDED, UNRECORDED, GroupRecord
+from collectives.stall import Wait, waits
 from collectives.transport.base import Transport
 from collectives.work import Work
 from collectives.worker import Worker
@@ -30,10 +34,12 @@ class CallQueue:
     each other's answers: so only one thread makes those, the first that did as long as it lives.
     """
 
-    def __init__(self, transport: Transport, timeout: float) -> None:
+    def __init__(self, transport: Transport, timeout: float, record: GroupRecord) -> None:
         self._transport = transport
+        self._record = record
+        record.queue = weakref.ref(self)
         self._timeout = timeout
-        self._worker = Worker(f"collectives-{transport.rank}", transport.check_streams)
+        self._worker = Worker(f"collectives-{transport.rank}", self._check_streams)
         # What `abort` was called with, and whether the transport has been aborted.
         self._asked: TransportError | None = None
         self._ended = False
@@ -47,12 +53,14 @@ class CallQueue:
             What it returns; with `async_op` a Work.
         """
         self._check_usable(call.kind)
-        guarded = self._guarded(call.kind, function)
+        guarded = self._guarded(call, function)
         if not async_op:
             return self._worker.call(guarded, call.memory)
         # A thread of its own would run it before or after what the caller's starts next.
         now = self._transport.shares_gpu and any(tensor.is_cuda for tensor in call.memory)
-        return self._worker.submit(guarded, call.memory, now=now)
+        work = self._worker.submit(guarded, call.memory, now=now)
+        work.call = call.kind, call.name, call.queued
+        return work
 
     def begin(self, call: Call, first: Callable[[], None], rest: Callable[[], Any]) -> Work:
         """Run `first`, which never waits, in this thread if it is its turn; queue `rest`.
@@ -61,8 +69,8 @@ class CallQueue:
         its turn `rest` begins with what `first` does.
         """
         self._check_usable(call.kind)
-        begun = self._guarded(call.kind, first, whole=False)
-        finish = self._guarded(call.kind, rest)
+        begun = self._guarded(call, first, whole=False)
+        finish = self._guarded(call, rest)
         return self._worker.begin(begun, finish) or self._worker.submit(finish)
 
     def check_thread(self, call: Call) -> None:
@@ -94,12 +102,13 @@ class CallQueue:
             )
 
     def _guarded(
-        self, kind: str, function: Callable[[], Any], *, whole: bool = True
+        self, call: Call, function: Callable[[], Any], *, whole: bool = True
     ) -> Callable[[], Any]:
-        """Wrap `function`: a failure that leaves the group unusable is remembered.
+        """Wrap `function`: its failure is recorded; one that leaves the group unusable is kept.
 
         whole: Whether the call has ended with it, so that the ranks are known to be together.
         """
+        kind = call.kind
 
         def guarded() -> Any:
             failure = self._failure()
@@ -115,15 +124,19 @@ class CallQueue:
                 result = function()
                 if whole:
                     self._worker.unraised = ""
+                    call.record[ENDED] = perf_counter_ns()
                 return result
-            except CollectiveMismatchError:
+            except CollectiveMismatchError as error:
+                self._dump(call, error)
                 raise
             except BaseException as error:
                 # Before anything else: a second signal may come in what follows.
                 if self._worker.failure is None:
                     self._worker.failure = error
+                call.record[ENDED] = perf_counter_ns()
                 if self._transport.size > 1:
                     self._end_transport(error)
+                    self._dump(call, error)
                 if isinstance(error, CollectiveError) and (mismatch := self._worker.unraised):
                     # Of an earlier call: a rank that got its error has ended since, and that error
                     # alone says why this call's peers never came.
@@ -131,6 +144,32 @@ class CallQueue:
                 raise
 
         return guarded
+
+    def _dump(self, call: Call, error: BaseException) -> None:
+        """Write this rank's flight record: here, as the error may end the process at once."""
+        call.record[ENDED] = call.record[ENDED] or perf_counter_ns()
+        failed(self._record, call.record, error, lambda: call.code)
+
+    def _check_streams(self) -> None:
+        """Raise the error of a call that failed on its stream, if any; write the flight record."""
+        try:
+            self._transport.check_streams()
+        except CollectiveError as error:
+            if not self._record.error:
+                failed(self._record, UNRECORDED, error, lambda: 0)
+            raise
+
+    def steps(self) -> int:
+        """Return how many steps of calls have ended."""
+        return self._transport.steps
+
+    def wait(self) -> Wait | None:
+        """Return the wait of the thread that carries out a call, if it has waited for long."""
+        return waits.get(self._worker.running_thread() or 0)
+
+    def queued(self) -> list[tuple[str, str | None, int]]:
+        """Return kind, name and time of the asynchronous calls that have not ended."""
+        return self._worker.queued()
 
     def abort(self, reason: str) -> None:
         """Make the group unusable from any thread; what runs is interrupted, what waits raises."""

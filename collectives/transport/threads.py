@@ -120,6 +120,7 @@ class ThreadTransport(Transport):
             while not sent.taken.wait(_POLL):
                 self._check_waiting(peer, step, deadline, timeout)
                 stall.check()
+            stall.end()
             if sent.copied is not None:
                 torch.cuda.current_stream(sent.tensor.device).wait_event(sent.copied)
 
@@ -134,6 +135,7 @@ class ThreadTransport(Transport):
             except queue.Empty:
                 self._check_waiting(peer, step, deadline, timeout)
                 stall.check()
+        stall.end()
         self.check_interrupt(step)
         if sent.tensor.numel() != tensor.numel():
             raise TransportError(

@@ -24,8 +24,8 @@ BLOCK = 8192
 LIBRARY = Path(__file__).with_name("libnative.so")
 _MACHINES = ("x86_64", "aarch64")
 _ANEW = (
-    "with gcc, or what $CC names, run `make build` in a checkout, else "
-    "`pip install --force-reinstall --no-cache-dir --no-deps adasum`"
+    "with gcc, or what $CC names, run `make build` in a checkout that is used in place, or "
+    "`pip install --force-reinstall --no-cache-dir --no-deps .` in one to install from"
 )
 FUNCTIONS = (
     *("sum_n", "copy", "scaled_add", "dot_and_norms", "combine", "adasum"),

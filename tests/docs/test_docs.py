@@ -28,6 +28,10 @@ PAGES = [
 ]
 
 
+# With options, quotes and extras; not where it is said what the command would do.
+INSTALLS = re.compile(r"pip install (?:-\S+ )*[\"']?adasum\b(?!` finds nothing)")
+
+
 def python_of(page: Path) -> str:
     """Return a page's Python as one script, every block on the lines it has in the page."""
     lines, inside, kept = page.read_text().splitlines(), False, []
@@ -62,6 +66,21 @@ def anchors_of(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
     headings = re.findall(r"^#+ +(.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_nothing_says_to_install_from_an_index_what_is_not_there(page: Path) -> None:
+    """`pip install adasum` would run whatever somebody else uploads under the name."""
+    assert not [line for line in page.read_text().splitlines() if INSTALLS.search(line)]
+
+
+def test_no_error_says_to_install_from_an_index_what_is_not_there() -> None:
+    texts = ["pip install adasum", "`pip install -U adasum`", 'pip install "adasum[cuda13]"']
+    assert all(INSTALLS.search(text) for text in texts)
+    assert not any(map(INSTALLS.search, ("pip install .", 'pip install ".[cuda13]" # adasum')))
+    for name in ("adasum", "collectives", "kernels", "examples"):
+        for path in (ROOT / name).rglob("*.py"):
+            assert not INSTALLS.search(path.read_text()), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

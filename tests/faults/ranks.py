@@ -145,7 +145,9 @@ def _left(ranks: list[Rank], directory: Path) -> list[str]:
     left += [str(path) for path in (directory / "tmp").iterdir()]
     for place in ("/dev/shm", "/tmp"):
         for name in os.listdir(place):
-            if name.startswith("adasum-") or any(f"_{pid}_" in name for pid in sessions):
+            # Where programs beside the tests leave their flight records.
+            ours = name.startswith("adasum-") and not name.startswith("adasum-flight-")
+            if ours or any(f"_{pid}_" in name for pid in sessions):
                 left.append(f"{place}/{name}")
     return left
 

@@ -43,9 +43,10 @@ DATA = {
     "Request",
     "Work",
 }
-# Start-up and shut-down: tests/fuzz/test_start.py.
+# Start-up and shut-down: tests/fuzz/test_start.py; what writes files: tests/collectives/flight.
 START = {
     "default_group",
+    "dump_flight_record",
     "from_process_group",
     "init",
     "is_initialized",

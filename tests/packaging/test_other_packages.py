@@ -84,8 +84,9 @@ def test_folder_left_by_uninstalling_the_other_package_is_reported_as_missing(
     with pytest.raises(ImportError) as caught:
         require_ours(name)
     assert str(caught.value) == (
-        f"adasum's own package `{name}` is missing: run "
-        "`pip install --force-reinstall --no-deps adasum`"
+        f"adasum's own package `{name}` is missing: "
+        "run `pip install --force-reinstall --no-deps .` in adasum's checkout, "
+        "or with its wheel for `.`"
     )
 
 

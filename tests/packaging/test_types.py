@@ -64,7 +64,7 @@ def test_users_program_on_one_rank_runs() -> None:
 def test_mistakes_of_the_program_when_it_runs_are_errors() -> None:
     def run(group: collectives.Group) -> None:
         for mistake in typed_program.wrong(torch.nn.Linear(2, 1), group):
-            with pytest.raises((TypeError, AttributeError)):
+            with pytest.raises((TypeError, ValueError, AttributeError)):
                 mistake()
 
     collectives.run_threads(1, run)

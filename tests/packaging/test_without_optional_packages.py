@@ -39,5 +39,5 @@ def test_import_without_optional_packages_works_and_using_one_names_it() -> None
     assert_error(report["triton"], "ImportError", "pip install 'triton>=")
     assert_error(report["no GPU"], "RuntimeError", "install a CUDA build of torch")
     for version in ("12.8", "13.0"):
-        extra = f'pip install "adasum[cuda{version[:2]}]"'
+        extra = f'pip install "cupy-cuda{version[:2]}x>=14.2"'
         assert_error(report[f"cupy, CUDA {version}"], "ImportError", "cupy", extra)

@@ -70,6 +70,10 @@ def communicate(group: Group) -> None:
     assert_type(group.all_gather_bytes(b"a"), list[bytes])
     assert_type(kernels.sum_n([ones, ones]), Tensor)
     assert_type(hvd.allreduce(ones, op=hvd.Sum), Tensor)
+    assert_type(hvd.synchronize(hvd.allreduce_async(ones)), Tensor)
+    assert_type(hvd.grouped_allreduce_async([ones]).wait(), list[Tensor])
+    assert_type(hvd.synchronize(group.all_reduce(ones, async_op=True)), Tensor)
+    assert_type(hvd.__version__, str)
 
 
 def wrong(model: torch.nn.Linear, group: Group) -> list[Callable[[], Any]]:
@@ -80,6 +84,8 @@ def wrong(model: torch.nn.Linear, group: Group) -> list[Callable[[], Any]]:
         lambda: hvd.DistributedOptimizer(sgd, operator=hvd.Sum),  # type: ignore
         lambda: hvd.DistributedOptimizer(sgd).synchronise(),  # type: ignore
         lambda: hvd.init(time_out=1.0),  # type: ignore
+        lambda: hvd.DistributedOptimizer(sgd, method="steps"),  # type: ignore
+        lambda: hvd.DistributedOptimizer(sgd, mode="owner"),  # type: ignore
         lambda: hvd.init(None, None, 1.0),  # type: ignore
         lambda: group.all_reduce(torch.ones(1), async_op=asynchronous).shape,  # type: ignore
         lambda: group.all_reduce(torch.ones(1), algorthm="rd"),  # type: ignore

@@ -218,6 +218,8 @@ class ConnectionTransport(Transport):
                 since = time.monotonic() - waited
                 stall = Stall(self.name(self.rank), step, timeout, late, since)
             nap, waited = stall.check(), 0.0
+        if stall is not None:
+            stall.end()
 
     def _has_not_come(self, connection: Connection) -> bool:
         """Return whether the peer has ended before it connected to this rank."""

@@ -67,7 +67,7 @@ def load_nccl() -> Any:
             from cupy.cuda import nccl, runtime
     except ImportError as error:
         raise ImportError(
-            f'NCCL is called through cupy ({error}): pip install "adasum[cuda{major}]"'
+            f'NCCL is called through cupy ({error}): pip install "cupy-cuda{major}x>=14.2"'
         ) from None
     if [int(part) for part in cupy.__version__.split(".")[:2]] < _CUPY_VERSION:
         raise ImportError(
@@ -77,7 +77,7 @@ def load_nccl() -> Any:
     if cupys != major:
         raise ImportError(
             f"cupy is built for CUDA {cupys} and torch for CUDA {torch.version.cuda}: "
-            f'pip uninstall cupy-cuda{cupys}x, then pip install "adasum[cuda{major}]"'
+            f'pip uninstall cupy-cuda{cupys}x, then pip install "cupy-cuda{major}x>=14.2"'
         )
     if not nccl.available:
         raise ImportError(f"cupy found no NCCL library: pip install nvidia-nccl-cu{major}")

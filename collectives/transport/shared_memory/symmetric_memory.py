@@ -331,6 +331,8 @@ class SymmetricMemory:
                     stall = stall or Stall(me, step, timeout, lambda: self._late(word))
                     stall.check()
                 self._sleep(there, word, waited, timeout - waited)
+            if stall is not None:
+                stall.end()
         except RanksDiffer:
             raise
         except BaseException as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from adasum.check import checks, report, supervisor
 from adasum.check.__main__ import main
+from adasum.check.checks import say
 
 
 def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -97,10 +99,11 @@ def test_check_of_packages_for_another_cuda_says_what_to_uninstall(
     for cuda, said in (
         (None, "none: a CPU build"),
         ("11.8", "none: torch is for CUDA 11"),
-        ("13.0", 'pip install "adasum[cuda13]"'),
+        ("13.0", 'pip install "cupy-cuda13x>=14.2"'),
         (
             "12.8",
-            'pip install "adasum[cuda12]", but first pip uninstall cupy-cuda13x nvidia-nccl-cu13 '
+            'pip install "cupy-cuda12x>=14.2", '
+            "but first pip uninstall cupy-cuda13x nvidia-nccl-cu13 "
             "and pip install --force-reinstall --no-deps nvidia-nccl-cu12: torch is for CUDA 12",
         ),
     ):
@@ -111,3 +114,11 @@ def test_check_of_packages_for_another_cuda_says_what_to_uninstall(
 def test_check_of_a_torch_without_a_private_name_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_foreach_sub_")
     assert report._private_names().endswith("not supported yet: torch:_foreach_sub_")
+
+
+def test_lines_of_several_ranks_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One write each, so that no other rank's comes between a line and its end."""
+    writes: list[str] = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=writes.append, flush=lambda: None))
+    say("rank 0")
+    assert [each for each in writes if each] == ["rank 0\n"]

@@ -16,6 +16,7 @@ import torch
 from collectives import CollectiveTimeoutError, TransportError, Work
 from collectives.execution.call import Call
 from collectives.execution.call_queue import CallQueue
+from collectives.flight.recorder import GroupRecord
 from collectives.transport import Message
 from collectives.transport.nccl import transport as nccl
 from collectives.transport.nccl import watcher
@@ -126,7 +127,8 @@ def test_a_work_asks_what_became_of_its_collective(machine: Machine) -> None:
         if transport.rank == 1:
             assert done.wait(60.0)
             return
-        queue = CallQueue(transport, 20.0)
+        record = GroupRecord([0, 1], 0, [0, 0])
+        queue = CallQueue(transport, 20.0, record)
         message = Message(1, full(3, 1.0))
 
         def call() -> None:
@@ -145,6 +147,8 @@ def test_a_work_asks_what_became_of_its_collective(machine: Machine) -> None:
         for _ in range(2):
             with pytest.raises(CollectiveTimeoutError, match="from rank 1 in step 1"):
                 flight.wait()
+        # Where the error is raised first the flight record is written, with what it was.
+        assert record.error.startswith("CollectiveTimeoutError: rank 0 got no answer from rank 1")
         with pytest.raises(CollectiveTimeoutError, match="from rank 1 in step 1"):
             queue.run(Call("barrier"), lambda: None)
         with pytest.raises(TransportError, match=r"barrier: this group is unusable .* step 1"):

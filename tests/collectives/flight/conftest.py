@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from collectives.flight import recorder
+
+
+@pytest.fixture
+def flight_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path | str], None]]:
+    """Sets ADASUM_FLIGHT_FOLDER, which is read once, for this process."""
+
+    def change(path: Path | str) -> None:
+        monkeypatch.setenv("ADASUM_FLIGHT_FOLDER", str(path))
+        recorder.folder.cache_clear()
+
+    yield change
+    recorder.folder.cache_clear()

@@ -1,0 +1,159 @@
+"""`python -m collectives.flight` on made-up files: its statuses, and the waits it follows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives.flight.__main__ import main
+
+HOST = "a"
+T = 1_000_000.0
+
+
+def call(number: int, begun: float, ended: float | None = None, **more: Any) -> dict[str, Any]:
+    """A call of the group "init", or another; it was negotiated when it ended."""
+    said = {"group": "init", "number": number, "kind": "all_reduce", "name": "loss", "code": 0}
+    times = {"begun": T + begun}
+    if ended is not None:
+        times["ended"] = T + ended
+        if not more.get("error"):
+            times["negotiated"] = T + ended
+    return {**said, "tensors": ["shape (2,)"], "error": "", "state": "", **times, **more}
+
+
+def group(name: str, ranks: tuple[int, int], last: Any, **more: Any) -> dict[str, Any]:
+    """A rank's part in a group."""
+    return {"name": name, "ranks": [list(ranks)], "last": last, "error": "", **more}
+
+
+def write(folder: Path, rank: int, calls: list[Any], groups: list[Any], **more: Any) -> None:
+    """One rank's file."""
+    said = {"flight": 1, "job": "j", "rank": rank, "host": HOST, "written": T + 100.0, "stack": []}
+    text = json.dumps({**said, "calls": calls, "groups": groups, **more})
+    (folder / f"flight-j-rank{rank}.json").write_text(text)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> tuple[int, str, str]:
+    """Status and what is printed."""
+    status = main([str(each) for each in arguments])
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def test_ranks_that_go_on_are_nothing_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, number in enumerate((3, 5)):
+        # One of them was at work in a call when the signal came, and the other one is further.
+        calls = [call(i, i, i + 0.01) for i in range(number)] + [call(number, 99.9)]
+        write(tmp_path, rank, calls, [group("init", (0, 1), calls[-1])])
+    status, out, _ = run(capsys, tmp_path)
+    assert (status, "nothing is wrong" in out) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is no flight record"),
+        ("[]", "is no flight record"),
+        ('{"flight": 2}', "is in format 2"),
+        ('{"flight": 1}', "is no flight record"),
+        (None, "cannot be read"),
+    ],
+)
+def test_what_is_no_record_is_status_2(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "flight-rank0.json"
+    if text is not None:
+        path.write_text(text)
+    status, out, err = run(capsys, path)
+    assert (status, out) == (2, "") and said in err
+
+
+def test_files_of_two_jobs_none_and_a_second_one_of_a_rank_are_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, tmp_path)[0] == 2
+    write(tmp_path, 0, [], [])
+    write(tmp_path, 1, [], [], job="k")
+    status, _, err = run(capsys, tmp_path)
+    assert status == 2 and "of job k" in err
+    status, _, err = run(capsys, *[tmp_path / "flight-j-rank0.json"] * 2)
+    assert status == 2 and "second file of rank 0" in err
+
+
+def test_wait_is_followed_through_groups_to_the_rank_that_waits_for_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 waits for 1 in one group, 1 for 2 in another, 2 for 3; 3 is in no call."""
+    for rank in range(3):
+        last = call(7, 10.0, group=f"g{rank}")
+        groups = [group(f"g{rank}", (rank, rank + 1), last)]
+        if rank:
+            before = call(6, 1.0, 2.0, group=f"g{rank - 1}")
+            groups.append(group(f"g{rank - 1}", (rank - 1, rank), before))
+        write(tmp_path, rank, [last], groups)
+    last = call(6, 1.0, 2.0, group="g2")
+    stack = ["Current thread 0x1 (most recent call first):", 'File "train.py", line 7 in save']
+    write(tmp_path, 3, [last], [group("g2", (2, 3), last)], stack=stack)
+    status, out, _ = run(capsys, tmp_path)
+    assert status == 0 and out.count("CULPRIT") == 1
+    assert "CULPRIT: rank 3 on a has not made all_reduce 'loss'" in out and "line 7 in save" in out
+    for rank in range(3):
+        assert (
+            f"rank {rank} in all_reduce 'loss' of shape (2,) (call 7 of g{rank}): waits for" in out
+        )
+    assert len(out.splitlines()) < 25 and max(map(len, out.splitlines())) <= 160
+
+
+def test_rank_to_which_others_wait_again_and_again_is_slow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(3):
+        late = 0.4 if rank == 1 else 0.001 * rank
+        calls = [call(i, i + late, i + 0.45) for i in range(20)]
+        write(tmp_path, rank, calls, [group("init", (0, 2), calls[-1])])
+    status, out, _ = run(capsys, tmp_path)
+    assert status == 0 and "CULPRIT: rank 1 on a is slow" in out and "20 of 20 calls" in out
+
+
+def test_ranks_without_a_file_are_named_only_where_somebody_waits_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        last = call(3, 10.0, 14.0, error="CollectiveTimeoutError: rank 9", group="g")
+        write(tmp_path, rank, [last], [group("g", (0, 2), last), group("init", (0, 7), None)])
+    status, out, _ = run(capsys, tmp_path)
+    assert status == 0 and out.count("CULPRIT") == 1
+    assert "CULPRIT: rank 2 has ended, is stopped, or cannot be reached: it left no file" in out
+    assert "2 of 8 ranks' files" in out
+
+
+def test_ranks_interrupted_while_they_wait_are_not_at_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C on a job that hangs."""
+    for rank in range(2):
+        last = call(3, 10.0, 50.0, error="KeyboardInterrupt")
+        write(tmp_path, rank, [last], [group("init", (0, 2), last)])
+    last = call(2, 9.0, 9.5)
+    write(tmp_path, 2, [last], [group("init", (0, 2), last)])
+    status, out, _ = run(capsys, tmp_path)
+    assert status == 0 and out.count("CULPRIT: rank 2") == out.count("CULPRIT") == 1
+
+
+def test_many_culprits_and_waits_fit_on_a_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(60):
+        calls = [call(0, 1.0 + rank, group=f"g{rank}")] if rank < 30 else []
+        groups = [group(f"g{rank}", (rank, rank + 30), calls[0])] if calls else []
+        write(tmp_path, rank, calls, groups)
+    status, out, _ = run(capsys, tmp_path)
+    assert status == 0 and len(out.splitlines()) < 25
+    assert "more ranks" in out
