@@ -116,6 +116,35 @@ class Group:
         validation.reducer("op", op)
         self._runner.check(parse_all_reduce_spec(algorithm), op, [])
 
+    def reduces_by_tree(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        op: Reducer,
+        *,
+        segments: Sequence[int] | None = None,
+        packed: bool = False,
+        algorithm: str | None = None,
+    ) -> bool:
+        """Return whether an all-reduce hands `op` all ranks' operands of all tensors at once.
+
+        With their tree, that is, as `direct` does to an operator that `reads_tree`: Adasum then has
+        a Gram matrix of every segment. Sends nothing; the same on all ranks, and as long as the
+        tensors lie as they do, of later calls, too.
+
+        Args:
+            tensors: What all_reduce, or of a list grouped_all_reduce, would take.
+            op: As there.
+            segments: As in all_reduce.
+            packed: As in grouped_all_reduce.
+            algorithm: As in all_reduce.
+        """
+        arguments = self._arguments
+        if isinstance(tensors, Tensor):
+            call = arguments.all_reduce(tensors, op, segments, algorithm=algorithm)
+        else:
+            call = arguments.grouped_all_reduce(tensors, op, packed=packed, algorithm=algorithm)
+        return self._calls.reduces_by_tree(call)
+
     @overload
     def all_reduce(
         self,

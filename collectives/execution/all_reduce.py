@@ -19,6 +19,7 @@ from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
 from collectives.schedules.algorithm import ONE_TENSOR, RoundRobin
 from collectives.schedules.auto import sum_algorithm
+from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.schedules.topology import Topology
@@ -194,6 +195,25 @@ class Runner:
             packed = AllReduceOptions(options.specs, vector.segments)
             self.all_reduce(buffer, op, packed, label, prescale=1.0)
             vector.store(buffer, options.postscale)
+
+    def reduces_by_tree(
+        self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions
+    ) -> bool:
+        """Return whether one reduction gets all ranks' operands of all tensors, with their tree."""
+        ranges = options.by_range(tensors)
+        if self.size == 1 or not op.reads_tree or len(ranges) != 1:
+            return False
+        ((options, tensors),) = ranges
+        vector = vector_of(tensors, options.segments)
+        if vector is None:
+            return False
+        spec = spec_for(options.specs, vector.numel)
+        if spec.outer == "auto":
+            device = "cuda" if tensors[0].is_cuda else "cpu"
+            spec = auto_by_messages(op, device, vector.nbytes, self.topology)
+        spec = for_dtype(spec, op, vector.dtype)
+        record = algorithm(spec.outer)
+        return spec.inner is None and record.all_at_once and record.by_tree
 
     def execute(
         self,

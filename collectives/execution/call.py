@@ -47,6 +47,11 @@ class SharedMemoryPlan(Protocol):
         """Number of bytes that each rank copies there."""
         ...
 
+    @property
+    def by_tree(self) -> bool:
+        """Whether the operator is handed all ranks' operands with their tree, as by `direct`."""
+        ...
+
     def fill(self) -> None:
         """Copy this rank's tensors to its buffer; nothing is waited for."""
         ...

@@ -122,6 +122,11 @@ class SharedMemoryAllReduce:
         """Number of bytes that each rank copies to its buffer."""
         return self.vector.nbytes
 
+    @property
+    def by_tree(self) -> bool:
+        """Whether the operator is handed all ranks' operands with their tree."""
+        return self.method == "direct" and self.op.reads_tree
+
     def fill(self) -> None:
         """Copy the tensors to this rank's buffer of the call to be signalled next."""
         buffer = self.memory.next_buffer(self.vector.numel, self.vector.dtype)
