@@ -99,6 +99,8 @@ class _Replay:
         parts, self._device = len(tree) + 1, device_of(operands)
         self._shape = count, parts, parts, 2
         self.coefficients = torch.zeros(count, parts, dtype=torch.float64, device=self._device)
+        # How far vectors cancel is found for those alone who want to know.
+        self._spread = None if take is None else self.coefficients.new_empty(count)
         self._planned, self._take = planned, take
         self._plan: Callable[[], Tensor] | None = None
         self._tables = self.coefficients
@@ -108,21 +110,22 @@ class _Replay:
         table = add_up(self._pieces, grams, self._shape, self._device, precise=True)
         tables = self._gathered(table)
         self._find(tables)
-        if self._take is not None:
+        if self._take is not None and self._spread is not None:
             # In rank order, element by element: equal bits on all ranks.
             products = reduce(torch.add, tables).sum(-1)
-            self._take(ObservedGram(products, self.coefficients.clone(), tuple(self._tree)))
+            found = self.coefficients.clone(), self._spread.clone()
+            self._take(ObservedGram(products, *found, tuple(self._tree)))
 
     def _find(self, tables: Tensor) -> None:
         """Write `coefficients` from all ranks' tables."""
-        out = self.coefficients
+        written = {"out": self.coefficients, "spread": self._spread}
         # Under a dispatch mode of any thread no plan can be made.
         if not self._planned or (self._plan is None and tracing()):
-            kernels.adasum_coefficients(tables, self._tree, out=out)
+            kernels.adasum_coefficients(tables, self._tree, **written)
             return
         if self._plan is None:
             self._tables = tables.clone()
-            self._plan = kernels.plan_adasum_coefficients(self._tables, self._tree, out=out)
+            self._plan = kernels.plan_adasum_coefficients(self._tables, self._tree, **written)
         else:
             self._tables.copy_(tables)
         self._plan()

@@ -21,11 +21,14 @@ class ObservedGram(NamedTuple):
         products: float64 [S, n, n], g_i . g_j of each tensor's vectors on ranks i and j, as sent:
             compressed, where they are.
         coefficients: float64 [S, n]: the result is the sum of c_i g_i; NaN of what is not finite.
+        spread: float64 [S]: how far vectors cancel, the largest (sum of |c_i| |g_i|)^2 / |v|^2 of
+            the tree's vectors v = sum of c_i g_i. 1 where all are parallel, inf where one is zero.
         tree: The joins that made them, with their weights, as `Operands.tree` has them.
     """
 
     products: Tensor
     coefficients: Tensor
+    spread: Tensor
     tree: Sequence[tuple[int, int, int, int]]
 
     @property
@@ -35,7 +38,7 @@ class ObservedGram(NamedTuple):
 
     @property
     def result_norms(self) -> Tensor:
-        """The results' norms before they are rounded, float64 [S]."""
+        """The results' norms before they are rounded, float64 [S], off by some 2^-53 `spread`."""
         return squared_norms_by(self.products, self.coefficients).sqrt()
 
 

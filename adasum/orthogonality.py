@@ -200,8 +200,8 @@ def _ratios(squares: Tensor, results: Sequence[Tensor], group: Group | None) -> 
 
 
 def _ratios_by(gram: ObservedGram) -> Tensor:
-    products, coefficients, _ = gram
-    return squared_norms_by(products, coefficients) / products.diagonal(dim1=1, dim2=2).sum(1)
+    total = gram.products.diagonal(dim1=1, dim2=2).sum(1)
+    return squared_norms_by(gram.products, gram.coefficients) / total
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:

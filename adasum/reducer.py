@@ -85,8 +85,8 @@ class AdasumReducer(Reducer):
         if gram is not None and gram.products.is_cuda:
             # They were allocated on the communication stream.
             stream = torch.cuda.current_stream(gram.products.device)
-            gram.products.record_stream(stream)
-            gram.coefficients.record_stream(stream)
+            for each in (gram.products, gram.coefficients, gram.spread):
+                each.record_stream(stream)
         return gram
 
     def _keep_gram(self, gram: ObservedGram) -> None:

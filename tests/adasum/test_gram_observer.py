@@ -99,10 +99,26 @@ def test_gram_matrices_are_those_of_all_ranks_and_change_no_bits(
     for number, (op, dtype) in enumerate(cases):
         check(results[0][number], size, dtype, weighted=op.weighted)
         for other in results:
-            assert all(map(torch.equal, other[number][:2], results[0][number][:2]))
+            assert all(map(torch.equal, other[number][:3], results[0][number][:3]))
 
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+def test_spread_says_how_far_vectors_cancel() -> None:
+    """Of opposed pairs (1, e), (-1, e) the first sum is (0, 2e) + O(e^2), of reach 3 in all."""
+
+    def run(group: Group) -> list[float]:
+        signs = torch.tensor([(-1.0) ** group.rank, 2.0**-10])
+        mine = [signs, torch.eye(4)[group.rank], torch.zeros(2)]
+        gram = reduce(group, adasum.Adasum, mine, algorithm="direct")
+        assert gram is not None
+        return gram.spread.tolist()
+
+    for opposed, orthogonal, zero in run_threads(4, run):
+        # (1 + 1/2) (1, e) + (1 + 1/2) (-1, e) = (0, 3e), and e^2 beside 1 is left out.
+        assert opposed == pytest.approx((3 / (3 * 2.0**-10)) ** 2, rel=2.0**-15)
+        assert orthogonal == pytest.approx(4, rel=100 * EPS) and zero == 1
 
 
 def test_reductions_without_gram_matrices_say_so_and_hand_over_none() -> None:
