@@ -120,11 +120,9 @@ class Calls:
             outcome = self._negotiation.wait(call)
         if call.instead is not None:
             return call.instead()
-        if outcome.joined:
-            call = _by_messages(call)
         # A rank that has joined fills no buffer: the call then runs by messages, and it sends zeros
         # in them.
-        if call.shared is not None:
+        if call.shared is not None and not outcome.joined:
             with call.shared.span(call.label) if watched else NOTHING:
                 call.shared.reduce(call.label)
             return call.tensors[0] if call.kind == "all_reduce" else call.tensors
@@ -173,8 +171,6 @@ class Calls:
         """Carry out a call of the other ranks, with zeros as this rank's tensors."""
         call.tensors = [each.zeros(device) for each in call.described]
         call.op = by_name[call.options.get("op", str(Sum))]
-        self.plan(call)
-        call = _by_messages(call)
         call.label = f"{call} (call {self._count - 1}{self._of_ranks}, joined)"
         self._runner.first = self._count - 1
         with nullcontext() if call.kind in _WITH_RANGES else span(lambda: call.title):
@@ -190,15 +186,3 @@ class Calls:
         label = f"{call} (call {self._count}{self._of_ranks})"
         self._count += 1
         return label
-
-
-def _by_messages(call: Call) -> Call:
-    """Return what takes the place of a call in shared memory where a rank has joined.
-
-    Of an operator that reads trees it has the same algorithm, on the ranks that have joined, too:
-    whoever observes it has been told that there are Gram matrices, say.
-    """
-    if call.shared is None:
-        return call
-    options = {**call.options, "algorithm": "direct"} if call.shared.by_tree else call.options
-    return replace(call, options=options, shared=None)

@@ -35,6 +35,7 @@ LONGEST = (
     "bench",
     "adasum/test_ddp_fsdp.py",
     "collectives/execution/test_pipelining.py",
+    "collectives/execution/test_shared_memory_pieces.py",
     "docs",
 )
 

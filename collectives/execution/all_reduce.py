@@ -13,7 +13,13 @@ import torch
 from collectives.execution.call import Call
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
-from collectives.execution.phases import AllReducePhases, auto_by_messages, for_dtype, phases_of
+from collectives.execution.phases import (
+    AllReducePhases,
+    auto_by_messages,
+    auto_of,
+    for_dtype,
+    phases_of,
+)
 from collectives.execution.vectors import flatten, multiply, vector_of
 from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
@@ -100,8 +106,7 @@ class Runner:
             kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
             on_gpu = any(device.type == "cuda" for device, _ in kinds)
             if spec.outer == "auto":
-                nbytes = sum(tensor.nbytes for tensor in tensors)
-                spec = auto_by_messages(op, "cuda" if on_gpu else "cpu", nbytes, self.topology)
+                spec = self._auto_of(op, on_gpu, sum(tensor.nbytes for tensor in tensors))
             phases = phases_of(spec, op, self.topology)
             if phases.host and on_gpu and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
@@ -209,8 +214,7 @@ class Runner:
             return False
         spec = spec_for(options.specs, vector.numel)
         if spec.outer == "auto":
-            device = "cuda" if tensors[0].is_cuda else "cpu"
-            spec = auto_by_messages(op, device, vector.nbytes, self.topology)
+            spec = self._auto_of(op, tensors[0].is_cuda, vector.nbytes)
         spec = for_dtype(spec, op, vector.dtype)
         record = algorithm(spec.outer)
         return spec.inner is None and record.all_at_once and record.by_tree
@@ -241,11 +245,20 @@ class Runner:
     def choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
         """Return what `auto` stands for, the same on all ranks and in every run."""
         if not is_plain_sum(op):
-            device = "cuda" if flat.is_cuda else "cpu"
-            return auto_by_messages(op, device, flat.nbytes, self.topology)
+            return self._auto_of(op, flat.is_cuda, flat.nbytes)
         if not flat.is_cuda:
             return sum_algorithm("cpu", flat.nbytes, self.topology)
         return sum_algorithm("cuda", flat.nbytes, self.topology, self._library_for(flat))
+
+    def _auto_of(self, op: Reducer, on_gpu: bool, nbytes: int) -> AllReduceSpec:
+        """Return what `auto` stands for, of what is no plain sum.
+
+        Ranks that share memory take by messages what they take there: where a rank has joined,
+        where a buffer or a table does not hold a call.
+        """
+        if not on_gpu and self.transport.symmetric_memory is not None:
+            return auto_of(op, nbytes, self.size)
+        return auto_by_messages(op, "cuda" if on_gpu else "cpu", nbytes, self.topology)
 
     def _library_for(self, flat: Tensor) -> str | None:
         """Return the name of NCCL's own sum where `auto` may take it, alike on all ranks."""

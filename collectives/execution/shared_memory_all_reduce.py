@@ -28,9 +28,10 @@ from typing import Literal
 import torch
 
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
-from collectives.execution.call import Call
+from collectives.execution.call import Call, SharedMemoryPlan
 from collectives.execution.phases import auto_of, for_dtype
 from collectives.execution.shared_memory_levels import Share, TreeLevel, pairs, tree_levels
+from collectives.execution.shared_memory_pieces import SharedMemoryPieces
 from collectives.execution.vectors import Vector, vector_of
 from collectives.reducers import Operands, Piece, Reducer
 from collectives.schedules import recursive_doubling, recursive_halving
@@ -55,7 +56,7 @@ _ROW_BYTES = 24
 _CACHE_LINE = 64
 
 
-def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAllReduce | None:
+def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryPlan | None:
     """Return how a call runs in shared memory; None where it goes by messages.
 
     Every rank concludes the same from equal calls.
@@ -74,7 +75,7 @@ def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAll
     nbytes = 0
     for tensor in tensors:
         nbytes += tensor.nbytes
-        if not tensor.is_cpu or nbytes > BUFFER_BYTES:
+        if not tensor.is_cpu:
             return None
     if not nbytes:
         return None
@@ -83,12 +84,15 @@ def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAll
         return None
     # With the padding between slots.
     nbytes = vector.numel * vector.dtype.itemsize
-    if nbytes > BUFFER_BYTES:
-        return None
     spec = spec_for(chosen.specs, vector.numel)
     method = _method_of(spec, vector, nbytes, size, op)
     if method is None:
         return None
+    if nbytes > BUFFER_BYTES:
+        if op.needs_one_tree:
+            return None
+        at_once = method == "direct" or op.operands == "all"
+        return SharedMemoryPieces(vector, op, at_once, chosen.postscale, runner, memory)
     return SharedMemoryAllReduce(vector, op, method, chosen.postscale, runner, memory)
 
 
