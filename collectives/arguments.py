@@ -117,8 +117,9 @@ class Arguments:
     ) -> Call:
         """Check and describe a reduce_to_owners."""
         tensors = validation.tensor_list("tensors", tensors)
+        kind = "reduce_to_owners"
         compared = {
-            **self._onto_single_ranks("reduce_to_owners", tensors, op, **options),
+            **self._onto_single_ranks(kind, tensors, op, by_tree=True, **options),
             "owners": self._owners(owners, len(tensors)),
         }
         return Call("reduce_to_owners", options.get("name"), compared, tensors, op)
@@ -193,10 +194,17 @@ class Arguments:
         self._transport.check_device(tensor.device)
 
     def _onto_single_ranks(
-        self, kind: str, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[ScaleOptions]
+        self,
+        kind: str,
+        tensors: Sequence[Tensor],
+        op: Reducer,
+        *,
+        by_tree: bool = False,
+        **options: Unpack[ScaleOptions],
     ) -> dict[str, Any]:
+        """Check a reduction; by_tree: whether an operator that reads trees can do it, too."""
         compared = self._reduction(kind, tensors, op, **options)
-        if not op.associative:
+        if not (op.associative or (by_tree and op.reads_tree)):
             raise ValueError(f"op {op} needs all ranks: use all_reduce")
         del compared["algorithm"]
         return compared

@@ -125,6 +125,8 @@ class Calls:
         if call.shared is not None and not outcome.joined:
             with call.shared.span(call.label) if watched else NOTHING:
                 call.shared.reduce(call.label)
+            if call.shared.owners is not None:
+                return [*call.shared.owners]
             return call.tensors[0] if call.kind == "all_reduce" else call.tensors
         # The call's number, which is the same on all ranks, since they make the same calls.
         self._runner.first = self._count - 1

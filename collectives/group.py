@@ -421,7 +421,8 @@ class Group:
 
         Args:
             tensors: The tensors to reduce.
-            op: As in reduce.
+            op: As in reduce; or Adasum, or another that reads trees. Its results have the bits of
+                an all-reduce by auto, for about half the bytes where that is `direct`.
             owners: The rank that owns each tensor. If given, tensors of one dtype and device travel
                 together, packed, in log2 n steps, and the results have the bits of an all-reduce by
                 rd or rechd; tensors in a FusedBuffer, sorted by `owners_order`, are not packed. If

@@ -40,7 +40,13 @@ class TensorDescription(NamedTuple):
 
 
 class SharedMemoryPlan(Protocol):
-    """How a call runs in memory that the ranks share."""
+    """How a call runs in memory that the ranks share.
+
+    Attributes:
+        owners: Which rank gets the result of each tensor; None for all of all.
+    """
+
+    owners: list[int] | None
 
     @property
     def nbytes(self) -> int:

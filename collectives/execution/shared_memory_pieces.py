@@ -52,6 +52,7 @@ class SharedMemoryPieces:
     runner: Runner
     memory: SymmetricMemory
     by_tree: bool = field(default=False, init=False)
+    owners: list[int] | None = field(default=None, init=False)
 
     @property
     def nbytes(self) -> int:
