@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from adasum import Adasum, AdasumReducer
-from collectives import FusedBuffer, Group, calls, run_threads
+from collectives import FusedBuffer, Group, calls, reducers, run_threads
+from tests.adasum.test_direct import BOUNDS, NARROW, check, defined, vectors
 from tests.collectives.consistency.ranks import everywhere, run
 
 UNWEIGHTED = AdasumReducer(weighted=False)
@@ -92,6 +94,39 @@ def test_a_request_onto_owners_may_be_repeated(way: str) -> None:
                 assert owner != group.rank or torch.equal(tensor, want)
 
     run(way, 3, job)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_owners_and_slices_have_horovods_definition_within_100_eps(
+    size: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of powers of two of ranks, where Horovod's pairs have no weights; by `direct` at any size."""
+    monkeypatch.setattr(reducers, "_SMALL_TREE_BYTES", 0)
+    if not shared:
+        monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
+    cases = [(k, d) for k in ("apart", "parallel", "orthogonal", "opposed 0.001") for d in NARROW]
+    sizes = [high - low for low, high in itertools.pairwise(BOUNDS)]
+    owners = [i % size for i in range(len(sizes))]
+
+    def job(group: Group) -> list[tuple[list[Tensor], Tensor]]:
+        answers = []
+        for kind, dtype in cases:
+            mine = vectors(kind, size, dtype)[group.rank]
+            onto = [each.clone() for each in mine.split(sizes)]
+            group.reduce_to_owners(onto, UNWEIGHTED, owners=owners)
+            # One segment, whose elements are the third tensor's.
+            third = mine[BOUNDS[2] : BOUNDS[3]].contiguous()
+            answers.append((onto, group.reduce_scatter(third, UNWEIGHTED)))
+        return answers
+
+    results = run_threads(size, job)
+    for number, (kind, dtype) in enumerate(cases):
+        nodes = defined(vectors(kind, size, dtype), weighted=False)
+        got = [results[owner][number][0][i] for i, owner in enumerate(owners)]
+        check(torch.cat(got), nodes, (kind, dtype))
+        got[2] = torch.cat([result[number][1] for result in results])
+        check(torch.cat(got), nodes, (kind, dtype, "reduce_scatter"))
 
 
 def sent_by(group: Group, call: Any) -> dict[str, int]:
