@@ -9,7 +9,6 @@ model.register_comm_hook(adasum.HookState(op=adasum.Adasum), adasum.ddp_hook)
 import copy
 import logging
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +19,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import collectives
 from adasum.modes import outside_modes
-from adasum.observer import Observer, require_observer
+from adasum.observer import ObservedGram, Observer, observe, require_observer
 from adasum.optimizer.consistency.parameter_check import checks_parameters
 from adasum.real_pairs import real_numel
-from adasum.reducer import require_declared
+from adasum.reducer import gives_gram, observed_copy, require_declared
 from adasum.request_pool import RequestPool, StartedRequest
 from adasum.sparse import sparse_all_reduce_async
-from collectives import Average, Group, Reducer, Work, validation
+from collectives import Average, Group, Reducer, Request, Work, validation
 from collectives.tree_order import in_order
 
 if TYPE_CHECKING or dist.is_available():
@@ -130,14 +129,28 @@ class HookState:
         return collectives.from_process_group(given, timeout=self.timeout)
 
     def start(
-        self, buffer: Tensor, name: str, segments: Sequence[int], op: Reducer | None = None
+        self,
+        buffer: Tensor,
+        name: str,
+        segments: Sequence[int],
+        op: Reducer | None = None,
+        *,
+        observed: bool = False,
     ) -> StartedRequest:
-        """Start reducing a buffer of whole segments in place, by `op` where it is given."""
+        """Start reducing a buffer of whole segments in place, by `op` where it is given.
+
+        observed: whether Adasum is to keep its Gram matrices for `wait`.
+        """
         group, op = self.group, op or self.op
         options: Any = {"name": name, "segments": segments, "algorithm": self.algorithm}
-        make = partial(group.all_reduce_init, buffer, op, negotiate=False, **options)
+
+        def make() -> Request[Tensor]:
+            chosen = observed_copy(op) if observed else op
+            return group.all_reduce_init(buffer, chosen, negotiate=False, **options)
+
         # A request keeps its operator alive, whose id is therefore no other's.
-        key = name, tuple(segments), buffer.dtype, buffer.device, id(op), self.algorithm
+        kind = buffer.dtype, buffer.device, id(op), observed
+        key = name, tuple(segments), kind, self.algorithm
         return self._requests.start(group, key, make, buffer)
 
     def name_of(self, parameter: Tensor) -> str:
@@ -237,31 +250,37 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
             )
         state.start(buffer, name, segments).wait()
         return _future_of(buffer)
-    notify = _observe(state, bucket)
-    reduction = state.start(buffer, name, segments)
+    by_gram = state.observer is not None and gives_gram(
+        *(state.observer, state.op, state.group, buffer),
+        segments=segments,
+        algorithm=state.algorithm,
+    )
+    show = _observe(state, bucket, by_gram=by_gram)
+    reduction = state.start(buffer, name, segments, observed=by_gram)
 
     def finish() -> None:
-        reduction.wait()
+        gram = reduction.wait()
         if moved is not None:
             raise RuntimeError(
                 f"the gradient of {state.name_of(moved)} was moved out of its bucket, as `grad.data"
                 " = ...` does, and DistributedDataParallel with gradient_as_bucket_view=True will "
                 "not see it again: wrap the model anew, and assign to `grad` itself"
             )
-        notify()
+        show(gram)
 
     _call_after_ddp(finish)
     return _future_of(buffer, reduction.work)
 
 
-def _observe(state: HookState, bucket: GradBucket) -> Callable[[], None]:
+def _observe(
+    state: HookState, bucket: GradBucket, *, by_gram: bool
+) -> Callable[[ObservedGram | None], None]:
     """Show the bucket's gradients to the observer, and return what shows it their reductions."""
-    observer = state.observer
-    if observer is None:
-        return lambda: None
-    gradients = _gradients_in(bucket)
-    token = observer.before_reduction(list(map(state.name_of, bucket.parameters())), gradients)
-    return lambda: observer.after_reduction(token, gradients)
+    if state.observer is None:
+        return lambda _: None
+    names = list(map(state.name_of, bucket.parameters()))
+    gradients = [] if by_gram else _gradients_in(bucket)
+    return observe(state.observer, names, gradients, by_gram=by_gram)
 
 
 def _is_moved(gradient: Tensor | None, buffer: Tensor) -> bool:

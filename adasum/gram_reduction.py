@@ -12,27 +12,35 @@ the others hold (`docs/direct.md`). So tables are exchanged once, and no host lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 import kernels
+from adasum.observer import ObservedGram
 from adasum.pieces import ClippedPiece, add_up, clipped, device_of
 from collectives import Operands
 from kernels.validation import tracing
 
 Tree = Sequence[tuple[int, int, int, int]]
+Take = Callable[[ObservedGram], None]
 
 
-def reduce_tree(operands: Operands, segments: tuple[int, ...], tree: Tree) -> None:
-    """Write each piece's parts, joined by a tree, to its `out`; pieces may cut segments."""
+def reduce_tree(
+    operands: Operands, segments: tuple[int, ...], tree: Tree, take: Take | None = None
+) -> None:
+    """Write each piece's parts, joined by a tree, to its `out`; pieces may cut segments.
+
+    take: called with all segments' Gram matrices, if anybody wants them.
+    """
     pieces: list[ClippedPiece] = []
     grams: list[Tensor] = []
     # A piece's products are taken before the next piece is looked at, which waits for it.
     for piece in clipped(operands, segments):
         grams.append(kernels.gram(piece.parts, piece.segments, precise=True))
         pieces.append(piece)
-    replay = _Replay(operands, pieces, len(segments) - 1, tree)
+    replay = _Replay(operands, pieces, len(segments) - 1, tree, take)
     replay(grams)
     for piece in pieces:
         kernels.weighted_sum(
@@ -40,11 +48,13 @@ def reduce_tree(operands: Operands, segments: tuple[int, ...], tree: Tree) -> No
         )
 
 
-def bind_tree(operands: Operands, segments: tuple[int, ...], tree: Tree) -> Callable[[], None]:
+def bind_tree(
+    operands: Operands, segments: tuple[int, ...], tree: Tree, take: Take | None = None
+) -> Callable[[], None]:
     """Plan `reduce_tree`."""
     pieces = list(clipped(operands, segments))
     grams = [kernels.plan_gram(piece.parts, piece.segments, precise=True) for piece in pieces]
-    replay = _Replay(operands, pieces, len(segments) - 1, tree, planned=True)
+    replay = _Replay(operands, pieces, len(segments) - 1, tree, take, planned=True)
     sums = [
         kernels.plan_weighted_sum(
             piece.parts, replay.coefficients[piece.touched], piece.segments, out=piece.out
@@ -83,6 +93,7 @@ class _Replay:
         pieces: Its pieces.
         count: The number of segments.
         tree: How the parts are joined.
+        take: Is given the Gram matrices, if anybody wants them.
         planned: Whether it runs many times, on the host by a plan of all ranks' tables.
 
     Attributes:
@@ -95,6 +106,7 @@ class _Replay:
         pieces: Sequence[ClippedPiece],
         count: int,
         tree: Tree,
+        take: Take | None,
         *,
         planned: bool = False,
     ) -> None:
@@ -102,21 +114,33 @@ class _Replay:
         parts, self._device = len(tree) + 1, device_of(operands)
         self._shape = count, parts, parts, 2
         self.coefficients = torch.zeros(count, parts, dtype=torch.float64, device=self._device)
-        self._planned = planned
+        # How far vectors cancel is found for those alone who want to know.
+        self._spread = None if take is None else self.coefficients.new_empty(count)
+        self._planned, self._take = planned, take
         self._plan: Callable[[], Tensor] | None = None
         self._tables = self.coefficients
 
     def __call__(self, grams: Sequence[Tensor]) -> None:
         """Write `coefficients`."""
         table = add_up(self._pieces, grams, self._shape, self._device, precise=True)
-        tables, out = self._gathered(table), self.coefficients
+        tables = self._gathered(table)
+        self._find(tables)
+        if self._take is not None and self._spread is not None:
+            # In rank order, element by element: equal bits on all ranks.
+            products = reduce(torch.add, tables).sum(-1)
+            found = self.coefficients.clone(), self._spread.clone()
+            self._take(ObservedGram(products, *found, tuple(self._tree)))
+
+    def _find(self, tables: Tensor) -> None:
+        """Write `coefficients` from all ranks' tables."""
+        written = {"out": self.coefficients, "spread": self._spread}
         # Under a dispatch mode of any thread no plan can be made.
         if not self._planned or (self._plan is None and tracing()):
-            kernels.adasum_coefficients(tables, self._tree, out=out)
+            kernels.adasum_coefficients(tables, self._tree, **written)
             return
         if self._plan is None:
             self._tables = tables.clone()
-            self._plan = kernels.plan_adasum_coefficients(self._tables, self._tree, out=out)
+            self._plan = kernels.plan_adasum_coefficients(self._tables, self._tree, **written)
         else:
             self._tables.copy_(tables)
         self._plan()

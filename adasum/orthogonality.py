@@ -7,7 +7,8 @@ For one layer with gradients g_1 .. g_n on n ranks the ratio is ::
 It is 1 where the gradients are orthogonal, and 1/n where they are equal: there Adasum is the
 average, and more ranks buy no longer steps. It is never above 1, and opposed gradients bring it to
 0. Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv 2006.02924,
-the section on the orthogonality of gradients. ::
+the section on the orthogonality of gradients. Adasum by `direct` has all of these norms in its Gram
+matrices; for any other reduction each rank takes those of its own tensors and of the results. ::
 
     recorder = adasum.orthogonality.Recorder(every=10)
     optimizer.set_observer(recorder)
@@ -24,9 +25,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+import kernels
+from adasum.observer import ObservedGram, squared_norms_by
 from adasum.real_pairs import as_reals
 from adasum.reducer import Adasum
 from collectives import Group, Sum, default_group, validation
+from collectives.schedules.folding import balanced_tree
 
 __all__ = ["Recorder", "Row", "orthogonality"]
 
@@ -67,13 +71,26 @@ def orthogonality(tensors: Sequence[Tensor], group: Group | None = None) -> Tens
     """
     for tensor in validation.tensors("tensors", tensors, dense=True):
         Adasum.check(tensor.dtype)
-    copies = [
-        as_reals(tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format))
-        for tensor in tensors
-    ]
-    squares = squared_norms(copies)
-    (group or default_group()).grouped_all_reduce(copies, Adasum, name="orthogonality")
-    return _ratios(squares, copies, group)
+    ratios = torch.empty(len(tensors), dtype=torch.float64, device=_device_of(tensors))
+    # Each kind by itself, as it would travel: its Gram matrices are those of its tensors.
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(i)
+    for chosen in kinds.values():
+        of_kind = _ratios_of_copies([tensors[i].detach() for i in chosen], group)
+        ratios[torch.tensor(chosen, device=ratios.device)] = of_kind.to(ratios.device)
+    return ratios
+
+
+def _ratios_of_copies(tensors: Sequence[Tensor], group: Group | None) -> Tensor:
+    """Return the ratios of tensors of one dtype and device."""
+    reals = [as_reals(tensor.resolve_conj()) for tensor in tensors]
+    copies = [real.clone(memory_format=torch.contiguous_format) for real in reals]
+    op, group = Adasum.observed(), group or default_group()
+    by_gram = group.reduces_by_tree(copies, op)
+    group.grouped_all_reduce(copies, op, name="orthogonality")
+    gram = op.take_gram() if by_gram else None
+    return _ratios(squared_norms(reals), copies, group) if gram is None else _ratios_by(gram)
 
 
 class Recorder:
@@ -86,12 +103,15 @@ class Recorder:
 
     It records what is sent: gradients or, with Adasum's delta method, the differences that the
     local steps made. Every rank has a recorder of its own, made with the same arguments, and gets
-    the same rows. Recording costs one all-reduce of a float64 per tensor.
+    the same rows. Where the reduction makes Gram matrices, as Adasum by `direct` does, recording
+    costs no look at a tensor and no message: the ratio is that of what is sent, before the result
+    is rounded. Elsewhere it costs one all-reduce of a float64 per tensor.
 
     Args:
         every: Steps from one record to the next; the first step is recorded.
         group: The ranks that the observed reductions run over; the default group unless given.
-        copies: Whether to reduce copies with an Adasum of its own, for the memory of the copies.
+        copies: Whether to reduce copies with an Adasum of its own, for the memory of the copies;
+            of Gram matrices the ratio is Adasum's anyway.
 
     Raises:
         TypeError: `group` is not a Group.
@@ -123,10 +143,7 @@ class Recorder:
 
     def before_reduction(self, names: Sequence[str], tensors: Sequence[Tensor]) -> _Token | None:
         """Keep the squared norms, or copies, of the tensors whose turn it is."""
-        # Steps are counted by name: buckets may be rebuilt, and a tensor be absent in some steps.
-        due = [i for i, name in enumerate(names) if self._reductions[name] % self.every == 0]
-        labels = [(self._reductions[names[i]], names[i]) for i in due]
-        self._reductions.update(names)
+        due, labels = self._count(names)
         if not due:
             return None
         chosen = [tensors[i].detach() for i in due]
@@ -146,6 +163,27 @@ class Recorder:
             labels, ratios = token
             self._records.append((labels, ratios(tensors)))
 
+    def after_gram(self, names: Sequence[str], gram: ObservedGram) -> None:
+        """Record the ratios of the tensors whose turn it is, from their Gram matrices."""
+        due, labels = self._count(names)
+        if not due:
+            return
+        tree = balanced_tree(gram.products.shape[1])
+        if self._copies and tuple(gram.tree) != tuple(tree):
+            # An Adasum of other weights was observed.
+            coefficients = kernels.adasum_coefficients(gram.products.unsqueeze(0), tree)
+            gram = gram._replace(coefficients=coefficients, tree=tree)
+        ratios = _ratios_by(gram)
+        self._records.append((labels, ratios[torch.tensor(due, device=ratios.device)]))
+
+    def _count(self, names: Sequence[str]) -> tuple[list[int], _Labels]:
+        """Count a reduction; return which of its tensors are recorded, and as what."""
+        # Steps are counted by name: buckets may be rebuilt, and a tensor be absent in some steps.
+        due = [i for i, name in enumerate(names) if self._reductions[name] % self.every == 0]
+        labels = [(self._reductions[names[i]], names[i]) for i in due]
+        self._reductions.update(names)
+        return due, labels
+
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return |t|^2 of each tensor, float64 [len(tensors)] on the first one's device."""
@@ -159,3 +197,12 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 def _ratios(squares: Tensor, results: Sequence[Tensor], group: Group | None) -> Tensor:
     (group or default_group()).all_reduce(squares, Sum, name="orthogonality's squared norms")
     return squared_norms(results) / squares
+
+
+def _ratios_by(gram: ObservedGram) -> Tensor:
+    total = gram.products.diagonal(dim1=1, dim2=2).sum(1)
+    return squared_norms_by(gram.products, gram.coefficients) / total
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")

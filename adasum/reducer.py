@@ -6,16 +6,20 @@ algorithm 1 (vector halving, distance doubling).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 import kernels
 from adasum.gram_reduction import Tree, add_gram_matrices, bind_tree, reduce_tree
+from adasum.observer import GramObserver, ObservedGram, Observer
 from adasum.pieces import ClippedPiece, add_up, are_whole, clip, clipped, device_of, segments_of
 from adasum.real_pairs import real_dtype, real_operands
-from collectives import Operands, Reducer
+from collectives import Group, Operands, Reducer
 from kernels.validation import EQUAL, tracing
 
 
@@ -55,6 +59,8 @@ class AdasumReducer(Reducer):
     needs_one_tree = True
     reads_tree = True
     reduces_in_shared_memory = True
+    _gram: ObservedGram | None = None
+    _original: AdasumReducer | None = None
 
     def __init__(self, *, weighted: bool = True) -> None:
         if not isinstance(weighted, bool):
@@ -62,6 +68,29 @@ class AdasumReducer(Reducer):
         self.weighted = weighted
         if not weighted:
             self.name = f"{self.name}(weighted=False)"
+
+    def observed(self) -> Self:
+        """Return a copy that keeps the last reduction's Gram matrices, for `take_gram`."""
+        observed = copy.copy(self)
+        observed._original = self
+        return observed
+
+    def take_gram(self) -> ObservedGram | None:
+        """Return the Gram matrices of what an observed copy has reduced since the last call.
+
+        None where the reduction made none. On CUDA for the current stream, which has waited for the
+        reduction.
+        """
+        gram, self._gram = self._gram, None
+        if gram is not None and gram.products.is_cuda:
+            # They were allocated on the communication stream.
+            stream = torch.cuda.current_stream(gram.products.device)
+            for each in (gram.products, gram.coefficients, gram.spread):
+                each.record_stream(stream)
+        return gram
+
+    def _keep_gram(self, gram: ObservedGram) -> None:
+        self._gram = gram
 
     def check(self, dtype: torch.dtype) -> None:
         """Raise TypeError, naming the dtype, unless the kernels take its reals."""
@@ -85,7 +114,7 @@ class AdasumReducer(Reducer):
         operands = real_operands(operands)
         segments, leaves = segments_of(operands), operands.leaves if self.weighted else ()
         if operands.tree:
-            reduce_tree(operands, segments, self._weighed(operands))
+            reduce_tree(operands, segments, self._weighed(operands), self._keeper(operands))
             return
         if not are_whole(operands, segments):
             _reduce_cut(operands, segments, leaves)
@@ -115,7 +144,7 @@ class AdasumReducer(Reducer):
         operands = real_operands(operands)
         segments = segments_of(operands)
         if by_tree:
-            return bind_tree(operands, segments, self._weighed(operands))
+            return bind_tree(operands, segments, self._weighed(operands), self._keeper(operands))
         weights = _weights(operands.leaves if self.weighted else (), 1)
         if not are_whole(operands, segments):
             return _bind_cut(operands, segments, weights)
@@ -132,6 +161,12 @@ class AdasumReducer(Reducer):
                 plan(weights)
 
         return run
+
+    def _keeper(self, operands: Operands) -> Callable[[ObservedGram], None] | None:
+        """Return what keeps the Gram matrices of ranks' own vectors, not of what others made."""
+        ranks = sum(operands.tree[-1][2:])
+        own = ranks == len(operands.tree) + 1
+        return self._keep_gram if own and self._original is not None else None
 
     def _weighed(self, operands: Operands) -> Tree:
         """Return the operands' tree with the weights of both sides of each join."""
@@ -206,6 +241,30 @@ def _bind_cut(
             combine(weights)
 
     return run
+
+
+def observed_copy(op: Reducer) -> Reducer:
+    """Return a copy of Adasum that keeps its Gram matrices, and any other operator as it is."""
+    return op.observed() if isinstance(op, AdasumReducer) else op
+
+
+def gives_gram(
+    observer: Observer | None,
+    op: Reducer,
+    group: Group,
+    tensors: Tensor | Sequence[Tensor],
+    **options: Any,
+) -> bool:
+    """Return whether an all-reduce has Gram matrices, and the observer takes them.
+
+    The same on all ranks. Arguments are as `Group.reduces_by_tree` has them.
+    """
+    return (
+        isinstance(op, AdasumReducer)
+        and isinstance(observer, GramObserver)
+        and type(op).reduce is AdasumReducer.reduce
+        and group.reduces_by_tree(tensors, op, **options)
+    )
 
 
 def require_declared(op: Reducer) -> None:

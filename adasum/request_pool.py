@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from adasum.observer import ObservedGram
+from adasum.reducer import AdasumReducer
 from collectives import Request, Work
 
 # More than any model has buckets: there are so many only where models were dropped.
@@ -43,14 +45,16 @@ class RequestPool:
         request = free.pop(key, None) or make()
         work = request.start(buffer)
 
-        def wait() -> None:
+        def wait() -> ObservedGram | None:
             # What fails here is not given back: its state is unknown.
             request.wait()
+            gram = request.op.take_gram() if isinstance(request.op, AdasumReducer) else None
             if buffer is not None:
                 request.release()
             if len(free) >= _MAX_REQUESTS:
                 free.clear()
             free[key] = request
+            return gram
 
         return StartedRequest(work, wait)
 
@@ -59,7 +63,8 @@ class StartedRequest(NamedTuple):
     """A request in flight: its Work, for callbacks and for whoever else waits, and `wait`.
 
     That blocks until the buffer holds the result, and gives the request back; raises what failed.
+    Returns the Gram matrices of an observed Adasum that has made some.
     """
 
     work: Work[Any]
-    wait: Callable[[], None]
+    wait: Callable[[], ObservedGram | None]

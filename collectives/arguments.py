@@ -130,7 +130,8 @@ class Arguments:
     ) -> Call:
         """Check and describe a reduce_to_owners."""
         tensors = validation.tensor_list("tensors", tensors)
-        op, compared = self._onto_single_ranks("reduce_to_owners", tensors, op, **options)
+        kind = "reduce_to_owners"
+        op, compared = self._onto_single_ranks(kind, tensors, op, by_tree=True, **options)
         compared["owners"] = self._owners(owners, len(tensors))
         return Call("reduce_to_owners", options.get("name"), compared, tensors, op)
 
@@ -202,10 +203,17 @@ class Arguments:
         self._transport.check_device(tensor.device)
 
     def _onto_single_ranks(
-        self, kind: str, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[ScaleOptions]
+        self,
+        kind: str,
+        tensors: Sequence[Tensor],
+        op: Reducer,
+        *,
+        by_tree: bool = False,
+        **options: Unpack[ScaleOptions],
     ) -> tuple[Reducer, dict[str, Any]]:
+        """Check a reduction; by_tree: whether an operator that reads trees can do it, too."""
         op, compared = self._reduction(kind, tensors, op, **options)
-        if not (op.associative or op.ordered):
+        if not (op.associative or op.ordered or (by_tree and op.reads_tree)):
             raise ValueError(f"op {op} needs all ranks: use all_reduce")
         del compared["algorithm"]
         return op, compared

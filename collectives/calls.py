@@ -13,7 +13,7 @@ import torch
 
 from collectives import validation
 from collectives.consistency.negotiation import Joined, Negotiation
-from collectives.execution.all_reduce import Runner
+from collectives.execution.all_reduce import AllReduceOptions, Runner
 from collectives.execution.call import Call
 from collectives.execution.call_queue import CallQueue
 from collectives.execution.operations import OPERATIONS
@@ -76,6 +76,13 @@ class Calls:
         if call.shared is not None and call.op.reads_tree and self._runner.climbs_in_levels(call):
             call.shared = None
 
+    def reduces_by_tree(self, call: Call) -> bool:
+        """Return whether an all-reduce hands its operator all ranks' operands with their tree."""
+        self.plan(call)
+        if call.shared is not None:
+            return call.shared.by_tree
+        return self._runner.reduces_by_tree(call.tensors, call.op, AllReduceOptions.of(call))
+
     def number(self, call: Call) -> Call:
         """Negotiate the making of a request and number it; return the call that a start makes."""
         making = replace(call, kind=f"{call.kind}_init", instead=self._next_request)
@@ -133,6 +140,8 @@ class Calls:
         if call.shared is not None and not outcome.joined:
             with call.shared.span(call.label) if watched else NOTHING:
                 call.shared.reduce(call.label)
+            if call.shared.owners is not None:
+                return [*call.shared.owners]
             return call.tensors[0] if call.kind == "all_reduce" else call.tensors
         # The call's number, which is the same on all ranks, since they make the same calls.
         self._runner.first = self._count - 1

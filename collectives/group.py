@@ -120,6 +120,35 @@ class Group:
         op = in_order(op, order)
         self._runner.check(parse_all_reduce_spec(algorithm), op, [])
 
+    def reduces_by_tree(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        op: Reducer,
+        *,
+        segments: Sequence[int] | None = None,
+        packed: bool = False,
+        algorithm: str | None = None,
+    ) -> bool:
+        """Return whether an all-reduce hands `op` all ranks' operands of all tensors at once.
+
+        With their tree, that is, as `direct` does to an operator that `reads_tree`: Adasum then has
+        a Gram matrix of every segment. Sends nothing; the same on all ranks, and as long as the
+        tensors lie as they do, of later calls, too.
+
+        Args:
+            tensors: What all_reduce, or of a list grouped_all_reduce, would take.
+            op: As there.
+            segments: As in all_reduce.
+            packed: As in grouped_all_reduce.
+            algorithm: As in all_reduce.
+        """
+        arguments = self._arguments
+        if isinstance(tensors, Tensor):
+            call = arguments.all_reduce(tensors, op, segments, algorithm=algorithm)
+        else:
+            call = arguments.grouped_all_reduce(tensors, op, packed=packed, algorithm=algorithm)
+        return self._calls.reduces_by_tree(call)
+
     @overload
     def all_reduce(
         self,
@@ -409,7 +438,8 @@ class Group:
 
         Args:
             tensors: The tensors to reduce.
-            op: As in reduce.
+            op: As in reduce; or Adasum, or another that reads trees. Its results have the bits of
+                an all-reduce by auto, for about half the bytes where that is `direct`.
             owners: The rank that owns each tensor. If given, tensors of one dtype and device travel
                 together, packed, in log2 n steps, and the results have the bits of an all-reduce by
                 rd or rechd; tensors in a FusedBuffer, sorted by `owners_order`, are not packed. If

@@ -139,8 +139,8 @@ class Reducer:
         """Return what `auto` stands for with `nbytes` over `size` ranks, by these numbers only.
 
         It is one range of a specification, of an algorithm that can carry the operator. Of one that
-        reads trees and does not override this it is so in shared memory; messages go by a table
-        for each device.
+        reads trees and does not override this it is so on CPUs that share memory; others go by a
+        table for each device.
         """
         small = nbytes <= (_SMALL_TREE_BYTES if self.reads_tree else _SMALL_BYTES)
         if self.operands == "all":

@@ -15,6 +15,7 @@ from collectives import validation
 from collectives.calls import Calls
 from collectives.compiling import untraced
 from collectives.execution.call import Call
+from collectives.reducers import Reducer
 from collectives.work import Work
 
 Tensor = torch.Tensor
@@ -60,6 +61,11 @@ class Request(Generic[T_co]):
 
     def __repr__(self) -> str:
         return f"Request({self._call})"
+
+    @property
+    def op(self) -> Reducer:
+        """The operator, of a request that has one."""
+        return self._call.op
 
     def _bind(self, call: Call) -> None:
         self._call = call

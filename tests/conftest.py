@@ -35,7 +35,9 @@ LONGEST = (
     "examples",
     "bench",
     "adasum/test_ddp_fsdp.py",
+    "collectives/execution/test_owned_trees.py",
     "collectives/execution/test_pipelining.py",
+    "collectives/execution/test_shared_memory_pieces.py",
     "docs",
 )
 

@@ -23,18 +23,21 @@ from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.overflow import SharedOverflow
 from adasum.optimizer.owned_state import HAS, LACKS, assign_owners, gather_states
 from adasum.real_pairs import as_reals
-from collectives import Sum
+from collectives import Reducer, Sum
 from collectives.reducers import Max
 from collectives.schedules.spec import parse_all_reduce_spec
 
 
-def reduces_to_owners(algorithm: str | None) -> bool:
-    """Return whether the gradients of a sum go to their owners alone.
+def reduces_to_owners(op: Reducer, algorithm: str | None) -> bool:
+    """Return whether gradients go to their owners alone.
 
-    They do by rechd's steps. By another algorithm that was asked for they are all-reduced.
+    Those of a sum do by rechd's steps, and Adasum's by those that `auto` takes. By another
+    algorithm that was asked for they are all-reduced.
     """
     specs = parse_all_reduce_spec(algorithm or "auto")
-    return all(each.inner is None and each.outer in ("auto", "rd", "rechd") for each in specs)
+    of_sums = {"auto", "rd", "rechd"} if op.associative or op.ordered else set()
+    able = of_sums or ({"auto"} if op.reads_tree else set())
+    return all(each.inner is None and each.outer in able for each in specs)
 
 
 class OwnersMethod(GradientMethod):
@@ -69,9 +72,8 @@ class OwnersMethod(GradientMethod):
         self._adasum_overflow = SharedOverflow()
         reducer = self._adasum_settings.reducer
         op = reducer.op
-        associative = op.associative or op.ordered
-        self._adasum_to_owners = associative and reduces_to_owners(reducer.algorithm)
-        if self._adasum_to_owners:
+        self._adasum_to_owners = reduces_to_owners(op, reducer.algorithm)
+        if self._adasum_to_owners and (op.associative or op.ordered):
             # While an observer watches, gradients are all-reduced, to the same bits.
             reducer.algorithm = "rechd" if op.operands == "pair" else "direct"
         self._adasum_places = {rank: i for i, rank in enumerate(self._adasum_group.owners_order())}

@@ -16,6 +16,7 @@ from collectives.execution.executor import execute
 from collectives.execution.phases import (
     AllReducePhases,
     auto_by_messages,
+    auto_of,
     climbs_in_levels,
     for_dtype,
     phases_of,
@@ -25,6 +26,7 @@ from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
 from collectives.schedules.algorithm import ONE_TENSOR, RoundRobin
 from collectives.schedules.auto import sum_algorithm
+from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.schedules.topology import Topology
@@ -105,8 +107,7 @@ class Runner:
             kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
             on_gpu = any(device.type == "cuda" for device, _ in kinds)
             if spec.outer == "auto":
-                nbytes = sum(tensor.nbytes for tensor in tensors)
-                spec = auto_by_messages(op, "cuda" if on_gpu else "cpu", nbytes, self.topology)
+                spec = self._auto_of(op, on_gpu, sum(tensor.nbytes for tensor in tensors))
             phases = phases_of(spec, op, self.topology)
             if phases.host and on_gpu and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
@@ -211,6 +212,26 @@ class Runner:
             for tensor in call.tensors
         )
 
+    def reduces_by_tree(
+        self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions
+    ) -> bool:
+        """Return whether one reduction gets all ranks' operands of all tensors, with their tree."""
+        ranges = options.by_range(tensors)
+        if self.size == 1 or not op.reads_tree or len(ranges) != 1:
+            return False
+        ((options, tensors),) = ranges
+        vector = vector_of(tensors, options.segments)
+        if vector is None:
+            return False
+        spec = spec_for(options.specs, vector.numel)
+        if spec.outer == "auto":
+            spec = self._auto_of(op, tensors[0].is_cuda, vector.nbytes)
+        spec = for_dtype(spec, op, vector.dtype)
+        record = algorithm(spec.outer)
+        if spec.inner is not None or not (record.all_at_once and record.by_tree):
+            return False
+        return not climbs_in_levels(spec, op, vector.dtype, self.topology)
+
     def execute(
         self,
         call: Call,
@@ -237,11 +258,20 @@ class Runner:
     def choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
         """Return what `auto` stands for, the same on all ranks and in every run."""
         if not is_plain_sum(op):
-            device = "cuda" if flat.is_cuda else "cpu"
-            return auto_by_messages(op, device, flat.nbytes, self.topology)
+            return self._auto_of(op, flat.is_cuda, flat.nbytes)
         if not flat.is_cuda:
             return sum_algorithm("cpu", flat.nbytes, self.topology)
         return sum_algorithm("cuda", flat.nbytes, self.topology, self._library_for(flat))
+
+    def _auto_of(self, op: Reducer, on_gpu: bool, nbytes: int) -> AllReduceSpec:
+        """Return what `auto` stands for, of what is no plain sum.
+
+        Ranks that share memory take by messages what they take there: where a rank has joined,
+        where a buffer or a table does not hold a call.
+        """
+        if not on_gpu and self.transport.symmetric_memory is not None:
+            return auto_of(op, nbytes, self.size)
+        return auto_by_messages(op, "cuda" if on_gpu else "cpu", nbytes, self.topology)
 
     def _library_for(self, flat: Tensor) -> str | None:
         """Return the name of NCCL's own sum where `auto` may take it, alike on all ranks."""

@@ -41,11 +41,22 @@ class TensorDescription(NamedTuple):
 
 
 class SharedMemoryPlan(Protocol):
-    """How a call runs in memory that the ranks share."""
+    """How a call runs in memory that the ranks share.
+
+    Attributes:
+        owners: Which rank gets the result of each tensor; None for all of all.
+    """
+
+    owners: list[int] | None
 
     @property
     def nbytes(self) -> int:
         """Number of bytes that each rank copies there."""
+        ...
+
+    @property
+    def by_tree(self) -> bool:
+        """Whether the operator is handed all ranks' operands with their tree, as by `direct`."""
         ...
 
     def fill(self) -> None:

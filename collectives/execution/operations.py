@@ -21,9 +21,9 @@ from collectives.execution.all_reduce import (
     grouped_all_reduce,
 )
 from collectives.execution.call import Call
-from collectives.execution.owned_vectors import owned_vectors
+from collectives.execution.owned_trees import reduce_trees_to_owners
+from collectives.execution.owned_vectors import owned_vectors, owners_of
 from collectives.execution.vectors import flatten, multiply
-from collectives.owners import owners
 from collectives.reducers import TREE_RANKS, Reducer, Sum
 from collectives.schedules import binomial_tree, bruck, direct, ring
 from collectives.schedules.auto import all_gather_schedule, reduce_schedule
@@ -54,29 +54,27 @@ def _reduce_onto(runner: Runner, call: Call, tensor: Tensor, dst: int) -> None:
         runner.finish(call, flat)
 
 
-def _owners(runner: Runner, call: Call) -> list[int]:
-    return owners([tensor.nbytes for tensor in call.tensors], runner.size)
-
-
 def _reduce_to_owners(runner: Runner, call: Call) -> list[int]:
-    chosen: list[int] | None = call.options["owners"]
-    if chosen is not None:
+    chosen = owners_of(call, runner.size)
+    if not (call.op.associative or call.op.ordered):
+        reduce_trees_to_owners(runner, call, chosen)
+        return chosen
+    if call.options["owners"] is not None:
         for vector in owned_vectors(runner, call, chosen):
             vector.reduce()
         return chosen
-    chosen = _owners(runner, call)
     for tensor, owner in zip(call.tensors, chosen, strict=True):
         _reduce_onto(runner, call, tensor, owner)
     return chosen
 
 
 def _broadcast_from_owners(runner: Runner, call: Call) -> Sequence[Tensor]:
-    chosen: list[int] | None = call.options["owners"]
-    if chosen is not None:
+    chosen = owners_of(call, runner.size)
+    if call.options["owners"] is not None:
         for vector in owned_vectors(runner, call, chosen):
             vector.broadcast()
         return call.tensors
-    for tensor, owner in zip(call.tensors, _owners(runner, call), strict=True):
+    for tensor, owner in zip(call.tensors, chosen, strict=True):
         runner.execute(call, binomial_tree.broadcast(runner.size, owner), flatten(tensor), Sum)
     return call.tensors
 

@@ -12,6 +12,7 @@ import torch
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call import Call
 from collectives.execution.vectors import Vector, flatten, multiply, vector_of
+from collectives.owners import owners
 from collectives.schedules import direct, to_owners
 from collectives.schedules.schedule import Schedule
 
@@ -78,6 +79,12 @@ class OwnedVector:
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     if sources and targets:
         torch._foreach_copy_(list(targets), list(sources))
+
+
+def owners_of(call: Call, size: int) -> list[int]:
+    """Return the ranks that own a call's tensors: as it says, or by least bytes."""
+    chosen: list[int] | None = call.options["owners"]
+    return owners([tensor.nbytes for tensor in call.tensors], size) if chosen is None else chosen
 
 
 def owned_vectors(runner: Runner, call: Call, chosen: Sequence[int]) -> Iterator[OwnedVector]:

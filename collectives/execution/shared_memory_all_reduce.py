@@ -29,16 +29,18 @@ from typing import Literal
 import torch
 
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
-from collectives.execution.call import Call
+from collectives.execution.call import Call, SharedMemoryPlan
+from collectives.execution.owned_vectors import owners_of
 from collectives.execution.phases import auto_of, for_dtype
 from collectives.execution.shared_memory_levels import Share, TreeLevel, pairs, tree_levels
+from collectives.execution.shared_memory_pieces import SharedMemoryPieces
 from collectives.execution.vectors import Vector, vector_of
 from collectives.reducers import Operands, Piece, Reducer
 from collectives.schedules import recursive_doubling, recursive_halving
 from collectives.schedules.folding import Fold, balanced_tree
 from collectives.schedules.partition import piece_bounds, split_bounds
 from collectives.schedules.registry import algorithm
-from collectives.schedules.spec import AllReduceSpec, spec_for
+from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.transport.shared_memory.symmetric_memory import (
     BUFFER_BYTES,
     TABLE_BYTES,
@@ -56,18 +58,23 @@ _ROW_BYTES = 24
 _CACHE_LINE = 64
 
 
-def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAllReduce | None:
+def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryPlan | None:
     """Return how a call runs in shared memory; None where it goes by messages.
 
     Every rank concludes the same from equal calls.
     """
     memory, size = runner.transport.symmetric_memory, runner.transport.size
-    if memory is None or size == 1 or call.kind not in ("all_reduce", "grouped_all_reduce"):
+    tensors, op = call.tensors, call.op
+    onto_owners = call.kind == "reduce_to_owners" and op.reads_tree
+    kinds = ("all_reduce", "grouped_all_reduce")
+    if memory is None or size == 1 or not (call.kind in kinds or onto_owners):
         return None
-    tensors, op, chosen = call.tensors, call.op, AllReduceOptions.of(call)
+    chosen = AllReduceOptions.of(call)
+    if onto_owners:
+        chosen = chosen._replace(specs=parse_all_reduce_spec("auto"))
     if not (op.reduces_in_shared_memory and tensors and chosen.prescale == 1.0):
         return None
-    if call.kind == "grouped_all_reduce":
+    if call.kind != "all_reduce":
         ranges = chosen.by_range(tensors)
         if len(ranges) > 1:
             return None
@@ -75,7 +82,7 @@ def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAll
     nbytes = 0
     for tensor in tensors:
         nbytes += tensor.nbytes
-        if not tensor.is_cpu or nbytes > BUFFER_BYTES:
+        if not tensor.is_cpu:
             return None
     if not nbytes:
         return None
@@ -84,13 +91,17 @@ def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAll
         return None
     # With the padding between slots.
     nbytes = vector.numel * vector.dtype.itemsize
-    if nbytes > BUFFER_BYTES:
-        return None
     spec = spec_for(chosen.specs, vector.numel)
     method = _method_of(spec, vector, nbytes, size, op)
     if method is None:
         return None
-    return SharedMemoryAllReduce(vector, op, method, chosen.postscale, runner, memory)
+    if nbytes > BUFFER_BYTES:
+        if op.needs_one_tree:
+            return None
+        at_once = method == "direct" or op.operands == "all"
+        return SharedMemoryPieces(vector, op, at_once, chosen.postscale, runner, memory)
+    owners = owners_of(call, size) if onto_owners else None
+    return SharedMemoryAllReduce(vector, op, method, chosen.postscale, runner, memory, owners)
 
 
 @dataclass(eq=False)
@@ -106,6 +117,7 @@ class SharedMemoryAllReduce:
         postscale: Factor of the result.
         runner: What has memory for results.
         memory: The buffers of the ranks.
+        owners: Which rank gets the result of each tensor; None for all of all.
         bound: What reduces each set of buffers; calls take turns with two of them, each known by
             where its first vector lies.
     """
@@ -116,12 +128,18 @@ class SharedMemoryAllReduce:
     postscale: float
     runner: Runner
     memory: SymmetricMemory
+    owners: list[int] | None = None
     bound: dict[int, Callable[[str], Tensor]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Number of bytes that each rank copies to its buffer."""
         return self.vector.nbytes
+
+    @property
+    def by_tree(self) -> bool:
+        """Whether the operator is handed all ranks' operands with their tree."""
+        return self.method == "direct" and self.op.reads_tree
 
     def fill(self) -> None:
         """Copy the tensors to this rank's buffer of the call to be signalled next."""
@@ -134,7 +152,12 @@ class SharedMemoryAllReduce:
         address = vectors[0].data_ptr()
         if address not in self.bound:
             self.bound[address] = self._bind(vectors)
-        self.vector.store(self.bound[address](label), self.postscale)
+        result = self.bound[address](label)
+        if self.owners is None:
+            self.vector.store(result, self.postscale)
+            return
+        mine = [i for i, owner in enumerate(self.owners) if owner == self.memory.rank]
+        self.vector.store_some(result, mine, self.postscale)
 
     def span(self, label: str) -> AbstractContextManager[object]:
         """Return a context that is the reduction's range in timelines."""

@@ -71,12 +71,23 @@ def check_observer(rank: int) -> None:
 
 
 def check_orthogonality(rank: int) -> None:
-    """The recorder has |Adasum(g)|^2 over the sum of the |g_i|^2, for each parameter."""
+    """The recorder has |Adasum(g)|^2 over the sum of the |g_i|^2, for each parameter.
+
+    By "direct" from Gram matrices, else from norms of its own.
+    """
+    for algorithm in (None, "direct"):
+        _check_orthogonality(rank, algorithm)
+
+
+def _check_orthogonality(rank: int, algorithm: str | None) -> None:
     model = Net()
     wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
     recorder = hvd.orthogonality.Recorder(every=1)
     state = HookState(
-        op=hvd.Adasum, observer=recorder, named_parameters=wrapped.module.named_parameters()
+        op=hvd.Adasum,
+        algorithm=algorithm,
+        observer=recorder,
+        named_parameters=wrapped.module.named_parameters(),
     )
     wrapped.register_comm_hook(state, ddp_hook)
     for step in range(3):

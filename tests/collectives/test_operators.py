@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from adasum import Adasum
-from collectives import Average, Group, Max, Reducer, Sum, run_threads
+from collectives import Average, Group, Max, Reducer, Sum, calls, run_threads
 from collectives.cost import ASSUMED, estimate
-from collectives.execution import shared_memory_all_reduce
 from collectives.schedules import bruck, parameter_server, recursive_doubling
 from collectives.schedules.algorithm import Needs
 from collectives.schedules.registry import ALGORITHMS, SCHEDULES, carriers
@@ -259,7 +258,7 @@ def test_shared_memory_is_read_straight_without_a_message(
         return len(steps), answers
 
     shared = run("threads", 3, job)
-    monkeypatch.setattr(shared_memory_all_reduce, "BUFFER_BYTES", 0)
+    monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
     sent = run("threads", 3, job)
     for (no_steps, mine), (steps, other) in zip(shared, sent, strict=True):
         assert no_steps == 0 < steps

@@ -171,7 +171,6 @@ REFUSED: dict[str, Call] = {
     "bytes_text": lambda group: group.all_gather_bytes("text"),  # type: ignore[arg-type]
     "owners_count": lambda group: group.reduce_to_owners([ones(4)], owners=[0, 0]),
     "owners_rank": lambda group: group.reduce_to_owners([ones(4)], owners=[group.size]),
-    "owners_adasum": lambda group: group.reduce_to_owners([ones(4)], Adasum),
     "from_owners_rank": lambda group: group.broadcast_from_owners([ones(4)], owners=[-1]),
     "split_twice": lambda group: group.split([0, 0]),
     "split_rank": lambda group: group.split([group.size]),

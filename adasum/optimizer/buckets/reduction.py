@@ -14,7 +14,8 @@ from torch import Tensor
 
 from adasum.compression import Compression, Compressor, cast_dtype
 from adasum.modes import outside_modes
-from adasum.observer import Observer
+from adasum.observer import ObservedGram, Observer, observe
+from adasum.reducer import gives_gram, observed_copy
 from adasum.request_pool import RequestPool
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, FusedBuffer, Group, Reducer, Request, Sum
@@ -126,25 +127,27 @@ class BucketReducer:
         it is. `owners` are the ranks that get the tensors' results, one for each; all ranks unless
         given.
         """
-        observer, tensors = self.observer, fused.tensors
-        token = observer.before_reduction(names, tensors) if observer else None
-
-        def notify_observer() -> None:
-            if observer:
-                observer.after_reduction(token, tensors)
-
+        tensors = fused.tensors
         dtype = cast_dtype(self.compression, fused.buffer.dtype)
         if dtype is None and self.compression is not Compression.none:
-            return self._reduce_compressed(names, tensors, bucket, owners, notify_observer)
+            return self._reduce_compressed(names, tensors, bucket, owners)
         sent = fused if dtype is None else self._cast(fused, dtype)
-        make = partial(self._request, sent.tensors, names, bucket, owners)
-        started = self._requests.start(sent, (self.op, owners and tuple(owners)), make)
+        by_gram = self.observer is not None and self._gives_gram(sent.tensors)
+        show = observe(self.observer, names, tensors, by_gram=by_gram)
+        make = partial(self._request, sent.tensors, names, bucket, owners, observed=by_gram)
+        started = self._requests.start(sent, (self.op, owners and tuple(owners), by_gram), make)
+        found: list[ObservedGram | None] = []
 
-        def install(_: Any) -> None:
+        def install(gram: ObservedGram | None) -> None:
+            found.append(gram)
             if sent is not fused:
                 torch._foreach_copy_(tensors, sent.tensors)
 
-        return Reduction(started.wait, install, notify_observer)
+        return Reduction(started.wait, install, lambda: show(found.pop()))
+
+    def _gives_gram(self, sent: Sequence[Tensor]) -> bool:
+        options: Any = {"packed": True, "algorithm": self.algorithm}
+        return gives_gram(self.observer, self.op, self.group, sent, **options)
 
     def _cast(self, fused: FusedBuffer, dtype: torch.dtype) -> FusedBuffer:
         """Return a copy of the buffer in another dtype, in the same memory every time."""
@@ -160,9 +163,9 @@ class BucketReducer:
         tensors: Sequence[Tensor],
         bucket: str,
         owners: Owners,
-        notify_observer: Callable[[], None],
     ) -> Reduction:
         """Start reducing the tensors, each compressed by itself: what that gives is not known."""
+        show = observe(self.observer, names, tensors, by_gram=False)
         compressed = [self.compression.compress(tensor) for tensor in tensors]
         sent = [each.contiguous() for each, _ in compressed]
         request = self._request(sent, names, bucket, owners)
@@ -173,10 +176,16 @@ class BucketReducer:
                 if result is not tensor:
                     tensor.copy_(self.compression.decompress(result, context))
 
-        return Reduction(request.wait, install, notify_observer)
+        return Reduction(request.wait, install, lambda: show(None))
 
     def _request(
-        self, tensors: Sequence[Tensor], names: Sequence[str], bucket: str, owners: Owners
+        self,
+        tensors: Sequence[Tensor],
+        names: Sequence[str],
+        bucket: str,
+        owners: Owners,
+        *,
+        observed: bool = False,
     ) -> Request[Any]:
         # Not negotiated with the other ranks, which may have joined, or see the buffer for the
         # first time.
@@ -186,7 +195,8 @@ class BucketReducer:
             return self.group.reduce_to_owners_init(tensors, self.op, owners=owners, **options)
         # A bucket is one buffer, whatever it holds.
         options |= {"algorithm": self.algorithm, "packed": True, "names": names}
-        return self.group.grouped_all_reduce_init(tensors, self.op, **options)
+        op = observed_copy(self.op) if observed else self.op
+        return self.group.grouped_all_reduce_init(tensors, op, **options)
 
     @outside_modes()
     def reduce_sparse_async(self, name: str, parameter: Tensor, bucket: str) -> Reduction:

@@ -234,3 +234,49 @@ def test_owners_with_what_does_not_go_together_raises() -> None:
             optimizer.consolidate_state_dict(to=2)
 
     collectives.run_threads(2, job)
+
+
+def test_adasum_of_large_buckets_goes_to_owners_alone_to_the_bits_of_its_all_reduce(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While an observer watches they are all-reduced; whoever takes Gram matrices is given them."""
+    kinds: list[str] = []
+    start = collectives.Request.start
+
+    def counted(self: Any, *given: Any) -> Any:
+        kinds.append(str(self).partition("(")[2].partition("(")[0])
+        return start(self, *given)
+
+    monkeypatch.setattr(collectives.Request, "start", counted)
+
+    class Sees:
+        def __init__(self) -> None:
+            self.grams = 0
+
+        def before_reduction(self, names: Any, tensors: Any) -> None:
+            raise AssertionError("it takes Gram matrices")
+
+        def after_reduction(self, token: Any, tensors: Any) -> None:
+            raise AssertionError("it takes Gram matrices")
+
+        def after_gram(self, names: Any, gram: Any) -> None:
+            self.grams += 1
+
+    def job(group: collectives.Group, watched: bool) -> tuple[Tensor, int]:
+        model = torch.nn.Linear(300, 300)
+        for parameter in model.parameters():
+            parameter.data.fill_(0.01)
+        optimizer, observer = _owned(model, "sgd", op=hvd.Adasum), Sees()
+        for step in range(3):
+            optimizer.set_observer(observer if watched and step != 1 else None)
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + group.rank)
+            model(torch.randn(4, 300, generator=generator)).square().mean().backward()
+            optimizer.step()
+        return flat(model), observer.grams
+
+    plain = collectives.run_threads(3, lambda group: job(group, False))
+    assert set(kinds) == {"reduce_to_owners"}
+    watched = collectives.run_threads(3, lambda group: job(group, True))
+    assert set(kinds) == {"reduce_to_owners", "grouped_all_reduce"}
+    assert all(torch.equal(got, plain[0][0]) and grams == 2 for got, grams in watched)

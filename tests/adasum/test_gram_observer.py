@@ -1,0 +1,330 @@
+"""Observers that take Gram matrices: norms and orthogonality without a look at a tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import adasum
+from adasum import AdasumReducer, orthogonality
+from adasum.observer import GramObserver, ObservedGram
+from adasum.orthogonality import Recorder, Row
+from collectives import Group, Sum, calls, run_threads
+from collectives.schedules.folding import balanced_tree
+from tests.adasum.definition import tree
+
+SHAPES = [(5, 7), (), (1000,), (0,), (3,)]
+EPS = torch.finfo(torch.float64).eps
+
+
+class Keeps:
+    """An observer that keeps what it is given, and refuses to see tensors."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[list[str], ObservedGram]] = []
+
+    def before_reduction(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Any:
+        raise AssertionError("of these reductions there are Gram matrices")
+
+    def after_reduction(self, token: Any, tensors: Sequence[Tensor]) -> None:
+        raise AssertionError("of these reductions there are Gram matrices")
+
+    def after_gram(self, names: Sequence[str], gram: ObservedGram) -> None:
+        self.seen.append((list(names), gram))
+
+
+def vectors(rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """One a shape; the last is zero on rank 1."""
+    generator = torch.Generator().manual_seed(rank)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    if rank == 1:
+        drawn[-1].zero_()
+    return [each.to(dtype) for each in drawn]
+
+
+def reduce(
+    group: Group, op: AdasumReducer, tensors: Sequence[Tensor], **options: Any
+) -> ObservedGram | None:
+    observed = op.observed()
+    expected = group.reduces_by_tree(tensors, observed, **options)
+    group.grouped_all_reduce(tensors, observed, **options)
+    gram = observed.take_gram()
+    assert expected == (gram is not None) and observed.take_gram() is None
+    return gram
+
+
+def check(gram: ObservedGram, size: int, dtype: torch.dtype, *, weighted: bool = True) -> None:
+    """Products, norms and the results' norms are those of float64 arithmetic.
+
+    A product is off by its terms' float64 sums, at most numel eps |a| |b|; of such vectors, which
+    do not cancel, a tree's coefficients multiply that by no more than some n^2.
+    """
+    columns = [[vectors(r, dtype)[i].double().flatten() for r in range(size)] for i in range(5)]
+    for i, column in enumerate(columns):
+        stacked = torch.stack(column)
+        lengths = stacked.norm(dim=1)
+        bound = 1000 * EPS * lengths[:, None] * lengths
+        assert ((gram.products[i] - stacked @ stacked.T).abs() <= bound).all()
+        assert torch.allclose(gram.norms[i], lengths, rtol=1000 * EPS, atol=0)
+        want = tree(column, weighted=weighted).norm().item()
+        assert gram.result_norms[i].item() == pytest.approx(want, rel=1000 * size**2 * EPS)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gram_matrices_are_those_of_all_ranks_and_change_no_bits(
+    size: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shared:
+        monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
+    cases = [(op, d) for op in (adasum.Adasum, AdasumReducer(weighted=False)) for d in DTYPES]
+
+    def run(group: Group) -> list[ObservedGram]:
+        grams = []
+        for op, dtype in cases:
+            mine, plain = vectors(group.rank, dtype), vectors(group.rank, dtype)
+            gram = reduce(group, op, mine, algorithm="direct")
+            assert gram is not None
+            grams.append(gram)
+            group.grouped_all_reduce(plain, op, algorithm="direct")
+            assert all(map(torch.equal, mine, plain))
+        return grams
+
+    results = run_threads(size, run)
+    for number, (op, dtype) in enumerate(cases):
+        check(results[0][number], size, dtype, weighted=op.weighted)
+        for other in results:
+            assert all(map(torch.equal, other[number][:3], results[0][number][:3]))
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def test_spread_says_how_far_vectors_cancel() -> None:
+    """Of opposed pairs (1, e), (-1, e) the first sum is (0, 2e) + O(e^2), of reach 3 in all."""
+
+    def run(group: Group) -> list[float]:
+        signs = torch.tensor([(-1.0) ** group.rank, 2.0**-10])
+        mine = [signs, torch.eye(4)[group.rank], torch.zeros(2)]
+        gram = reduce(group, adasum.Adasum, mine, algorithm="direct")
+        assert gram is not None
+        return gram.spread.tolist()
+
+    for opposed, orthogonal, zero in run_threads(4, run):
+        # (1 + 1/2) (1, e) + (1 + 1/2) (-1, e) = (0, 3e), and e^2 beside 1 is left out.
+        assert opposed == pytest.approx((3 / (3 * 2.0**-10)) ** 2, rel=2.0**-15)
+        assert orthogonal == pytest.approx(4, rel=100 * EPS) and zero == 1
+
+
+def test_reductions_without_gram_matrices_say_so_and_hand_over_none() -> None:
+    def run(group: Group) -> None:
+        for algorithm in ("rd", "vhdd", "xring", "rechd/direct", None):
+            assert reduce(group, adasum.Adasum, vectors(group.rank), algorithm=algorithm) is None
+        doubles = vectors(group.rank, torch.float64)
+        assert reduce(group, adasum.Adasum, doubles, algorithm="direct") is None
+        # Two reductions, of which each has its own.
+        mixed = [torch.ones(3), torch.ones(3, dtype=torch.bfloat16)]
+        assert not group.reduces_by_tree(mixed, adasum.Adasum, algorithm="direct")
+        assert not group.reduces_by_tree(mixed[:1], Sum, algorithm="direct")
+        whole = torch.ones(9)
+        bounds = [0, 3, 9]
+        assert group.reduces_by_tree(whole, adasum.Adasum, segments=bounds, algorithm="direct")
+
+    run_threads(4, run, local_size=2)
+
+    def alone(group: Group) -> None:
+        assert reduce(group, adasum.Adasum, vectors(0), algorithm="direct") is None
+
+    run_threads(1, alone)
+
+
+def test_orthogonality_of_what_goes_by_direct_takes_no_norms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+    norms = orthogonality.squared_norms
+    monkeypatch.setattr(
+        orthogonality, "squared_norms", lambda given: looks.append(len(given)) or norms(given)
+    )
+
+    def draw(rank: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randn(n, generator=generator) for n in (100_000, 7)]
+
+    def run(group: Group) -> list[float]:
+        mine = draw(group.rank)
+        # By itself, since float64 vectors have no Gram matrices.
+        mine.insert(1, torch.ones(3, dtype=torch.float64))
+        return orthogonality.orthogonality(mine).tolist()
+
+    results = run_threads(3, run)
+    assert looks == [1] * 6
+    for i, number in ((0, 0), (2, 1)):
+        column = [draw(rank)[number].double() for rank in range(3)]
+        total = sum(each.square().sum().item() for each in column)
+        want = tree(column).square().sum().item() / total
+        assert results[0][i] == pytest.approx(want, rel=100_000 * EPS)
+    assert results[0][1] == pytest.approx(1 / 3, rel=100 * EPS)
+    assert results[1] == results[0] == results[2]
+
+
+def test_a_segment_that_is_not_finite_has_nan_alone() -> None:
+    def run(group: Group) -> tuple[ObservedGram | None, list[float]]:
+        mine = [torch.tensor([math.inf if group.rank else 1.0, 1.0]), torch.eye(3)[group.rank]]
+        ratios = orthogonality.orthogonality(mine).tolist()
+        return reduce(group, adasum.Adasum, mine, algorithm="direct"), ratios
+
+    for gram, ratios in run_threads(3, run):
+        assert gram is not None
+        assert gram.result_norms[0].isnan() and math.isnan(ratios[0])
+        assert gram.result_norms[1].item() == pytest.approx(math.sqrt(3), rel=1000 * EPS)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "direct"])
+def test_a_rank_that_has_joined_has_rows_of_zeros(algorithm: str) -> None:
+    """By `auto`, too, which takes other algorithms by messages than in shared memory."""
+
+    def run(group: Group) -> ObservedGram | None:
+        if group.rank == 1:
+            group.join([adasum.Adasum])
+            return None
+        mine = [torch.full((100_000,), float(group.rank + 1)), torch.ones(2)]
+        gram = reduce(group, adasum.Adasum, mine, algorithm=algorithm)
+        group.join()
+        return gram
+
+    for rank, gram in enumerate(run_threads(4, run)):
+        if rank == 1:
+            continue
+        assert gram is not None
+        assert gram.norms[1].tolist() == pytest.approx(
+            [math.sqrt(2), 0, math.sqrt(2), math.sqrt(2)]
+        )
+        assert gram.products[0, 0, 3].item() == 4e5 and gram.products[0, 1].count_nonzero() == 0
+
+
+def make_model() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
+    # Ranks are threads, which share torch's own generator.
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.data, generator=generator)
+    return model
+
+
+def train(group: Group, observer: object, steps: int, **options: Any) -> list[list[Tensor]]:
+    """Train with the observer; return each step's gradients of this rank before the reduction."""
+    model, sent = make_model(), []
+    optimizer = adasum.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options
+    )
+    optimizer.set_observer(observer)  # type: ignore[arg-type]
+    for step in range(steps):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + group.rank)
+        inputs = torch.randn(4, 5, generator=generator)
+        parameters = list(model.parameters())
+        sent.append(list(torch.autograd.grad(model(inputs).square().mean(), parameters)))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    return sent
+
+
+@pytest.mark.parametrize("compression", [adasum.Compression.none, adasum.Compression.bf16])
+def test_optimizer_shows_gram_matrices_of_what_is_sent(compression: Any) -> None:
+    options = {"op": adasum.Adasum, "method": "gradient", "groups": 2, "algorithm": "direct"}
+
+    def run(group: Group) -> tuple[list[Any], list[list[Tensor]]]:
+        observer = Keeps()
+        assert isinstance(observer, GramObserver)
+        return observer.seen, train(group, observer, 2, compression=compression, **options)
+
+    results = run_threads(3, run)
+    names = [name for name, _ in make_model().named_parameters()]
+    eps = EPS if compression is adasum.Compression.none else torch.finfo(torch.bfloat16).eps
+    for seen, _ in results:
+        assert sorted(name for some, _ in seen for name in some) == sorted(2 * names)
+        for number, (some, gram) in enumerate(seen):
+            step = number * 2 // len(seen)
+            for name, row in zip(some, gram.norms, strict=True):
+                wants = [sent[step][names.index(name)].double().norm() for _, sent in results]
+                # Each element is rounded by half an eps where it is compressed.
+                assert torch.allclose(row, torch.stack(wants), rtol=1000 * EPS + eps, atol=0)
+
+
+@pytest.mark.parametrize("method", ["gradient", "delta"])
+def test_recorder_has_the_same_rows_by_gram_matrices_without_a_norm_or_a_message(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    norms = orthogonality.squared_norms
+    monkeypatch.setattr(
+        orthogonality, "squared_norms", lambda given: looks.append(len(given)) or norms(given)
+    )
+
+    def run(group: Group, algorithm: str) -> list[Row]:
+        recorder = Recorder(every=2)
+        train(group, recorder, 4, op=adasum.Adasum, method=method, algorithm=algorithm)
+        return recorder.rows
+
+    by_gram = run_threads(4, lambda group: run(group, "direct"))
+    assert not looks
+    by_norms = run_threads(4, lambda group: run(group, "vhdd"))
+    assert looks
+    assert all(rows == by_gram[0] for rows in by_gram)
+    for one, other in zip(by_gram[0], by_norms[0], strict=True):
+        assert one[:2] == other[:2]
+        # vhdd's result, whose norm the other is, is within the contract's 100 eps; so is training.
+        bound = 400 * torch.finfo(torch.float32).eps
+        assert one.ratio == pytest.approx(other.ratio, rel=bound)
+
+
+def test_recorder_of_copies_has_adasums_ratio_of_unweighted_reductions() -> None:
+    def run(group: Group) -> list[float]:
+        found = []
+        for copies in (False, True):
+            recorder = Recorder(copies=copies)
+            observed = AdasumReducer(weighted=False).observed()
+            group.all_reduce(torch.ones(8) * (group.rank + 1), observed, algorithm="direct")
+            gram = observed.take_gram()
+            assert gram is not None and gram.tree != balanced_tree(3)
+            recorder.after_gram(["a"], gram)
+            found.append(recorder.rows[0].ratio)
+        return found
+
+    one, two, three = (torch.full((8,), float(rank + 1)) for rank in range(3))
+    for found in run_threads(3, run):
+        for ratio, weighted in zip(found, (False, True), strict=True):
+            want = tree([one, two, three], weighted=weighted).square().sum().item() / (14 * 8)
+            assert ratio == pytest.approx(want, rel=1000 * EPS)
+
+
+def test_process_set_and_a_change_of_observer_between_steps_work() -> None:
+    def run(group: Group) -> int | None:
+        part = adasum.add_process_set([0, 2, 3])
+        if group.rank == 1:
+            return None
+        model = make_model()
+        optimizer = adasum.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            op=adasum.Adasum,
+            process_set=part,
+            algorithm="direct",
+        )
+        observer = Keeps()
+        for step in range(4):
+            optimizer.set_observer(observer if step % 2 else None)  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            model(torch.randn(4, 5)).square().mean().backward()
+            optimizer.step()
+        assert all(gram.norms.shape[1] == 3 for _, gram in observer.seen)
+        return len(observer.seen)
+
+    counts = [count for count in run_threads(4, run) if count is not None]
+    assert len(counts) == 3 and counts[0] > 0 and len(set(counts)) == 1
