@@ -61,7 +61,7 @@ class Calls:
     def run(self, call: Call, *, async_op: bool = False) -> Any:
         """Carry out a direct call; return the result of its operation, or its Work if async."""
         if self._transport.symmetric_memory is not None:
-            self.plan(call)
+            call.shared = plan_shared_memory_all_reduce(self._runner, call)
         if async_op:
             # The user decides when to start a named call, and may do so in another order on some
             # rank: the error of a mismatch then says so.
@@ -73,8 +73,6 @@ class Calls:
     def plan(self, call: Call) -> None:
         """Decide whether the call runs in shared memory, and how; may be repeated."""
         call.shared = plan_shared_memory_all_reduce(self._runner, call)
-        if call.shared is not None and call.op.reads_tree and self._runner.climbs_in_levels(call):
-            call.shared = None
 
     def reduces_by_tree(self, call: Call) -> bool:
         """Return whether an all-reduce hands its operator all ranks' operands with their tree."""

@@ -93,7 +93,7 @@ def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryPla
     nbytes = vector.numel * vector.dtype.itemsize
     spec = spec_for(chosen.specs, vector.numel)
     method = _method_of(spec, vector, nbytes, size, op)
-    if method is None:
+    if method is None or (method == "direct" and op.reads_tree and runner.climbs_in_levels(call)):
         return None
     if nbytes > BUFFER_BYTES:
         if op.needs_one_tree:
