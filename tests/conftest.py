@@ -65,6 +65,7 @@ NIGHTLY = (
     "kernels/test_weights.py",
     "kernels/torch_compile",
     "network_namespaces",
+    "pretended_gpu/test_commands.py",
     "processes",
     "torch_conformance",
 )

@@ -13,6 +13,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -48,7 +49,7 @@ def facts(device: Device) -> dict[str, Any]:
     return found
 
 
-def checks(device: Device, names: Sequence[str] = ()) -> None:
+def checks(device: Device, names: Sequence[str] = (), emulated: Sequence[str] = EMULATED) -> None:
     """Every check of adasum.check, those of ranks in this process; of each its launches."""
     from adasum.check import checks as listed
     from adasum.check import one_gpu, ranks
@@ -57,7 +58,7 @@ def checks(device: Device, names: Sequence[str] = ()) -> None:
     alone = [f"NCCL of {kind}, ranks: 1" for kind in (ranks.TORCH, ranks.CUPY)]
     assert [*known] == ["two ranks", *one_gpu.KERNELS, "graph replay", "two streams", *alone]
     for name in names or [each for each in known if each != "two ranks"]:
-        device.emulated = name in EMULATED
+        device.emulated = name in emulated
         device.dtypes.clear()
         before = len(device.launches)
         if name in alone:
@@ -74,6 +75,29 @@ def checks(device: Device, names: Sequence[str] = ()) -> None:
         wanted = {frozenset(), frozenset({"cooperative"}), frozenset({"dependent"})}
         assert found == wanted, f"attributes of launches: {found}"
         assert len(names_seen) >= 10, names_seen
+
+
+def plans(device: Device) -> None:
+    """A planned run is its launches and nothing else: no copy, no memset, no wait."""
+    from adasum.check import one_gpu
+
+    device.emulated = False
+    flat, layout = one_gpu._pair(SIZES[1], "cuda")
+    asked: list[int] = []
+    primitive = torch._C._cuda_getDevice
+    torch._C._cuda_getDevice = lambda: (asked.append(1), primitive())[1]
+    for name, planned in one_gpu._plans(flat, layout):
+        planned.run()
+        asked.clear()
+        clock, launches = device.clock, len(device.launches)
+        planned.run()
+        steps = round((device.clock - clock) / STEP)
+        launches = len(device.launches) - launches
+        assert (steps, launches) == (1, 1), f"{name}: {steps} steps, {launches} launches"
+        # One with scratch asks for its tensors' device and for the stream, too.
+        most = 3 if name.startswith(("dot_and_norms", "adasum", "gram")) else 1
+        most = 1 if name == "adasum_coefficients" else most
+        assert len(asked) <= most, f"{name}: asked {len(asked)} times for the current device"
 
 
 def rows(device: Device, parts: Sequence[str] = tuple(ROWS)) -> None:
@@ -187,7 +211,7 @@ def _check_page(folder: Path, archive: Path) -> None:
 
 
 PARTS: dict[str, Callable[..., object]] = {
-    each.__name__: each for each in (facts, checks, rows, ranks, minutes)
+    each.__name__: each for each in (facts, checks, plans, rows, ranks, minutes)
 }
 
 
@@ -223,6 +247,9 @@ def rehearse(given: Mapping[str, Any]) -> None:
     device = pretend.install({pretend.COUNTED: "0"})
     if given.get("fault"):
         fault(*given["fault"])
-    for name, options in given["parts"].items():
-        PARTS[name](device, **options)
-        print(f"{name}: as it should be", flush=True)
+    try:
+        for name, options in given["parts"].items():
+            PARTS[name](device, **options)
+            print(f"{name}: as it should be", flush=True)
+    finally:
+        print(f"{time.process_time():.1f} s of the processor", flush=True)

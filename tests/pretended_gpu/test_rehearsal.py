@@ -16,13 +16,13 @@ pytestmark = pytest.mark.slow
 SECONDS = 160.0
 
 
-def rehearse(folder: Path, **given: Any) -> tuple[int | None, str]:
+def rehearse(folder: Path, seconds: float = SECONDS, **given: Any) -> tuple[int | None, str]:
     """Run parts in a process of their own; return its status and what it said."""
     if build.cupy() is None:
         pytest.skip("pip cannot get cupy's wheel")
     log = folder / "log.txt"
     process = nursery().start("tests.pretended_gpu.rehearsal:rehearse", given, {}, log)
-    status = process.wait(time.monotonic() + SECONDS)
+    status = process.wait(time.monotonic() + seconds)
     return status, log.read_text(errors="replace")
 
 
