@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -58,7 +59,32 @@ class Running:
 
     def end(self) -> None:
         """End the process with all that it started."""
-        _end(self.process, self._value)
+        end([self])
+
+    def kill_what_is_left(self) -> None:
+        """Kill the process's group, and whatever below it went its own way."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        needle = f"{VARIABLE}={self._value}".encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if needle in (entry / "environ").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+
+
+def end(running: Sequence[Running]) -> None:
+    """End commands with all that they started, in the time that the slowest of them takes."""
+    for number, seconds in ENDINGS:
+        left = [each.process for each in running if each.process.poll() is None]
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        deadline = time.monotonic() + seconds
+        for process in left:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.0))
+    for each in running:
+        each.kill_what_is_left()
 
 
 def run(
@@ -77,24 +103,6 @@ def run(
             return running.process.wait(limit)
         except subprocess.TimeoutExpired:
             return None
-
-
-def _end(process: subprocess.Popen[bytes], value: str) -> None:
-    """End a process, its group, and whatever below it went its own way."""
-    for number, seconds in ENDINGS:
-        if process.poll() is not None:
-            break
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    needle = f"{VARIABLE}={value}".encode()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if needle in (entry / "environ").read_bytes():
-                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def in_turns(

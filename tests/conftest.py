@@ -71,6 +71,7 @@ NIGHTLY = (
     "kernels/test_weights.py",
     "kernels/torch_compile",
     "network_namespaces",
+    "pretended_gpu/test_commands.py",
     "processes",
     "torch_conformance",
 )

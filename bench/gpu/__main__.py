@@ -7,6 +7,7 @@ import datetime
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from bench.provenance import commit
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; return 0, 1 where a stage failed, 2 without a GPU, 3 where a stage is still to do."""
+    began = time.monotonic()
     parser = make_parser()
     options = parser.parse_args(argv)
     if options.nccl and not Path(options.nccl).is_file():
@@ -36,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = options.out or ROOT / "bench" / "results" / slug(found["device"])
     if options.fresh:
         shutil.rmtree(folder / "stages", ignore_errors=True)
-    seconds = None if options.minutes is None else options.minutes * 60
+    taken = time.monotonic() - began
+    seconds = None if options.minutes is None else options.minutes * 60 - taken
     say = partial(print, flush=True)
     runner = Runner(folder.resolve(), found["device"], source_of, seconds, say, options.archive)
     chosen = [each for each in stages(found, options.nccl) if options.only in each.name]

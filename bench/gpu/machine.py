@@ -25,21 +25,25 @@ from bench.provenance import version
 from collectives.transport import load_nccl
 
 PACKAGES = ("kernels", "collectives", "adasum", "bench", "tests")
+# Seconds to find what the machine has: a driver may hang.
+LIMIT = 120.0
 _SUFFIXES = (".py", ".c", ".h", ".toml")
 
 
 def facts(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return what a process with these variables more finds.
 
-    RuntimeError of one line: no GPU, or torch cannot be imported.
+    RuntimeError of one line: no GPU, torch cannot be imported, or it takes longer than LIMIT.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.txt"
-        status = run([sys.executable, "-m", "bench.gpu.machine"], log, environment=environment)
+        command = [sys.executable, "-m", "bench.gpu.machine"]
+        status = run(command, log, LIMIT, environment)
         said = [line for line in log.read_text().splitlines() if line.strip()]
     lines = [line for line in said if line.startswith("{")]
     if status or not lines:
-        raise RuntimeError(said[-1] if said else f"status {status}")
+        why = f"status {status}" if status is not None else f"no answer within {LIMIT:g} s"
+        raise RuntimeError(said[-1] if said and status is not None else why)
     found: dict[str, Any] = json.loads(lines[-1])
     return found
 

@@ -22,15 +22,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from bench.gpu.machine import PACKAGES
-from bench.processes import Running
+from bench.processes import ENDINGS, Running, end
 from bench.provenance import write
 
 OK, FAILED, OVERRUN, LEFT_OUT = "ok", "failed", "ended: took too long", "left out"
 NO_TIME, RUNNING, NO_GPU = "not begun: no time", "interrupted", "no GPU"
 # With which the commands here say that torch sees no GPU: theirs is no result.
 _STATUS_NO_GPU = 2
-# Seconds kept back for the end of a stage that takes too long, and for the page.
-RESERVE = 30.0
+# Seconds in which a stage that takes too long is ended, and those kept back for that and the page.
+PATIENCE = sum(seconds for _, seconds in ENDINGS)
+RESERVE = PATIENCE + 5.0
 
 
 @dataclass(frozen=True)
@@ -166,12 +167,16 @@ class Runner:
                 else:
                     under_way.append(begun)
             while under_way:
-                for one in [*under_way]:
-                    code, seconds = one.running.process.poll(), time.monotonic() - one.begun
-                    if code is not None or seconds > one.limit:
-                        one.running.end()
-                        self._keep(records, self._write(_ended(one, code, seconds)))
-                        under_way.remove(one)
+                found = [
+                    (one, one.running.process.poll(), time.monotonic() - one.begun)
+                    for one in under_way
+                ]
+                over = [each for each in found if each[1] is not None or each[2] > each[0].limit]
+                # Together: one that is deaf takes most of RESERVE.
+                end([one.running for one, _, _ in over])
+                for one, code, seconds in over:
+                    self._keep(records, self._write(_ended(one, code, seconds)))
+                    under_way.remove(one)
                 time.sleep(0.1 if under_way else 0.0)
 
     def _begin(self, stage: Stage, earlier: Record | None, stack: ExitStack) -> Record | _Started:
@@ -200,7 +205,9 @@ class Runner:
             running = stack.enter_context(Running(command, log, stage.environment))
         except OSError as error:
             return self._write(replace(record, status=FAILED, reason=str(error)))
-        return _Started(stage, record, running, log, begun, min(stage.limit, left))
+        # Its end may take PATIENCE, which is not to delay the end of all.
+        limit = left if stage.limit + PATIENCE > left else stage.limit
+        return _Started(stage, record, running, log, begun, limit)
 
 
 def _ended(one: _Started, code: int | None, seconds: float) -> Record:

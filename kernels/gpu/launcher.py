@@ -59,9 +59,9 @@ class Launch:
         device = self._device
         if device is not None and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self._run(*leading, *self._arguments, stream=current_stream())
+                self._run(*leading, *self._arguments, stream=current_stream(device))
         else:
-            self._run(*leading, *self._arguments, stream=current_stream())
+            self._run(*leading, *self._arguments, stream=current_stream(device))
 
 
 class Kernel:
@@ -164,10 +164,10 @@ def _unaligned(findings: Findings) -> Findings:
     return Findings(*made)
 
 
-def current_stream() -> int:
-    """Return the handle of the current stream on the current device."""
+def current_stream(device: int | None = None) -> int:
+    """Return the handle of the current stream on a device, the current one if None."""
     driver = triton.runtime.driver.active
-    return int(driver.get_current_stream(driver.get_current_device()))
+    return int(driver.get_current_stream(driver.get_current_device() if device is None else device))
 
 
 def _in_triton(value: Hashable) -> Any:

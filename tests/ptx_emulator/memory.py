@@ -250,21 +250,23 @@ def freeze_tensors() -> None:
     atexit.register(gc.unfreeze)
 
 
+def allocations() -> dict[int, int]:
+    """Return the bytes of all CPU tensors' memory, by address."""
+    found = dict[int, int]()
+    older = (reference() for reference in _older.values())
+    for tensor in chain(older, _tensors()):
+        if tensor is not None and tensor.device.type == "cpu" and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() > 0:
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
 class GlobalMemory(Memory):
-    """The memory of all CPU tensors that exist when this is made."""
+    """The memory that there is when this is made: `allocations`."""
 
     def __init__(self, clocks: Clocks | None) -> None:
-        ranges = dict[int, int]()
-        older = (reference() for reference in _older.values())
-        for tensor in chain(older, _tensors()):
-            if (
-                tensor is not None
-                and tensor.device.type == "cpu"
-                and tensor.layout is torch.strided
-            ):
-                storage = tensor.untyped_storage()
-                if storage.nbytes() > 0:
-                    ranges[storage.data_ptr()] = storage.nbytes()
+        ranges = allocations()
         starts = sorted(ranges)
         self._raw = [
             np.ctypeslib.as_array((ctypes.c_ubyte * ranges[start]).from_address(start))

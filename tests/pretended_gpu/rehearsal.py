@@ -1,0 +1,255 @@
+"""The parts of the first GPU day, each in a process that has the pretended GPU.
+
+A part raises where something is not as it should be on a real one. `fault` puts a seeded fault into
+the loaded sources first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+import tarfile
+import tempfile
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.pretended_gpu import pretend
+from tests.pretended_gpu.device import NAME, STEP, Device
+
+# Small enough for the emulator, with a tail; of several tiles at the last.
+SIZES = (1, 515, 1031)
+DTYPES = {"float16", "bfloat16", "float32", "float64"}
+# What takes seconds in the emulator, `tests/adasum/check` has there.
+EMULATED = ("unpack", "scaled_add", "sum_n", "combine")
+ROWS = {
+    "packing": ("pack planned 4 KiB",),
+    "reduction": ("scaled_add planned 4 KiB",),
+    "projection": ("adasum planned 4 KiB",),
+    "gram": ("gram planned 4 KiB",),
+}
+
+
+def facts(device: Device) -> dict[str, Any]:
+    """What the machine has, by torch's names and by those of cupy's wheel."""
+    from bench.gpu import machine, plan
+
+    found = machine._find()
+    assert found["device"] == NAME and found["capability"] == "9.0", found
+    assert found["cupy"] == "14.2.0" and found["nccl of cupy"] == 23007, found
+    assert not [each.name for each in plan.stages(found, None) if "NCCL" in each.left_out]
+    return found
+
+
+def checks(device: Device, names: Sequence[str] = (), emulated: Sequence[str] = EMULATED) -> None:
+    """Every check of adasum.check, those of ranks in this process; of each its launches."""
+    from adasum.check import checks as listed
+    from adasum.check import one_gpu, ranks
+
+    known = listed.checks()
+    alone = [f"NCCL of {kind}, ranks: 1" for kind in (ranks.TORCH, ranks.CUPY)]
+    assert [*known] == ["two ranks", *one_gpu.KERNELS, "graph replay", "two streams", *alone]
+    for name in names or [each for each in known if each != "two ranks"]:
+        device.emulated = name in emulated
+        device.dtypes.clear()
+        before = len(device.launches)
+        if name in alone:
+            ranks.alone(ranks.TORCH if name == alone[0] else ranks.CUPY, torch.device("cuda", 0))
+            continue
+        known[name]("cuda", SIZES)
+        assert len(device.launches) > before, f"{name}: nothing was launched"
+        if name in one_gpu.KERNELS and name != "plans":
+            missing = sorted(DTYPES - device.dtypes)
+            assert not missing, f"{name}: nothing was launched on {', '.join(missing)}"
+    names_seen = {each.name for each in device.launches}
+    if not names:
+        found = {each.attributes for each in device.launches}
+        wanted = {frozenset(), frozenset({"cooperative"}), frozenset({"dependent"})}
+        assert found == wanted, f"attributes of launches: {found}"
+        assert len(names_seen) >= 10, names_seen
+
+
+def plans(device: Device) -> None:
+    """A planned run is its launches and nothing else: no copy, no memset, no wait."""
+    from adasum.check import one_gpu
+
+    device.emulated = False
+    flat, layout = one_gpu._pair(SIZES[1], "cuda")
+    asked: list[int] = []
+    primitive = torch._C._cuda_getDevice
+    torch._C._cuda_getDevice = lambda: (asked.append(1), primitive())[1]
+    for name, planned in one_gpu._plans(flat, layout):
+        planned.run()
+        asked.clear()
+        clock, launches = device.clock, len(device.launches)
+        planned.run()
+        steps = round((device.clock - clock) / STEP)
+        launches = len(device.launches) - launches
+        assert (steps, launches) == (1, 1), f"{name}: {steps} steps, {launches} launches"
+        # One with scratch asks for its tensors' device and for the stream, too.
+        most = 3 if name.startswith(("dot_and_norms", "adasum", "gram")) else 1
+        most = 1 if name == "adasum_coefficients" else most
+        assert len(asked) <= most, f"{name}: asked {len(asked)} times for the current device"
+
+
+def rows(device: Device, parts: Sequence[str] = tuple(ROWS)) -> None:
+    """A row of each bench, timed by the device's clock; its peers as far as they go here."""
+    import pytest
+
+    from bench.gpu import plan
+    from bench.kernels import inputs, timing
+
+    device.emulated = False
+    torch.cuda.get_device_properties(0).L2_cache_size = 1 << 20
+    inputs.LARGE["cuda"] = 1 << 20
+    timing.LIMITS = timing.Limits(0.0, 3, 3)
+    assert timing.DEVICE == "cuda"
+    torch.compile = _no_compiler
+    for file in parts:
+        for text in ROWS[file]:
+            folder = Path(tempfile.mkdtemp())
+            words = [
+                word.replace("{out}", str(folder))
+                for word in plan._rows("goals", file, 1.0).command
+            ]
+            assert words[:3] == [sys.executable, "-m", "pytest"]
+            status = pytest.main([*words[3:], "--bench-rows", text, "-q", "--no-header"])
+            assert status == 0, f"{text}: pytest ended with {status}"
+            (path,) = folder.glob("*/partial/results.json")
+            for row in json.loads(path.read_text())["rows"]:
+                empty = row["times"]["empty launch"]["median"]
+                assert abs(empty - STEP) < 1e-3 * STEP, (
+                    f"{text}: an empty launch took {empty:.3g} s, by its clock {STEP:.3g} s"
+                )
+            shutil.rmtree(folder)
+
+
+def _no_compiler(*_: object, **__: object) -> Callable[..., Any]:
+    """Stand for torch.compile, which asks more of CUDA: the bench leaves out peers that fail."""
+
+    def compiled(*_: object, **__: object) -> Any:
+        raise RuntimeError("torch.compile makes no code for the pretended GPU")
+
+    return compiled
+
+
+def ranks(device: Device) -> None:
+    """Two ranks that share the GPU, over cupy's wheel and the pretended NCCL."""
+    from bench.collectives import one_gpu
+    from bench.gpu import plan
+
+    device.emulated = False
+    (stage,) = (each for each in plan.stages(facts(device), None) if each.name == plan.RANKS)
+    os.environ.update(stage.environment)
+    folder = Path(tempfile.mkdtemp())
+    words = [word.replace("{out}", str(folder)) for word in stage.command[3:]]
+    assert one_gpu.main([*words, "--bytes", "8K", "--iters", "1"]) == 0, "elements were wrong"
+    found = json.loads((folder / "ranks.json").read_text())["results"]
+    assert [each["algorithm"] for each in found] == ["nccl", "rechd", "vhdd", "direct"]
+
+
+def minutes(device: Device) -> None:
+    """`--minutes` ends by then, whatever its stages do, and a further call goes on."""
+    from bench.gpu.stages import OK
+    from tests.pretended_gpu import clock
+
+    found = facts(device)
+    for seed in range(6):
+        drawn = random.Random(seed)
+        # Half of them hang; of those half are deaf.
+        takes = {name: drawn.choice([drawn.uniform(1, 300), clock.NEVER]) for name in _names(found)}
+        deaf = {name for name in takes if drawn.random() < 0.5}
+        with tempfile.TemporaryDirectory() as folder:
+            now, archive = clock.Clock(), Path(folder) / "all.tar.gz"
+            # With less, several stages side by side are under way at the end.
+            most = (4, 9)[seed % 2]
+            words = ["--minutes", str(most), "--out", f"{folder}/out", "--archive", str(archive)]
+            clock.run(now, found, words, takes.__getitem__, deaf.__contains__)
+            assert now.seconds <= 60 * most, (
+                f"--minutes {most} ended after {now.seconds:.0f} s, seed {seed}"
+            )
+            first = _records(Path(folder) / "out")
+            done = {name for name, record in first.items() if record["status"] == OK}
+            # On a machine that has the archive alone.
+            shutil.rmtree(f"{folder}/out")
+            again = clock.Clock()
+            clock.run(again, found, words, lambda name: 1.0)
+            assert not done & {*again.begun}, f"seed {seed}: {done & {*again.begun}} ran again"
+            lost = done - {*_records(Path(folder) / "out")}
+            assert not lost, f"the archive has lost {sorted(lost)}"
+            _check_page(Path(folder) / "out", archive)
+
+
+def _names(found: Mapping[str, Any]) -> list[str]:
+    from bench.gpu import plan
+
+    return [stage.name for stage in plan.stages(found, None)]
+
+
+def _records(folder: Path) -> dict[str, Any]:
+    paths = (folder / "stages").glob("*.json")
+    return {path.stem: json.loads(path.read_text()) for path in paths}
+
+
+def _check_page(folder: Path, archive: Path) -> None:
+    text = (folder / "page.md").read_text()
+    assert f"# {NAME}" in text and "5 passed" not in text
+    for heading in ("## Stages", "## Predictions", "## Check", "## Ranks on one GPU"):
+        assert heading in text, f"the page has no {heading!r}"
+    with tarfile.open(archive) as kept:
+        names = {name.removeprefix("./") for name in kept.getnames()}
+    missing = {"page.md", "stages/check.json", "stages/check/log.txt"} - names
+    assert not missing, f"the archive has no {', '.join(sorted(missing))}"
+
+
+PARTS: dict[str, Callable[..., object]] = {
+    each.__name__: each for each in (facts, checks, plans, rows, ranks, minutes)
+}
+
+
+def fault(module: str, old: str, new: str) -> None:
+    """Put `new` in the place of `old` in a module's source, and its functions in their places."""
+    loaded = import_module(module)
+    assert loaded.__file__ is not None
+    text = Path(loaded.__file__).read_text()
+    assert text.count(old) == 1, f"{module} has {old!r} {text.count(old)} times"
+    # In a file, from which Triton reads kernels.
+    path = Path(tempfile.mkdtemp()) / "with_a_fault.py"
+    path.write_text(text.replace(old, new))
+    made = dict(vars(loaded))
+    exec(compile(path.read_text(), str(path), "exec"), made)
+    _replace(vars(loaded), made, str(path))
+
+
+def _replace(there: Mapping[str, Any], made: Mapping[str, Any], path: str) -> None:
+    for name, value in made.items():
+        now = there.get(name)
+        if isinstance(value, types.FunctionType) and isinstance(now, types.FunctionType):
+            if value.__code__.co_filename == path:
+                now.__code__ = value.__code__
+        elif isinstance(value, type) and isinstance(now, type) and now is not value:
+            _replace(vars(now), vars(value), path)
+        elif isinstance(value, dict) and isinstance(now, dict) and now != value:
+            now.clear()
+            now.update(value)
+
+
+def rehearse(given: Mapping[str, Any]) -> None:
+    """Run parts in this process; given: `parts` and, where one is seeded, `fault`."""
+    device = pretend.install({pretend.COUNTED: "0"})
+    if given.get("fault"):
+        fault(*given["fault"])
+    try:
+        for name, options in given["parts"].items():
+            PARTS[name](device, **options)
+            print(f"{name}: as it should be", flush=True)
+    finally:
+        print(f"{time.process_time():.1f} s of the processor", flush=True)
