@@ -19,7 +19,6 @@ from collectives.execution.call_queue import CallQueue
 from collectives.execution.operations import OPERATIONS
 from collectives.execution.shared_memory_all_reduce import plan_shared_memory_all_reduce
 from collectives.flight.recorder import (
-    CALLS,
     CHARACTERS,
     KIND,
     NEGOTIATED,
@@ -201,15 +200,17 @@ class Calls:
 
     def _next_label(self, call: Call) -> str:
         """Count and record a call; return the text that names it in errors."""
-        number, kind, name, record = self._count, call.kind, call.name, self._record
-        self._count += 1
+        number, kind = self._count, call.kind
+        name, record = call.name, self._record
+        self._count = number + 1
         if record.on:
             # In the order of the fields. No function of Python's is called: all calls come here.
             shapes: Sequence[object] = call.described
             if len(shapes) > TENSORS:
                 shapes = (*shapes[:TENSORS], f"and {len(shapes) - TENSORS} more")
-            record.last = call.record = record.ring[next(record.turn) % CALLS] = [
-                record.name, number, kind, name and name[:CHARACTERS], shapes,
-                self._transport.steps, call.queued, perf_counter_ns(), 0, 0, "", 0,
+            record.last = call.record = [
+                record.name, number, kind, name and name[:CHARACTERS], shapes, call.queued,
+                perf_counter_ns(), 0, 0, "", 0,
             ]  # fmt: skip
+            record.ring.append(record.last)
         return f"{f'{kind} {name!r}' if name else kind} (call {number}{self._of_ranks})"

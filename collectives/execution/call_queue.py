@@ -159,10 +159,6 @@ class CallQueue:
                 failed(self._record, UNRECORDED, error, lambda: 0)
             raise
 
-    def steps(self) -> int:
-        """Return how many steps of calls have ended."""
-        return self._transport.steps
-
     def wait(self) -> Wait | None:
         """Return the wait of the thread that carries out a call, if it has waited for long."""
         return waits.get(self._worker.running_thread() or 0)

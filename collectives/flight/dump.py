@@ -30,7 +30,6 @@ from collectives.flight.recorder import (
     NUMBER,
     QUEUED,
     SHAPES,
-    STEPS,
     UNRECORDED,
     GroupRecord,
     Record,
@@ -248,15 +247,13 @@ def _group(group: GroupRecord, clock: float) -> dict[str, Any]:
     ]
     said["queued_count"] = len(queued)
     wait = queue.wait()
-    if last is not UNRECORDED and (not last[ENDED] or last[ERROR]):
-        said["steps"] = queue.steps() - last[STEPS]
-        # One of an earlier call that failed may be there still.
-        if wait is not None and time.monotonic() - wait.since <= _age(last[BEGUN]):
-            late = {int(name) for name in re.findall(r"\d+", wait.late[:_LATE_CHARACTERS])}
-            ranks = [
-                rank for rank, name in zip(group.ranks, group.names, strict=True) if name in late
-            ]
-            said["waits"] = {"step": wait.step[:CHARACTERS], "for": ranks}
+    # One of an earlier call that failed may be there still.
+    unfinished = last is not UNRECORDED and (not last[ENDED] or last[ERROR])
+    if unfinished and wait is not None and time.monotonic() - wait.since <= _age(last[BEGUN]):
+        late = {int(name) for name in re.findall(r"\d+", wait.late[:_LATE_CHARACTERS])}
+        both = zip(group.ranks, group.names, strict=True)
+        ranks = [rank for rank, name in both if name in late]
+        said["waits"] = {"step": wait.step[:CHARACTERS], "for": ranks}
     return said
 
 

@@ -12,21 +12,21 @@ import itertools
 import os
 import tempfile
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from collectives.stall import Wait
 
 _VARIABLE = "ADASUM_FLIGHT_FOLDER"
-# How many calls of a rank are kept, a power of two; of each, so many of its tensors and so many
+# How many calls of a rank are kept; of each, so many of its tensors and so many
 # characters of its name.
 CALLS, TENSORS, CHARACTERS = 256, 4, 80
 # The fields of a record. Times are those of time.perf_counter_ns(), 0 for what has not come.
-GROUP, NUMBER, KIND, NAME, SHAPES, STEPS, QUEUED, BEGUN, NEGOTIATED, ENDED, ERROR, CODE = range(12)
+GROUP, NUMBER, KIND, NAME, SHAPES, QUEUED, BEGUN, NEGOTIATED, ENDED, ERROR, CODE = range(11)
 Record = list[Any]
 # Where the times of calls go that are not recorded.
-UNRECORDED: Record = [None] * 12
+UNRECORDED: Record = [None] * 11
 # Closed groups of which a rank keeps the last call.
 _CLOSED = 8
 
@@ -49,16 +49,14 @@ class Recorder:
 
     Attributes:
         rank: The rank's number in the job; None before it is in a group.
-        ring: The last calls, each written over the oldest one.
-        turn: Counts the calls; the next one's place is its remainder.
+        ring: The last calls, oldest first; each new one takes the oldest one's place.
         groups: The last call of each group, and what else there is to say of it.
         made: How many there were before it in this process.
     """
 
     def __init__(self) -> None:
         self.rank: int | None = None
-        self.ring: list[Record | None] = [None] * CALLS
-        self.turn = itertools.count()
+        self.ring: deque[Record] = deque(maxlen=CALLS)
         self.groups: list[GroupRecord] = []
         self.made = next(_made)
         self._names: Counter[str] = Counter()
@@ -70,7 +68,8 @@ class Recorder:
 
     def calls(self) -> list[Record]:
         """Return the calls, oldest first. Any thread may call it."""
-        return sorted((each for each in list(self.ring) if each), key=lambda each: each[BEGUN])
+        # In one step of the interpreter, while other threads go on.
+        return list(self.ring.copy())
 
     def add(self, group: GroupRecord, name: str) -> str:
         """Keep a group's last call, and forget the oldest of many closed groups.
@@ -95,10 +94,6 @@ of_process = Recorder()
 
 class Queue(Protocol):
     """The part of a group's CallQueue that a dump asks. Any thread may."""
-
-    def steps(self) -> int:
-        """Return how many steps of calls have ended."""
-        ...
 
     def wait(self) -> Wait | None:
         """Return the wait of the thread that carries out a call, if it has waited for long."""
@@ -147,7 +142,7 @@ class GroupRecord:
             ranks: The members' numbers in the job, where they are not their names.
         """
         self.ranks = tuple(ranks) or self.ranks
-        self.recorder, self.ring, self.turn = recorder, recorder.ring, recorder.turn
+        self.recorder, self.ring = recorder, recorder.ring
         if recorder.rank is None:
             recorder.rank = self.ranks[self.place]
         self.name = recorder.add(self, name)
