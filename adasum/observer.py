@@ -22,7 +22,8 @@ class ObservedGram(NamedTuple):
             compressed, where they are.
         coefficients: float64 [S, n]: the result is the sum of c_i g_i; NaN of what is not finite.
         spread: float64 [S]: how far vectors cancel, the largest (sum of |c_i| |g_i|)^2 / |v|^2 of
-            the tree's vectors v = sum of c_i g_i. 1 where all are parallel, inf where one is zero.
+            the tree's vectors v = sum of c_i g_i. 1 where all are parallel or zero, inf where
+            others leave nothing.
         tree: The joins that made them, with their weights, as `Operands.tree` has them.
     """
 

@@ -71,15 +71,17 @@ def orthogonality(tensors: Sequence[Tensor], group: Group | None = None) -> Tens
     """
     for tensor in validation.tensors("tensors", tensors, dense=True):
         Adasum.check(tensor.dtype)
-    ratios = torch.empty(len(tensors), dtype=torch.float64, device=_device_of(tensors))
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    found: dict[int, Tensor] = {}
     # Each kind by itself, as it would travel: its Gram matrices are those of its tensors.
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(i)
     for chosen in kinds.values():
         of_kind = _ratios_of_copies([tensors[i].detach() for i in chosen], group)
-        ratios[torch.tensor(chosen, device=ratios.device)] = of_kind.to(ratios.device)
-    return ratios
+        found |= zip(chosen, of_kind.to(tensors[0].device).unbind(), strict=True)
+    return torch.stack([found[i] for i in range(len(tensors))])
 
 
 def _ratios_of_copies(tensors: Sequence[Tensor], group: Group | None) -> Tensor:
@@ -173,8 +175,9 @@ class Recorder:
             # An Adasum of other weights was observed.
             coefficients = kernels.adasum_coefficients(gram.products.unsqueeze(0), tree)
             gram = gram._replace(coefficients=coefficients, tree=tree)
-        ratios = _ratios_by(gram)
-        self._records.append((labels, ratios[torch.tensor(due, device=ratios.device)]))
+        ratios = _ratios_by(gram).unbind()
+        # Not by a tensor of places, whose copy to a GPU would wait for it.
+        self._records.append((labels, torch.stack([ratios[i] for i in due])))
 
     def _count(self, names: Sequence[str]) -> tuple[list[int], _Labels]:
         """Count a reduction; return which of its tensors are recorded, and as what."""
@@ -202,7 +205,3 @@ def _ratios(squares: Tensor, results: Sequence[Tensor], group: Group | None) -> 
 def _ratios_by(gram: ObservedGram) -> Tensor:
     total = gram.products.diagonal(dim1=1, dim2=2).sum(1)
     return squared_norms_by(gram.products, gram.coefficients) / total
-
-
-def _device_of(tensors: Sequence[Tensor]) -> torch.device:
-    return tensors[0].device if tensors else torch.device("cpu")
