@@ -107,7 +107,14 @@ def _verified(schedule: Schedule, rank: int) -> VerifiedSchedule:
         if each == rank:
             mine = steps
         plain = [
-            (_plain(step.sends), _plain(step.recvs, receives=True), *step[2:4], step[5], *step.tree)
+            (
+                _plain(step.sends),
+                _plain(step.recvs, receives=True),
+                *step[2:4],
+                *step.tree,
+                # A list, which is no join of a tree.
+                *filter(None, [[*step.digits]]),
+            )
             for step in steps
         ]
         digest.update(repr(plain).encode())

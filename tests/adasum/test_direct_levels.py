@@ -145,6 +145,20 @@ def test_levels_have_the_same_bits_by_every_way_in_every_run_and_as_requests() -
     assert all(each == found[0] for each in found)
 
 
+def test_tables_between_nodes_that_average_inside_travel_by_digits() -> None:
+    """Of three nodes of four ranks, each of which owns a quarter of its node's average."""
+    inputs = vectors("common", 12, torch.float32)
+
+    def work(group: Group) -> list[Tensor]:
+        names = ("rechd/direct", "rechd/rd")
+        return [group.all_reduce(inputs[group.rank].clone(), Adasum, algorithm=n) for n in names]
+
+    (first, other), *rest = run_threads(12, work, local_size=4)
+    assert {bits(one) for one, _ in rest} == {bits(first)}
+    # Each of both is within the contract's 100 eps of the tree.
+    assert (first - other).norm() <= 200 * torch.finfo(torch.float32).eps * other.norm()
+
+
 @pytest.mark.parametrize("numel", [0, 1, 3, 7])
 def test_fewer_elements_than_ranks_are_the_tree(numel: int) -> None:
     inputs = [vector[200:][:numel] for vector in vectors("common", 8, torch.float32)]

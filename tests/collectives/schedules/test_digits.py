@@ -16,6 +16,7 @@ from collectives.schedules.schedule import Schedule, sharded
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
+from collectives.schedules.user_schedules import verified
 from collectives.schedules.verify import verify
 from tests.collectives.schedules.simulation import answers, cost, one_level, two_levels, with_step
 
@@ -148,6 +149,17 @@ def test_digits_that_do_not_number_their_group_are_found(wrong: tuple[int, ...])
     message = "ranks 0 and 5 name different trees" if wrong == (64,) else "do not number the 64"
     with pytest.raises(ScheduleError, match=message):
         verify(schedule)
+
+
+def test_users_schedules_that_differ_in_digits_alone_are_others() -> None:
+    schedule = digits.all_reduce(16, (4, 4))
+    other = schedule
+    for rank in range(16):
+        step = tuple(schedule.steps(rank))[1]
+        other = with_step(other, rank, 1, step._replace(digits=(2, 8)))
+    one, two = (verified(each, 0, 16) for each in (schedule, other))
+    assert one.digest != two.digest
+    assert [step.digits for step in two.schedule.steps(0)][1] == (2, 8)
 
 
 def test_digits_without_a_tree_are_found() -> None:
