@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,10 +85,12 @@ def run(
     words: Sequence[str],
     takes: Callable[[str], float],
     deaf: Callable[[str], bool] = lambda name: False,
+    given: Sequence[stages.Stage] = (),
 ) -> int:
     """Run `python -m bench.gpu` with these words; return its status.
 
-    takes: seconds of a stage by its name; deaf: whether it ends only when it is killed.
+    takes: seconds of a stage by its name; deaf: whether it ends only when it is killed; given: in
+    the place of the plan's stages.
     """
 
     class Running(_Running):
@@ -116,5 +119,6 @@ def run(
         mock.patch.object(command, "time", pretended),
         mock.patch.object(command, "facts", found),
         mock.patch.object(command.signal, "signal"),
+        mock.patch.object(command, "stages", return_value=given) if given else nullcontext(),
     ):
         return command.main(words)

@@ -158,7 +158,7 @@ def ranks(device: Device) -> None:
 
 def minutes(device: Device) -> None:
     """`--minutes` ends by then, whatever its stages do, and a further call goes on."""
-    from bench.gpu.stages import OK
+    from bench.gpu.stages import OK, RESERVE, Stage
     from tests.pretended_gpu import clock
 
     found = facts(device)
@@ -186,6 +186,13 @@ def minutes(device: Device) -> None:
             lost = done - {*_records(Path(folder) / "out")}
             assert not lost, f"the archive has lost {sorted(lost)}"
             _check_page(Path(folder) / "out", archive)
+    # The first has to be ended just before all time is over, and keeps the runner from the second.
+    pair = [Stage(str(limit), ["true"], 1.0, limit, beside=True) for limit in (100.0, 900.0)]
+    seconds = clock.AROUND + 105.0 + RESERVE
+    with tempfile.TemporaryDirectory() as folder:
+        now, words = clock.Clock(), ["--minutes", str(seconds / 60), "--out", folder]
+        clock.run(now, found, words, lambda name: clock.NEVER, lambda name: True, pair)
+        assert now.seconds <= seconds, f"a deaf stage: {now.seconds:.0f} s, not {seconds:.0f}"
 
 
 def _names(found: Mapping[str, Any]) -> list[str]:

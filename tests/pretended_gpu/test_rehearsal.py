@@ -132,6 +132,13 @@ FAULTS = {
         "[end([one.running]) for one, _, _ in over]",
         r"--minutes 4 ended after \d+ s",
     ),
+    "a stage whose end delays that of all": Fault(
+        {"minutes": {}},
+        "bench.gpu.stages",
+        "left if stage.limit + PATIENCE > left else stage.limit",
+        "min(stage.limit, left)",
+        r"a deaf stage: \d+ s, not \d+",
+    ),
     "a wrong name in the archive": Fault(
         {"minutes": {}},
         "bench.gpu.stages",

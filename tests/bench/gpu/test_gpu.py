@@ -45,6 +45,15 @@ def test_facts_of_a_gpu_are_found_by_names_that_exist(monkeypatch: pytest.Monkey
     assert plan.stages(json.loads(json.dumps(found)), None)
 
 
+def test_facts_of_a_gpu_that_does_not_answer_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(command: object, log: Path, limit: float, environment: object) -> None:
+        log.write_text("a word of a library\n")
+
+    monkeypatch.setattr(machine, "run", hangs)
+    with pytest.raises(RuntimeError, match="no answer within 120 s"):
+        machine.facts()
+
+
 def test_stages_come_in_the_order_of_their_worth_and_share_a_gpu_where_nccl_can() -> None:
     rows = ("projection", "gram", "packing", "reduction")
     parts = ("reduction", "gpu", "compile", "projection", "others")
