@@ -59,7 +59,7 @@ class Schedule(plain.Schedule):
         """Draw the messages: time from left to right, a line a rank, an arrow a message.
 
         Args:
-            axes: Axes of matplotlib (`pip install "adasum[plots]"`) to draw on. None makes an SVG,
+            axes: Axes of matplotlib (the extra `plots`) to draw on. None makes an SVG,
                 for which nothing has to be installed.
             title: What stands above; None for name, ranks and nodes.
 

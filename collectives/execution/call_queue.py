@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -39,7 +40,9 @@ class CallQueue:
         self._record = record
         record.queue = weakref.ref(self)
         self._timeout = timeout
-        self._worker = Worker(f"collectives-{transport.rank}", self._check_streams)
+        # Not a method of this object: what the group holds would wait for a garbage collection.
+        check_streams = partial(_check_streams, transport, record)
+        self._worker = Worker(f"collectives-{transport.rank}", check_streams)
         # What `abort` was called with, and whether the transport has been aborted.
         self._asked: TransportError | None = None
         self._ended = False
@@ -150,15 +153,6 @@ class CallQueue:
         call.record[ENDED] = call.record[ENDED] or perf_counter_ns()
         failed(self._record, call.record, error, lambda: call.code)
 
-    def _check_streams(self) -> None:
-        """Raise the error of a call that failed on its stream, if any; write the flight record."""
-        try:
-            self._transport.check_streams()
-        except CollectiveError as error:
-            if not self._record.error:
-                failed(self._record, UNRECORDED, error, lambda: 0)
-            raise
-
     def wait(self) -> Wait | None:
         """Return the wait of the thread that carries out a call, if it has waited for long."""
         return waits.get(self._worker.running_thread() or 0)
@@ -212,3 +206,13 @@ class CallQueue:
             f"{len(lost)} asynchronous {'call was' if len(lost) == 1 else 'calls were'} under way "
             f"when this group was closed and lost, {why}: wait() for what must be done"
         ) from error
+
+
+def _check_streams(transport: Transport, record: GroupRecord) -> None:
+    """Raise the error of a call that failed on its stream, if any; write the flight record."""
+    try:
+        transport.check_streams()
+    except CollectiveError as error:
+        if not record.error:
+            failed(record, UNRECORDED, error, lambda: 0)
+        raise

@@ -81,8 +81,12 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
 
     Raises:
         ScheduleError: One of these does not hold; the text names the rank and the step.
+        TypeError: `schedule` is no Schedule.
+        ValueError: `joins` is something else.
     """
     validation.instance("schedule", schedule, Schedule, "a Schedule")
+    if joins not in ("said", "list", "tree"):
+        raise ValueError(f"joins must be 'said', 'list' or 'tree', got {joins!r}")
     size, chunks = schedule.size, schedule.chunks
     if size * chunks > _MAX_VALUES:
         raise ScheduleError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections import deque
 from typing import Any
 
@@ -241,3 +243,19 @@ def test_many_more_calls_than_the_bound_are_all_carried_out(
         return [work.wait()[0].item() for work in works]
 
     assert run(way, 2, job) == [[2.0] * 50] * 2
+
+
+def test_closed_group_is_freed_at_once_without_a_garbage_collection() -> None:
+    """Else its sockets would stay open until one: its queue of calls holds the transport."""
+
+    def job(group: Group) -> weakref.ref[object]:
+        group.all_reduce(torch.ones(3))
+        group.all_reduce(torch.ones(3), async_op=True).wait()
+        return weakref.ref(group._calls.queue)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [each() for each in collectives.run_threads(2, job)] == [None, None]
+    finally:
+        gc.enable()

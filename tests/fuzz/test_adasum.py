@@ -89,6 +89,7 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
     op = {"op": value(Sum, Average, Adasum, AdasumReducer(weighted=False), Max, Min, Product, None)}
     compression = {"compression": value(Compression.none, Compression.fp16, Compression.bf16)}
     scales = {"prescale_factor": value(1.0, 0.5, 2), "postscale_factor": value(1.0, -1.0)}
+    scales |= {"order": value(None, None, "tree", "line"), "accumulate": value(None, torch.float32)}
     average = {"average": value(None, None, None, True, False)}
     reduction = {**op, **named, **scales, **average}
     root = value(0, 1)
@@ -118,6 +119,7 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         "allreduce_async_": ([a], reduction),
         "alltoall": ([a], {"splits": counts, **named}),
         "alltoall_async": ([a], {"splits": counts, **named}),
+        "bits_of": ([sometimes(value(None), st.just(optimizer), 2)], {}),
         "barrier": ([], {"process_set": named["process_set"]}),
         "broadcast": ([a, root], named),
         "broadcast_": ([a, root], named),

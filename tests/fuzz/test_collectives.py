@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import collectives
-from collectives import Action, Packing, Schedule, Step, Topology, Transfer
+from collectives import Action, Average, Max, Packing, Schedule, Step, Sum, Topology, Transfer
 from collectives.schedules.schedule import Collective
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.transport import ThreadWorld
@@ -152,7 +152,14 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
                 "device": value("cpu", "cuda", None),
             },
         ),
-        "verify": ([sometimes(value(None), _schedules(), 8)], {}),
+        "order_of": (
+            [sometimes(text, value("xring", "rd", "rechd/rd", "psgpu#2", "auto"), 4), short],
+            {"op": value(Sum, Average, Max), "order": value("tree", None), "nodes": short},
+        ),
+        "verify": (
+            [sometimes(value(None), _schedules(), 8)],
+            {"joins": value("said", "list", "tree", "")},
+        ),
     }
 
 

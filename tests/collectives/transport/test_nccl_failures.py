@@ -239,7 +239,7 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     for name in ("cupy", "cupy.cuda"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r'pip install "adasum\[cuda12\]"') as no_cupy:
+    with pytest.raises(ImportError, match=r'pip install "cupy-cuda12x>=14\.2"') as no_cupy:
         cupy_backend.load_nccl()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     package: Any = ModuleType("cupy")
@@ -253,7 +253,7 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
         cupy_backend.load_nccl()
     package.__version__ = "14.2.0rc1"
     with pytest.raises(
-        ImportError, match=r"CUDA 12 and torch for CUDA 13.0: .*cupy-cuda12x.*adasum\[cuda13\]"
+        ImportError, match=r"CUDA 12 and torch for CUDA 13.0: .*cupy-cuda12x.*cupy-cuda13x"
     ) as other_cuda:
         cupy_backend.load_nccl()
     major = 13
