@@ -204,6 +204,7 @@ def test_wheel_made_without_a_compiler_has_torchs_functions_and_says_so(tmp_path
 
 
 @needs_c
+@pytest.mark.slow
 def test_editable_installation_compiles_in_place_where_there_is_a_compiler(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     copy_of_the_tree(tree, *PACKAGES)

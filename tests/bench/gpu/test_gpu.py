@@ -82,6 +82,7 @@ def _run_module(words: list[str]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
 def test_every_kind_of_command_is_accepted_and_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     some = ("tests-others", "answers-gram", "goals-packing", "memcheck", "ranks-bench")
     kinds = {name: STAGES[name].command for name in some}

@@ -119,6 +119,7 @@ def digest_of_answers() -> str:
 @pytest.mark.parametrize(
     "option", ["-ffast-math", pytest.param("-funsafe-math-optimizations", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_a_compilers_own_options_change_no_numbers(option: str, tmp_path: Path) -> None:
     """With these gcc would have the whole process flush subnormal numbers to zero."""
     need_compiled()

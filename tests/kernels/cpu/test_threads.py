@@ -58,6 +58,7 @@ def lines_of(code: str) -> list[str]:
 
 
 @pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.slow
 def test_it_has_torchs_threads(shown: bool) -> None:
     """One OpenMP in the process: two would put two pools of threads on the same cores.
 
