@@ -1,8 +1,10 @@
-"""What the bits of a training depend on, to be kept in its checkpoints.
+"""What the bits of a training depend on, to be kept beside its checkpoints.
 
-torch.save({"model": model.state_dict(), "bits": adasum.bits_of(optimizer)}, path)
+Write `json.dumps(adasum.bits_of(optimizer))` to a file; then
 
-python -m adasum.bits path      # what it depends on, beside what it would depend on here
+    python -m adasum.bits FILE
+
+prints what they depend on, beside what they would depend on here.
 """
 
 from __future__ import annotations

@@ -98,6 +98,11 @@ class BackwardHooks:
         """Whether a started reduction has not been waited for."""
         return len(self._in_flight) > 0
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients of passes are kept here, which `restart` would drop."""
+        return self._tree is not None and self._tree.holds_gradients
+
     def add(self, named: Sequence[Named], buckets: Sequence[Sequence[Named]]) -> None:
         """Add new parameters, whose buckets come after all others.
 

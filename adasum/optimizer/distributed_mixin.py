@@ -176,10 +176,16 @@ class DistributedMixin(Reduces, WrappedStep):
 
         Raises:
             ValueError: `passes` is not an int >= 1, or cuts the tree of order="tree".
-            OptimizerOrderError: Gradients are being reduced.
+            OptimizerOrderError: Gradients are being reduced; or, with order="tree", some of a
+                step's passes are over, whose gradients would be lost.
         """
         require_count("backward_passes_per_step", passes, 1)
         self._refuse_in_flight("set_backward_passes_per_step()")
+        if self._adasum_hooks.holds_gradients:
+            raise OptimizerOrderError(
+                "set_backward_passes_per_step() was called between two passes of a step, whose "
+                "tree would be another: call it after step(), or zero_grad() to leave them out"
+            )
         reducer, op = self._adasum_settings.reducer, self._adasum_settings.op
         if reducer.op.ordered:
             order: Any = {**reducer.op.order_options, "passes": passes}

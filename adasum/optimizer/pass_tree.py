@@ -44,6 +44,11 @@ class PassTree:
         self._waiting: dict[Tensor, dict[int, Tensor]] = {}
         self.ended = 0
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether passes of a step that has not been taken have left gradients here."""
+        return bool(self._waiting)
+
     def restart(self) -> None:
         """Begin a new step."""
         self._waiting.clear()

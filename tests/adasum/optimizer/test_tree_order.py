@@ -292,6 +292,24 @@ def test_pass_too_many_is_an_error() -> None:
     collectives.run_threads(2, job)
 
 
+def test_passes_changed_within_a_step_are_an_error_that_loses_nothing() -> None:
+    def job(group: Group) -> tuple[str, str]:
+        run = Run(group, leaves=4)
+        images, labels = batch(0, 2 * group.rank)
+        run.optimizer.zero_grad()
+        cross_entropy(run.model(images), labels).backward()
+        with pytest.raises(hvd.OptimizerOrderError, match=r"between two passes .* zero_grad\(\)"):
+            run.optimizer.set_backward_passes_per_step(4)
+        images, labels = batch(0, 2 * group.rank + 1)
+        cross_entropy(run.model(images), labels).backward()
+        run.optimizer.step()
+        run.optimizer.set_backward_passes_per_step(4)
+        return digest(run.model), Run(group, leaves=4).steps(0, 1)
+
+    for changed, plain in collectives.run_threads(2, job):
+        assert changed == plain
+
+
 def test_sparse_gradients_have_no_order_unless_made_dense() -> None:
     def job(group: Group) -> list[Tensor]:
         found = []
