@@ -58,6 +58,7 @@ class AdasumReducer(Reducer):
     averages = True
     needs_one_tree = True
     reads_tree = True
+    replays = True
     reduces_in_shared_memory = True
     _gram: ObservedGram | None = None
     _original: AdasumReducer | None = None
@@ -73,6 +74,8 @@ class AdasumReducer(Reducer):
         """Return a copy that keeps the last reduction's Gram matrices, for `take_gram`."""
         observed = copy.copy(self)
         observed._original = self
+        # Matrices are kept on the host's way alone.
+        observed.replays = False
         return observed
 
     def take_gram(self) -> ObservedGram | None:

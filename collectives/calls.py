@@ -17,6 +17,7 @@ from collectives.execution.all_reduce import AllReduceOptions, Runner
 from collectives.execution.call import Call
 from collectives.execution.call_queue import CallQueue
 from collectives.execution.operations import OPERATIONS
+from collectives.execution.replay import NEW, Replay
 from collectives.execution.shared_memory_all_reduce import plan_shared_memory_all_reduce
 from collectives.flight.recorder import (
     CHARACTERS,
@@ -70,8 +71,9 @@ class Calls:
         return self.queue.run(call, partial(self._carry_out, call))
 
     def plan(self, call: Call) -> None:
-        """Decide whether the call runs in shared memory, and how; may be repeated."""
+        """Decide whether the call runs in shared memory or is replayed; may be repeated."""
         call.shared = plan_shared_memory_all_reduce(self._runner, call)
+        call.replay = Replay.of(self._runner, call)
 
     def reduces_by_tree(self, call: Call) -> bool:
         """Return whether an all-reduce hands its operator all ranks' operands with their tree."""
@@ -107,10 +109,12 @@ class Calls:
             return self.queue.begin(call, partial(self._begin, call), carry_out)
         on_gpu = any(tensor.is_cuda for tensor in call.tensors)
         if on_gpu and torch.cuda.is_current_stream_capturing():
+            call.stage = NEW
             # In this thread: only the work on its stream is captured in the graph.
             done: Work[Any] = Work()
             done.run(lambda: self.queue.run(call, carry_out))
             return done
+        call.stage = NEW if call.replay is None else call.replay.stage
         work: Work = self.queue.run(call, carry_out, async_op=True)
         return work
 
@@ -142,10 +146,14 @@ class Calls:
             return call.tensors[0] if call.kind == "all_reduce" else call.tensors
         # The call's number, which is the same on all ranks, since they make the same calls.
         self._runner.first = self._count - 1
-        operation = OPERATIONS[call.kind]
+        operation = partial(OPERATIONS[call.kind], self._runner, call)
         named = watched and call.kind not in _WITH_RANGES
         with span(lambda: call.title) if named else NOTHING:
-            return operation(self._runner, call)
+            # A rank that has joined takes part with zeros, step by step.
+            if call.replay is None or outcome.joined:
+                return operation()
+            stage = call.stage if outcome.stage is None else outcome.stage
+            return call.replay.start(self._runner, call, stage, operation)
 
     def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
         """Take part in the other ranks' calls, with zeros, until all ranks have joined.

@@ -100,6 +100,9 @@ class Reducer:
         averages: Whether equal operands on all ranks give that operand, as an average does and a
             sum does not; None where nobody has said so. Training asks: a difference of parameters
             can be reduced only by what averages.
+        replays: Whether all that `reduce` and `finish` do on a GPU is to put work on the current
+            stream, the same for the same operands, so that a request may capture it in a CUDA graph
+            and call neither again. A class says so for itself: it does not count for subclasses.
         reduces_in_shared_memory: Whether `reduce` needs nothing but the vectors, so that ranks that
             share memory may reduce there without messages: it takes each segment by itself and
             communicates only by calling `sum_partials` once where that is given, with a row for
@@ -113,6 +116,7 @@ class Reducer:
     ordered = False
     order_options: Mapping[str, Any] = MappingProxyType({})
     averages: bool | None = None
+    replays = False
     reduces_in_shared_memory = False
 
     def __repr__(self) -> str:
@@ -219,6 +223,7 @@ class SumReducer(Reducer):
 
     name = "Sum"
     averages = False
+    replays = True
     reduces_in_shared_memory = True
 
     def check(self, dtype: torch.dtype) -> None:
@@ -258,6 +263,7 @@ class AverageReducer(SumReducer):
 
     name = "Average"
     averages = True
+    replays = True
 
     def prescale(self, dtype: torch.dtype, size: int) -> float:
         return 0.5 ** (size - 1).bit_length() if dtype in _HALVES else 1.0
@@ -282,6 +288,7 @@ class ElementwiseReducer(Reducer):
         dtypes: Those that it takes.
     """
 
+    replays = True
     reduces_in_shared_memory = True
 
     def __init__(

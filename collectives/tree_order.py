@@ -91,12 +91,16 @@ class TreeSumReducer(_TreeOrder):
     the last one alone rounds to the buffer's.
     """
 
+    replays = True
+
 
 class TreeAverageReducer(_TreeOrder, AverageReducer):
     """That sum divided once, at the end, by ranks times passes.
 
     float16 is not divided before it, either: sums beyond 65504 overflow, except with accumulate.
     """
+
+    replays = True
 
     def finish(self, buffer: torch.Tensor, size: int) -> None:
         """Divide by all leaves of the tree."""

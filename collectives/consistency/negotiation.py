@@ -1,7 +1,8 @@
 """The negotiation that precedes each call of a group: do all ranks make the same call?
 
 - Ranks that share memory write a code of their call, a hash, to their signal pads, and wait until
-  all pads hold the same code. That takes no message.
+  all pads hold the same code. That takes no message. How far a rank is with a request on a GPU is
+  in the code, too: where ranks differ in that alone, they learn the least.
 - Messages are used if not all ranks share memory, if the codes in the pads differ (to find out
   how), and while any rank has joined. In about log2 n steps every rank learns the largest and the
   smallest code of the ranks that have not joined, and whether any has. If both codes are equal and
@@ -51,11 +52,13 @@ class Outcome(NamedTuple):
         joined: The ranks that have joined.
         last: The rank that joined last, if all have joined.
         call: The call of the other ranks, without tensors, if any rank has joined.
+        stage: The least of the calls' stages; None if all are equal.
     """
 
     joined: Sequence[int] = ()
     last: int | None = None
     call: Call | None = None
+    stage: int | None = None
 
 
 _SAME_CALL = Outcome()
@@ -78,7 +81,7 @@ class Negotiation:
         """Tell the other ranks through shared memory, if there is any; does not wait for them."""
         memory = self._transport.symmetric_memory
         if memory is not None and self._transport.size > 1:
-            memory.signal(mine.code if isinstance(mine, Call) else JOINED)
+            memory.signal(mine.code ^ mine.stage or 1 if isinstance(mine, Call) else JOINED)
 
     def wait(self, mine: Call | Joined) -> Outcome:
         """Return when all ranks that have not joined make the same call, or all have joined.
@@ -111,14 +114,19 @@ def negotiate_by_messages(mine: Call | Joined, transport: Transport, timeout: fl
     if isinstance(mine, Joined):
         codes = (_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1)
     else:
-        codes = (mine.code, -mine.code, 0)
+        code = mine.code ^ mine.stage or 1
+        codes = (code, -code, 0)
     # The smallest code is the negative of the largest negated one: one maximum finds both.
     most, least, since = _largest(codes, transport, label, timeout)
     if most == _NO_CODE:
         return Outcome(last=(since - 1) % transport.size)
     if most == -least and not since:
         return _SAME_CALL
-    report = ["", sorted(mine.operators)] if isinstance(mine, Joined) else [mine.text, mine.movable]
+    report: list[Any]
+    if isinstance(mine, Joined):
+        report = ["", sorted(mine.operators)]
+    else:
+        report = [mine.text, mine.movable, mine.stage]
     reports = gather_bytes(json.dumps(report).encode(), transport, label, timeout)
     said = read_objects(reports, transport)
     try:
@@ -160,7 +168,7 @@ def _conclude(reports: list[list[Any]], transport: Transport) -> Outcome:
         raise CollectiveMismatchError(difference(calls, transport, movable))
     call = calls[min(calls)]
     for rank in joined:
-        _, operators = reports[rank]
+        operators = reports[rank][1]
         problem = None
         if call.kind not in WITH_JOINED:
             problem = "cannot be called"
@@ -171,4 +179,4 @@ def _conclude(reports: list[list[Any]], transport: Transport) -> Outcome:
         if problem:
             named = transport.named([rank])
             raise CollectiveMismatchError(f"{call} {problem} while {named} has joined")
-    return Outcome(joined, call=call)
+    return Outcome(joined, call=call, stage=min(reports[rank][2] for rank in calls))

@@ -37,6 +37,8 @@ from collectives.transport.process_groups import has_nccl
 
 Tensor = torch.Tensor
 Specs = tuple[AllReduceSpec, ...]
+# What gives its tensors back, and takes as many buffers at each start.
+_REPLAYED = ("all_reduce", "grouped_all_reduce", "run")
 
 
 class AllReduceOptions(NamedTuple):
@@ -231,6 +233,31 @@ class Runner:
         if spec.inner is not None or not (record.all_at_once and record.by_tree):
             return False
         return not climbs_in_levels(spec, op, vector.dtype, self.topology)
+
+    def replays(self, call: Call) -> bool:
+        """Return whether a request's work is a schedule's and stays on one GPU's streams.
+
+        A library's own sum is one launch already.
+        """
+        devices = {tensor.device for tensor in call.memory}
+        if self.size == 1 or len(devices) != 1 or call.kind not in _REPLAYED:
+            return False
+        (device,) = devices
+        declared = call.op.replays and "replays" in vars(type(call.op))
+        if not (declared and self.transport.captures(device)):
+            return False
+        if call.schedule is not None:
+            return True
+        nbytes = sum(tensor.nbytes for tensor in call.tensors)
+        for spec in AllReduceOptions.of(call).specs:
+            if spec.outer == "auto" and is_plain_sum(call.op):
+                spec = self.choose(flatten(call.tensors[0]), call.op)
+            elif spec.outer == "auto":
+                spec = self._auto_of(call.op, True, nbytes)
+            phases = phases_of(spec, call.op, self.topology)
+            if phases.host or phases.schedule is None or phases.library not in (None, "nccl"):
+                return False
+        return True
 
     def execute(
         self,

@@ -72,6 +72,22 @@ class SharedMemoryPlan(Protocol):
         ...
 
 
+class RequestReplay(Protocol):
+    """How far a rank is with a request on a GPU: `collectives.execution.replay`.
+
+    Attributes:
+        addresses: Of the request's buffers.
+        stage: The larger, the farther.
+    """
+
+    addresses: Sequence[int]
+    stage: int
+
+    def start(self, runner: Any, call: Call, stage: int, work: Callable[[], Any]) -> Any:
+        """Carry out a start as the rank can that is least far, and return its result."""
+        ...
+
+
 @dataclass(eq=False)
 class Call:
     """A call on one rank.
@@ -97,6 +113,8 @@ class Call:
         shared: How it runs in shared memory; None by messages.
         label: What errors call it, with its number, once it has one.
         record: What the flight recorder keeps of it, once it has begun.
+        replay: How far this rank is with a request on a GPU, of which the work may be captured.
+        stage: What it has said of that in the negotiation.
         queued: When it was started, where it is asynchronous, by time.perf_counter_ns().
     """
 
@@ -115,9 +133,11 @@ class Call:
     movable: bool = False
     shared: SharedMemoryPlan | None = None
     label: str = ""
+    replay: RequestReplay | None = None
     # No fields of the dataclass: a copy by `replace` is another call.
     record = UNRECORDED
     queued = 0
+    stage = 0
 
     def __post_init__(self) -> None:
         # Here, before anything is sent: a name that JSON cannot carry would fail half-way.

@@ -15,6 +15,7 @@ import torch
 from collectives import validation
 from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError, describe
 from collectives.execution.call import Call
+from collectives.execution.replay import SEEN
 from collectives.flight.dump import failed
 from collectives.flight.recorder import ENDED, UNRECORDED, GroupRecord
 from collectives.stall import Wait, waits
@@ -61,6 +62,8 @@ class CallQueue:
             return self._worker.call(guarded, call.memory)
         # A thread of its own would run it before or after what the caller's starts next.
         now = self._transport.shares_gpu and any(tensor.is_cuda for tensor in call.memory)
+        # What is about to be captured: meanwhile this thread must not ask torch for random numbers.
+        now = now or call.stage == SEEN
         work = self._worker.submit(guarded, call.memory, now=now)
         work.call = call.kind, call.name, call.queued
         return work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,6 +119,24 @@ class Transport(ABC):
         """Start an `exchange`; call the returned function before the messages are used."""
         self.exchange(sends, recvs, step, timeout)
         return lambda: None
+
+    def captures(self, device: torch.device) -> bool:
+        """Return whether `capture` can take messages of this device's tensors."""
+        return False
+
+    def capture(self, work: Callable[[], Any]) -> Callable[[str, float], None]:
+        """Capture what `work` puts on the current stream in a CUDA graph; nothing is done yet.
+
+        All ranks capture the same, and call what it returns alike.
+
+        Returns:
+            What puts the graph on the current stream, as one step. Its arguments are the step's
+            name in errors and its timeout in seconds; it raises what `exchange` raises.
+
+        Raises:
+            RuntimeError: What `work` does cannot be captured.
+        """
+        raise TransportError(f"{self!r}: there are no CUDA graphs")
 
     def check_streams(self) -> None:
         """Raise the error of messages or sums that failed on the streams, if any.

@@ -90,7 +90,8 @@ def test_long_wait_over_nccl_is_warned_of_unless_it_has_come(
     seconds: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     seconds("10")
-    watcher = Watcher(ThreadWorld(2).transport(0), cast(Any, SimpleNamespace(check=lambda: None)))
+    backend = cast(Any, SimpleNamespace(check=lambda: None))
+    watcher = Watcher(ThreadWorld(2).transport(0), backend, lambda: None)
     events = [Event(), Event()]
     for event, since, peers in zip(events, (15.0, 12.0), ((1,), ()), strict=True):
         begun = time.monotonic() - since

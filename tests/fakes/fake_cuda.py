@@ -42,6 +42,7 @@ def device_tensor(tensor: torch.Tensor) -> torch.Tensor:
 class FakeStream:
     """Runs what is put on it in order, in a thread of its own; while captured, into a graph."""
 
+    device = torch.device("cuda", 0)
     _handles = itertools.count(1)
     by_handle: ClassVar[dict[int, FakeStream]] = {}
 
@@ -77,6 +78,9 @@ class FakeStream:
             raise Broken("a captured stream waits for an event from outside the capture")
         else:
             self._work.put(event.wait)
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.wait_event(other.record_event())
 
     def record_event(self) -> FakeEvent:
         event = FakeEvent()
@@ -124,6 +128,8 @@ class FakeGraph:
     def __init__(self, origin: FakeStream) -> None:
         self.origin = origin
         self.counts: dict[FakeStream, int] = defaultdict(int)
+        # Called when the graph is gone.
+        self.freed: list[_Op] = []
         self._joined: dict[FakeStream, dict[FakeStream, int]] = defaultdict(dict)
         self._ops: list[_Op] = []
         origin.capture = self
@@ -150,9 +156,54 @@ class FakeGraph:
             if stream is not self.origin and self._joined[self.origin].get(stream) != count:
                 raise Broken("a captured stream never joined the one the capture began on")
 
-    def replay(self) -> None:
+    def free(self) -> None:
+        while self.freed:
+            self.freed.pop()()
+
+    def replay(self, stream: FakeStream | None = None) -> None:
         for op in self._ops:
-            self.origin.put(op)
+            (stream or self.origin).put(op)
+
+
+class FakeCudaGraph:
+    """torch's CUDAGraph.
+
+    Attributes:
+        pools: The memory that captures were given, in their order.
+    """
+
+    pools: ClassVar[list[Any]] = []
+    _names = itertools.count(1)
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self._graph: FakeGraph | None = None
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        if capture_error_mode != "thread_local":
+            raise Broken("other threads may not go on while this one captures")
+        self.pools.append(pool)
+        self._pool = pool or (0, next(self._names))
+        self._graph = FakeGraph(self._cuda.current_stream())
+
+    def capture_end(self) -> None:
+        assert self._graph is not None
+        self._graph.end()
+
+    def pool(self) -> Any:
+        return self._pool
+
+    def replay(self) -> None:
+        assert self._graph is not None
+        self._graph.replay(self._cuda.current_stream())
+
+    def reset(self) -> None:
+        if self._graph is not None:
+            self._graph.free()
+            self._graph = None
+
+    def __del__(self) -> None:
+        self.reset()
 
 
 class FakeCuda:
@@ -164,6 +215,9 @@ class FakeCuda:
     def __init__(self, *, available: bool = True) -> None:
         self._thread = threading.local()
         self._available = available
+
+    def CUDAGraph(self) -> FakeCudaGraph:
+        return FakeCudaGraph(self)
 
     def is_available(self) -> bool:
         return self._available

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from tests.fakes.fake_cuda import Broken, FakeStream
+from tests.fakes.fake_cuda import Broken, FakeGraph, FakeStream
 
 _TICK = 1e-3
 _TEXTS = {
@@ -147,6 +147,9 @@ class FakeNccl:
                 time.sleep(_TICK)
             if communicator.ended:
                 raise NcclError(6)
+        for communicator, stream, *_ in group:
+            if stream.capture is not None:
+                communicator.hold(stream.capture)
         for stream in {id(s): s for _, s, _, _ in group}.values():
             lines: dict[str, list[_Op]] = defaultdict(list)
             for _, other, line, op in group:
@@ -205,6 +208,17 @@ class _Communicator:
         self._thread = threading.get_ident()
         clique.meet("start", rank, None, lambda: False)
         self.freed = False
+        self.graphs: set[FakeGraph] = set()
+
+    def hold(self, graph: FakeGraph) -> None:
+        """Live as long as a graph that was captured with this communicator."""
+        if graph not in self.graphs:
+            self.graphs.add(graph)
+            graph.freed.append(lambda: self.graphs.discard(graph))
+
+    def _check_graphs(self) -> None:
+        if self.graphs:
+            self.nccl.complain("a communicator that graphs hold would wait for their end for ever")
 
     def __del__(self) -> None:
         if not getattr(self, "freed", True):
@@ -299,6 +313,7 @@ class _Communicator:
         self._clique.errors[self.rank] = status
 
     def destroy(self) -> None:
+        self._check_graphs()
         if threading.get_ident() != self._thread:
             self.nccl.complain("a communicator was destroyed by another thread")
         with suppress(GaveUp):
@@ -308,6 +323,7 @@ class _Communicator:
         self.nccl.destroyed.append(self.rank)
 
     def abort(self) -> None:
+        self._check_graphs()
         self.ended = True
         self.nccl.aborted.add(self.rank)
         with suppress(GaveUp):

@@ -22,9 +22,18 @@ import torch.distributed as dist
 
 import kernels
 from adasum import Adasum
-from collectives import CollectiveTimeoutError, Group, Reducer, Sum, TransportError, Work
+from collectives import (
+    Average,
+    CollectiveTimeoutError,
+    Group,
+    Reducer,
+    Sum,
+    TransportError,
+    Work,
+)
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
+from collectives.execution.replay import CAPTURED
 from collectives.schedules import recursive_doubling, recursive_halving, ring
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.topology import Topology
@@ -32,6 +41,7 @@ from collectives.transport import GlooTransport, Message, Transport
 from collectives.transport.nccl.cupy_backend import CupyBackend, load_nccl
 from collectives.transport.nccl.transport import NcclTransport
 from collectives.transport.process_groups import store_of
+from collectives.tree_order import in_order
 from tests.adasum import definition
 from tests.processes.harness import run_ranks
 
@@ -231,6 +241,51 @@ def check_graph_of_messages(transport: NcclTransport) -> None:
         assert torch.equal(got.cpu(), torch.full((NUMEL,), 2 * (10.0 * turn + before + 1)))
 
 
+def check_requests(transport: NcclTransport) -> None:
+    """From their third start on they are graphs, beside direct calls and the caller's own work.
+
+    Bit for bit what the direct call makes of the same vectors; float64 goes by pairs.
+    """
+    part = transport.split(range(transport.size), TIMEOUT)
+    rank, size, device = part.rank, part.size, part.device
+    group = Group(part, timeout=TIMEOUT, local_rank=rank, local_size=size)
+    cases: list[tuple[str, Reducer, torch.dtype]] = [
+        ("rechd", Sum, torch.float32),
+        ("xring", Average, torch.float16),
+        ("vhdd", Adasum, torch.float32),
+        ("direct", Adasum, torch.bfloat16),
+        ("direct", Adasum, torch.float64),
+        ("direct", in_order(Average, "tree"), torch.float32),
+    ]
+    segments = (0, 7, 7, 30_000, 30_001, NUMEL)
+    buffers = [torch.zeros(NUMEL, dtype=dtype, device=device) for *_, dtype in cases]
+    requests = [
+        group.all_reduce_init(buffer, op, algorithm=algorithm, segments=segments, negotiate=False)
+        for buffer, (algorithm, op, _) in zip(buffers, cases, strict=True)
+    ]
+    for turn in range(6):
+        if turn == 4:
+            # One rank alone has other memory: all go back to the host's way, and capture again.
+            buffers[0] = torch.zeros_like(buffers[0]) if rank == 0 else buffers[0]
+        wanted = []
+        for buffer, request, (algorithm, op, dtype) in zip(buffers, requests, cases, strict=True):
+            seed = torch.Generator().manual_seed(1000 * turn + rank)
+            buffer.copy_(torch.randn(NUMEL, generator=seed).to(dtype))
+            options = {"algorithm": algorithm, "segments": segments}
+            wanted.append(group.all_reduce(buffer.clone(), op, **options))
+            request.start(buffer if turn == 4 else None)
+            # What training does meanwhile: random numbers, memory, other work.
+            torch.randn(1000, device=device).add_(torch.empty(turn + 1, 1000, device=device))
+        for request, want in zip(requests, wanted, strict=True):
+            assert torch.equal(request.wait(), want), (turn, request)
+        torch.cuda.synchronize()
+    stages = [request._call.replay and request._call.replay.stage for request in requests]
+    if size > 1:
+        assert stages == len(cases) * [CAPTURED]
+    # While the graphs are there.
+    group.close()
+
+
 def check_split(transport: NcclTransport) -> None:
     """The same ranks once more, on communicators of their own that are closed before the first."""
     part = transport.split(range(transport.size), TIMEOUT)
@@ -370,6 +425,40 @@ def test_a_silent_peer() -> None:
     if reason := why_not(2):
         pytest.skip(reason)
     check_told(run_ranks(2, silent_peer, timeout=120.0)[0])
+
+
+def silent_launch(rank: int) -> tuple[str, float]:
+    """As `silent_peer`, where rank 0 launches a graph."""
+    transport = start(rank)
+    buffer = torch.ones(NUMEL, device=transport.device)
+
+    def work() -> None:
+        all_reduce(transport, buffer, recursive_halving.all_reduce, Sum)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+        launch = transport.capture(work)
+        launch("the first launch", TIMEOUT)
+        stream.synchronize()
+        if rank == 1:
+            time.sleep(SHORT + 6.0)
+            return "", 0.0
+        begin = time.monotonic()
+        launch("step 1", SHORT)
+        stream.synchronize()
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            transport.check_streams()
+        waited = time.monotonic() - begin
+        with pytest.raises(TransportError, match="unusable since"):
+            launch("step 2", SHORT)
+    return str(caught.value), waited
+
+
+def test_a_silent_peer_of_a_launch() -> None:
+    if reason := why_not(2):
+        pytest.skip(reason)
+    check_told(run_ranks(2, silent_launch, timeout=120.0)[0])
 
 
 def no_sender(rank: int) -> tuple[str, float]:

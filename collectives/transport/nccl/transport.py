@@ -22,6 +22,7 @@ from collectives.errors import TransportError
 from collectives.transport.base import Messages, Transport
 from collectives.transport.nccl.backend import Backend, translate_errors
 from collectives.transport.nccl.cupy_backend import DTYPES
+from collectives.transport.nccl.graphs import Graphs
 from collectives.transport.nccl.watcher import Posted, Watcher
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
@@ -33,10 +34,10 @@ class NcclTransport(Transport):
 
     `exchange` puts messages on the communication stream, makes the caller's stream wait for them,
     and returns. A thread of its own (watcher.py) notices when a step is late, a peer is gone or
-    NCCL reports an error, which `check_streams` and the next exchange then raise. Work captured in
-    a CUDA graph is not watched: capture it on all ranks alike, after a first run outside of a graph
-    (NCCL connects ranks at their first message). docs/groups.md says what holds if torch has
-    communicators of its own on the device.
+    NCCL reports an error, which `check_streams` and the next exchange then raise. A graph made by
+    `capture` is watched as one step, work in a graph of the caller's is not: capture it on all
+    ranks alike, after a first run outside of a graph (NCCL connects ranks at their first message).
+    docs/groups.md says what holds if torch has communicators of its own on the device.
 
     Args:
         host: The transport of CPU tensors between the same ranks.
@@ -57,11 +58,13 @@ class NcclTransport(Transport):
         self.sums_on_gpu = backend.sums
         self._host = host
         self._backend = backend
+        self._others = tuple(rank for rank in range(self.size) if rank != self.rank)
         self._opened: set[torch.device] = set()
         self._closed = False
-        self._watcher = Watcher(host, backend)
+        self._graphs = Graphs()
+        self._watcher = Watcher(host, backend, self._graphs.reset)
         # Runs at the latest when the interpreter exits.
-        self._end = weakref.finalize(self, _end, self._watcher, backend)
+        self._end = weakref.finalize(self, _end, self._watcher, self._graphs, backend)
         if self.device is not None:
             self._open(self.device, "start-up", timeout)
 
@@ -149,6 +152,27 @@ class NcclTransport(Transport):
             step,
             timeout,
         )()
+
+    def captures(self, device: torch.device) -> bool:
+        """Whether the device is a GPU whose communicators are ours, so that graphs end before."""
+        return device.type == "cuda" and not self._backend.shared
+
+    def capture(self, work: Callable[[], Any]) -> Callable[[str, float], None]:
+        """Capture messages and what is between them in a CUDA graph: `Transport.capture`."""
+        graph = self._graphs.capture(work)
+
+        def launch(step: str, timeout: float) -> None:
+            start, others = time.monotonic(), self._others
+            caller = cuda.current_stream()
+            ours = self._backend.stream(caller.device)
+            caller.wait_stream(ours)
+            self._bounded(graph.launch, others, step, timeout)
+            event = caller.record_event()
+            # What is put on our stream next is behind the graph, on all ranks alike.
+            ours.wait_event(event)
+            self._watcher.add(Posted(event, others, step, timeout, start))
+
+        return launch
 
     def check_streams(self) -> None:
         """Raise the error of messages or sums that failed on the streams, ours or the host's."""
@@ -248,8 +272,7 @@ class NcclTransport(Transport):
 
     def _with_all(self, job: Callable[[], Any], step: str, timeout: float) -> Any:
         """Return what a job returns in which all ranks take part; errors then name them all."""
-        others = tuple(rank for rank in range(self.size) if rank != self.rank)
-        return self._bounded(job, others, step, timeout)
+        return self._bounded(job, self._others, step, timeout)
 
     def _bounded(
         self, job: Callable[[], Any], peers: tuple[int, ...], step: str, timeout: float
@@ -278,7 +301,8 @@ def _device_of(sends: Messages, recvs: Messages) -> torch.device | None:
     return next((device for device in devices if device.type != "cpu"), None)
 
 
-def _end(watcher: Watcher, backend: Backend) -> None:
+def _end(watcher: Watcher, graphs: Graphs, backend: Backend) -> None:
     # Not a method: a finalizer that refers to its object would keep it alive.
     watcher.stop()
+    graphs.reset()
     backend.close()

@@ -23,6 +23,7 @@ from collectives.errors import CollectiveError, CollectiveTimeoutError, Transpor
 from collectives.stall import Stall
 from collectives.transport.base import Transport
 from collectives.transport.nccl.backend import Backend, translate_errors
+from collectives.transport.process_groups import run_beside
 
 # With more steps under way the host waits for the first. Otherwise CUDA would block it after about
 # a thousand launches, without a limit, if the stream waits for a rank that never comes.
@@ -31,6 +32,8 @@ MAX_PENDING = 64
 CHECK_SECONDS = 0.25
 # For this long messages that a rank sent before it ended may still be arriving.
 GRACE_SECONDS = 1.0
+# CUDA destroys graphs at once, those under way at their end, but where it has failed itself.
+_RESET_SECONDS = 0.5
 # A waiting host sleeps so long between two checks, which is short compared with a step.
 _PAUSE_SECONDS = 2e-4
 
@@ -60,17 +63,19 @@ class Watcher:
     Args:
         host: The host's transport, which knows the ranks' names and which of them are gone.
         backend: The back end, which reports asynchronous errors and aborts what is under way.
+        reset_graphs: Destroys the CUDA graphs of its communicators, whose abort waits for that.
 
     Attributes:
         items: The steps, in their order.
         error: The error that ended them. Nothing can be put on the streams afterwards.
     """
 
-    def __init__(self, host: Transport, backend: Backend) -> None:
+    def __init__(self, host: Transport, backend: Backend, reset_graphs: Callable[[], None]) -> None:
         self.items: deque[Posted] = deque()
         self.error: CollectiveError | None = None
         self._host = host
         self._backend = backend
+        self._reset_graphs = reset_graphs
         self._raised = False
         # When a step was last found to have ended.
         self._passed = 0.0
@@ -144,6 +149,7 @@ class Watcher:
         """Abort all steps and keep the first error. say: makes it from the abort's outcome."""
         with self._lock:
             if self.error is None:
+                run_beside(self._reset_graphs, "nccl-graphs", _RESET_SECONDS)
                 self.error = say(self._backend.abort())
                 self.items.clear()
 

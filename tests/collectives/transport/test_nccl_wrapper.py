@@ -270,6 +270,7 @@ def test_captured_once_and_replayed(machine: Machine) -> None:
             mine.fill_(1.0 + turn + transport.rank)
             graph.replay()
             read.append(machine.read(mine)[0].item())
+        graph.free()
         return read
 
     # Each swap doubles the sum of both ranks' values, the all-reduce once more.

@@ -1,0 +1,264 @@
+"""Requests whose work is captured: all ranks capture and launch alike, whatever each of them does.
+
+The ranks are threads, and a transport of theirs captures by keeping the work, which a launch does
+again: what is launched with other ranks' earlier captures is found by its number. What real graphs
+do is in tests/collectives/transport/test_nccl_graphs.py and tests/processes/test_nccl.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from adasum import Adasum
+from collectives import Average, CollectiveMismatchError, Group, Max, Sum, calls
+from collectives.execution.replay import CAPTURED, NEW, SEEN, enabled
+from collectives.reducers import Reducer, SumReducer
+from collectives.transport import ThreadTransport, ThreadWorld
+from collectives.tree_order import in_order
+from tests.collectives.consistency.ranks import WithoutSharedMemory
+from tests.collectives.transport.thread_ranks import TIMEOUT, together
+
+NUMEL = 1000
+
+
+class Capturing(ThreadTransport):
+    """Says that it captures, and keeps the work.
+
+    Attributes:
+        done: What came of each start: "host", "capture" or "launch", with the capture's number.
+        fails: Whether captures fail.
+    """
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(world, rank)
+        self.done: list[tuple[str, int]] = []
+        self.fails = False
+        self.captured = 0
+
+    def captures(self, device: torch.device) -> bool:
+        return True
+
+    def capture(self, work: Callable[[], Any]) -> Callable[[str, float], None]:
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.captured += 1
+        number = self.captured
+        self.done.append(("capture", number))
+
+        def launch(step: str, timeout: float) -> None:
+            self.done.append(("launch", number))
+            work()
+
+        return launch
+
+
+class CapturingByMessages(Capturing, WithoutSharedMemory):
+    """Whose ranks negotiate by messages."""
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call goes through the memory that ranks on CPUs share."""
+    monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda runner, call: None)
+
+
+def run(
+    size: int, job: Callable[[Group, Capturing], Any], kind: type[Capturing] = Capturing
+) -> list[Capturing]:
+    world = ThreadWorld(size)
+    ranks = [kind(world, rank) for rank in range(size)]
+
+    def main(transport: Capturing) -> None:
+        group = Group(transport, timeout=TIMEOUT, local_rank=transport.rank, local_size=size)
+        try:
+            job(group, transport)
+        finally:
+            group.close()
+
+    together(*(lambda each=each: main(each) for each in ranks))
+    return ranks
+
+
+@pytest.mark.parametrize(
+    "op", [Sum, Average, Max, Adasum, in_order(Sum, "tree"), in_order(Average, "tree")], ids=str
+)
+def test_work_is_put_twice_by_the_host_and_then_launched(op: Reducer) -> None:
+    def job(group: Group, transport: Capturing) -> None:
+        buffer = torch.empty(NUMEL)
+        request = group.all_reduce_init(buffer, op, algorithm="rd")
+        for turn in range(5):
+            mine = [torch.randn(NUMEL, generator=_seed(turn, rank)) for rank in range(group.size)]
+            buffer.copy_(mine[group.rank])
+            request.start()
+            assert request.wait() is buffer
+            wanted = group.all_reduce(mine[group.rank].clone(), op, algorithm="rd")
+            assert torch.equal(buffer, wanted)
+
+    for transport in run(3, job):
+        assert transport.done == [("capture", 1)] + 3 * [("launch", 1)]
+
+
+@pytest.mark.parametrize("kind", [Capturing, CapturingByMessages])
+def test_ranks_capture_and_launch_together_whatever_each_does(kind: type[Capturing]) -> None:
+    """Other buffers, direct calls, joined ranks and failing captures, each at random on each rank.
+
+    Every launch is of graphs that all ranks captured in the same start, and every result is right.
+    """
+    size, turns = 3, 120
+    stages: list[list[tuple[str, int]]] = [[] for _ in range(size)]
+
+    def job(group: Group, transport: Capturing) -> None:
+        own, rank = random.Random(group.rank), group.rank
+        buffers = [torch.empty(NUMEL) for _ in range(2)]
+        request = group.all_reduce_init(buffers[0], Sum, algorithm="rd", negotiate=False)
+        at = 0
+        for turn in range(turns):
+            # Calm between the storms, so that there are launches.
+            stormy = turn % 20 < 8
+            transport.fails = stormy and own.random() < 0.2
+            mine = float(rank + turn)
+            before = len(transport.done)
+            if turn % 30 == 29 and rank == 2:
+                group.join()
+                stages[rank].append(("joined", turn))
+                continue
+            if stormy and own.random() < 0.1:
+                found = group.all_reduce(torch.full((NUMEL,), mine), Sum, algorithm="rd")
+            else:
+                # Other buffers behind a storm: a capture that failed is tried anew.
+                if turn % 20 == 8 or (stormy and own.random() < 0.2):
+                    at = 1 - at
+                    buffers[at].fill_(mine)
+                    request.start(buffers[at])
+                else:
+                    buffers[at].fill_(mine)
+                    request.start()
+                found = request.wait()
+            ranks = range(2) if turn % 30 == 29 else range(size)
+            assert torch.equal(found, torch.full((NUMEL,), float(sum(r + turn for r in ranks))))
+            launched = [number for what, number in transport.done[before:] if what == "launch"]
+            stages[rank].append(("launch" if launched else "host", turn))
+            if turn % 30 == 29:
+                group.join()
+
+    found = run(size, job, kind)
+    for turns_of in zip(*stages, strict=True):
+        kinds = {what for what, _ in turns_of if what != "joined"}
+        assert len(kinds) == 1, turns_of
+    launches = sum(what == "launch" for what, _ in stages[0])
+    assert launches > turns // 3
+    # Ranks differ in how many captures failed, not in which start a launched graph was captured.
+    assert all(transport.captured > 1 for transport in found)
+
+
+def test_a_start_says_how_far_the_rank_is() -> None:
+    """And a rank that is not as far keeps the others back, until they no longer ask."""
+
+    def job(group: Group, transport: Capturing) -> None:
+        buffer = torch.ones(NUMEL)
+        request = group.all_reduce_init(buffer, Sum, algorithm="rd", negotiate=False)
+        if group.rank == 0:
+            for _ in range(20):
+                group.all_reduce(torch.ones(NUMEL), Sum, algorithm="rd")
+            return
+        stages = []
+        for _ in range(20):
+            request.start()
+            assert request._call.replay is not None
+            stages.append(request._call.stage)
+            request.wait()
+        assert stages == [NEW] + 8 * [SEEN] + 11 * [NEW]
+
+    assert [transport.done for transport in run(2, job)] == [[], []]
+
+
+def test_a_capture_that_fails_is_a_warning_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    def job(group: Group, transport: Capturing) -> None:
+        transport.fails = group.rank == 1
+        buffer = torch.ones(NUMEL)
+        request = group.all_reduce_init(buffer, Average, algorithm="rd")
+        for _ in range(15):
+            request.start()
+            assert torch.equal(request.wait(), torch.ones(NUMEL))
+
+    first, second = run(2, job)
+    # It captures, and never launches what the other one has not.
+    assert {what for what, _ in first.done} == {"capture"}
+    assert second.done == []
+    (record,) = [each for each in caplog.records if "was not captured" in each.message]
+    assert "not permitted" in record.message
+
+
+def test_what_differs_is_an_error_as_before() -> None:
+    """Also where one rank is ready to launch, and the group goes on."""
+
+    def job(group: Group, transport: Capturing) -> None:
+        buffer = torch.ones(NUMEL)
+        request = group.all_reduce_init(buffer, Sum, algorithm="rd", negotiate=False)
+        for _ in range(4):
+            request.start()
+            request.wait()
+        assert request._call.replay is not None
+        assert request._call.replay.stage == CAPTURED
+
+        def differ() -> None:
+            if group.rank == 0:
+                request.start()
+                request.wait()
+            else:
+                group.all_reduce(buffer, Max, algorithm="rd")
+
+        with pytest.raises(CollectiveMismatchError, match="op"):
+            differ()
+        buffer.fill_(1.0)
+        request.start()
+        assert torch.equal(request.wait(), torch.full((NUMEL,), 2.0))
+
+    run(2, job)
+
+
+class _Undeclared(SumReducer):
+    """An operator of a user's, which may do anything beside its sum."""
+
+
+@pytest.mark.parametrize("algorithm", ["rd", "pscpu"])
+def test_what_may_not_be_captured_is_not(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator that does not say it may; work on the host; where the environment says so."""
+
+    def job(group: Group, transport: Capturing) -> None:
+        op = _Undeclared() if algorithm == "rd" else Sum
+        observed = Adasum.observed()
+        for each in (op, observed) if algorithm == "rd" else (op,):
+            request = group.all_reduce_init(torch.ones(NUMEL), each, algorithm=algorithm)
+            assert request._call.replay is None
+        chosen = group.all_reduce_init(torch.ones(NUMEL), Sum, algorithm="rd")
+        assert chosen._call.replay is not None
+        scattered = group.reduce_scatter_init(torch.ones(NUMEL), Sum)
+        assert scattered._call.replay is None
+
+    run(2, job)
+    monkeypatch.setenv("ADASUM_CUDA_GRAPHS", "0")
+    enabled.cache_clear()
+    try:
+
+        def off(group: Group, transport: Capturing) -> None:
+            request = group.all_reduce_init(torch.ones(NUMEL), Sum, algorithm="rd")
+            assert request._call.replay is None
+
+        run(2, off)
+        monkeypatch.setenv("ADASUM_CUDA_GRAPHS", "yes")
+        enabled.cache_clear()
+        with pytest.raises(ValueError, match="ADASUM_CUDA_GRAPHS must be 0 or 1, got 'yes'"):
+            enabled()
+    finally:
+        monkeypatch.undo()
+        enabled.cache_clear()
+
+
+def _seed(turn: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 * turn + rank)

@@ -1,0 +1,135 @@
+"""Graphs of an NCCL transport's messages, over fakes that keep NCCL's and CUDA's rules."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import CollectiveTimeoutError, TransportError
+from collectives.transport.nccl import transport as nccl
+from tests.fakes.fake_cuda import FakeCudaGraph
+from tests.fakes.fake_nccl import FakeNccl
+from tests.fakes.nccl_machine import Machine, all_good, full, make_machine, swap, told
+
+NUMEL = 5
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    yield from make_machine(monkeypatch, FakeNccl())
+
+
+def _swaps(machine: Machine, transport: nccl.NcclTransport, mine: Any, got: Any) -> None:
+    """Send `mine` and add what comes, three times: each doubles the sum of both ranks' values."""
+    for step in range(3):
+        swap(transport, mine, got, f"step {step}")
+        machine.put(lambda: mine.add_(got.as_subclass(torch.Tensor)), 0.002)
+
+
+def test_a_launch_moves_what_is_there_then_between_other_messages(machine: Machine) -> None:
+    """Messages before and behind a launch, of the caller's or of another stream, keep the order."""
+
+    def work(transport: nccl.NcclTransport) -> None:
+        mine, got, other = full(NUMEL, 0.0), full(NUMEL, 0.0), full(NUMEL, 0.0)
+        swap(transport, mine, got, "the first message connects")
+        launch = transport.capture(lambda: _swaps(machine, transport, mine, got))
+        assert machine.read(mine)[0] == 0.0, "a capture does nothing"
+        for turn in range(4):
+            mine.fill_(1.0 + turn + transport.rank)
+            launch("a launch", 10.0)
+            # From another stream, which waits for nothing of the launch's.
+            with machine.cuda.stream(machine.cuda.Stream()):
+                swap(transport, mine, other, "a message behind it")
+                assert machine.read(other)[0] == 4 * (3.0 + 2 * turn)
+            assert machine.read(mine)[0] == 4 * (3.0 + 2 * turn)
+        transport.check_streams()
+
+    all_good(machine.run(2, work))
+
+
+def test_a_launch_is_a_step_that_is_watched(machine: Machine) -> None:
+    """A peer that never launches is a timeout, which names it and the call; all is over then."""
+
+    def work(transport: nccl.NcclTransport) -> Any:
+        mine, got = full(NUMEL, 1.0), full(NUMEL, 0.0)
+        swap(transport, mine, got, "the first message connects")
+        launch = transport.capture(lambda: _swaps(machine, transport, mine, got))
+        if transport.rank == 1:
+            done.wait(20.0)
+            return None
+        launch("all_reduce 'a bucket' (call 7)", 0.3)
+        error = told(transport.check_streams)
+        with pytest.raises(TransportError, match=r"unusable since .*call 7"):
+            launch("the next one", 10.0)
+        done.set()
+        return error
+
+    done = threading.Event()
+    error, _ = machine.run(2, work)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert "no answer from rank 1 in all_reduce 'a bucket' (call 7)" in str(error)
+
+
+def test_an_abort_from_another_thread_ends_a_launch(machine: Machine) -> None:
+    def work(transport: nccl.NcclTransport) -> None:
+        mine, got = full(NUMEL, 1.0), full(NUMEL, 0.0)
+        swap(transport, mine, got, "the first message connects")
+        launch = transport.capture(lambda: _swaps(machine, transport, mine, got))
+        if transport.rank == 0:
+            launch("a launch", 20.0)
+            began = time.monotonic()
+            transport.interrupt("the user is done")
+            assert time.monotonic() - began < 5.0
+            with pytest.raises(TransportError, match="unusable since the user is done"):
+                launch("the next one", 10.0)
+
+    machine.run(2, work)
+    assert machine.nccl.aborted
+
+
+def test_graphs_share_memory_as_long_as_one_is_there(machine: Machine) -> None:
+    def work(transport: nccl.NcclTransport) -> None:
+        FakeCudaGraph.pools.clear()
+        launches = [transport.capture(lambda: None) for _ in range(3)]
+        first, *others = FakeCudaGraph.pools
+        assert first is None
+        assert len({*others}) == 1
+        launches.clear()
+        transport.capture(lambda: None)
+        assert FakeCudaGraph.pools[-1] is None, "memory of no graph is not there any more"
+
+    all_good(machine.run(1, work))
+
+
+def test_a_capture_that_fails_raises_why_and_leaves_the_streams_usable(machine: Machine) -> None:
+    def work(transport: nccl.NcclTransport) -> float:
+        mine, got = full(NUMEL, 1.0), full(NUMEL, 0.0)
+        swap(transport, mine, got, "the first message connects")
+
+        def broken() -> None:
+            raise RuntimeError("out of memory")
+
+        with pytest.raises(RuntimeError, match="out of memory"):
+            transport.capture(broken)
+        swap(transport, mine, got, "behind it")
+        return machine.read(got)[0].item()
+
+    assert all_good(machine.run(2, work)) == [1.0, 1.0]
+
+
+def test_only_our_own_communicators_are_captured_with(machine: Machine) -> None:
+    """A user's would be destroyed while graphs hold them, which waits for ever."""
+
+    def work(transport: nccl.NcclTransport) -> None:
+        assert transport.captures(torch.device("cuda", 0))
+        assert not transport.captures(torch.device("cpu"))
+        transport._backend.shared = True
+        assert not transport.captures(torch.device("cuda", 0))
+        transport._backend.shared = False
+
+    all_good(machine.run(1, work))
