@@ -7,6 +7,7 @@ Processes would take turns on a GPU; threads share it, as processes do under MPS
 or newer, through cupy. Each rank has its own stream and communicator. A call's time is from a
 barrier to the end of the last rank's work; contenders take turns. #wrong counts elements of all
 ranks that differ from float64 by more than roundings explain. "vs torch" is NCCL's sum over each.
+Rows of requests are those algorithms', made once and started each time: launched as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ from collectives.transport.nccl.cupy_backend import CupyBackend
 
 SECONDS = 60.0
 NCCL = "nccl"
-# By algorithm: NCCL's own sum, ours, Adasum by levels and by one exchange.
+# What follows an algorithm's name where it is a request's.
+REQUEST = ", request"
+# By algorithm: NCCL's own sum, ours, Adasum by levels and by one exchange; the same as requests.
+_CALLS = {"rechd": collectives.Sum, "vhdd": Adasum, "direct": Adasum}
 CONTENDERS: dict[str, collectives.Reducer] = {
     NCCL: collectives.Sum,
-    "rechd": collectives.Sum,
-    "vhdd": Adasum,
-    "direct": Adasum,
+    **_CALLS,
+    **{f"{name}{REQUEST}": op for name, op in _CALLS.items()},
 }
-# Iterations that are not counted.
-WARM_UP = 2
+_WIDTH = max(map(len, CONTENDERS))
+# Iterations that are not counted: a request's third start is its graph's first launch.
+WARM_UP = 3
 
 
 class Rank:
@@ -60,6 +64,7 @@ class Rank:
         self._terms = [torch.randn(numel, generator=seed) for seed in seeds]
         self._mine = self._terms[rank].to(device)
         self._buffer = torch.empty_like(self._mine)
+        self._requests: dict[str, collectives.Request[torch.Tensor]] = {}
 
     def wrong(self, algorithm: str) -> int:
         """Return how many elements a call gets wrong here."""
@@ -77,10 +82,21 @@ class Rank:
         taken = in_turns(algorithms, self._prepared, turns, self._wait, barrier=barrier)
         return {name: values[WARM_UP:] for name, values in taken.items()}
 
-    def _prepared(self, algorithm: str) -> Callable[[], object]:
+    def _prepared(self, name: str) -> Callable[[], object]:
         self._buffer.copy_(self._mine)
-        op = CONTENDERS[algorithm]
-        return lambda: self.group.all_reduce(self._buffer, op, algorithm=algorithm)
+        algorithm, op = name.removesuffix(REQUEST), CONTENDERS[name]
+        if algorithm == name:
+            return lambda: self.group.all_reduce(self._buffer, op, algorithm=algorithm)
+        if name not in self._requests:
+            made = self.group.all_reduce_init(self._buffer, op, algorithm=algorithm)
+            self._requests[name] = made
+        request = self._requests[name]
+
+        def start() -> torch.Tensor:
+            request.start()
+            return request.wait()
+
+        return start
 
     def _wait(self) -> None:
         # Of the own stream: the other ranks' work is not this rank's.
@@ -150,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NcclTransport(world.transport(rank), CupyBackend(store, device), timeout=SECONDS)
 
     rows = run(args.ranks, numel, args.iters, device, over_nccl)
-    print(*header(9), *(line(row, rows[0], 9) for row in rows), sep="\n", flush=True)
+    print(*header(_WIDTH), *(line(row, rows[0], _WIDTH) for row in rows), sep="\n", flush=True)
     results = [{**row.record(), "ranks": row.ranks, "median": row.median} for row in rows]
     write(args.output_file, {"device": torch.cuda.get_device_name(device), "results": results})
     return int(any(row.wrong for row in rows))

@@ -275,7 +275,7 @@ def check_requests(transport: NcclTransport) -> None:
             wanted.append(group.all_reduce(buffer.clone(), op, **options))
             request.start(buffer if turn == 4 else None)
             # What training does meanwhile: random numbers, memory, other work.
-            torch.randn(1000, device=device).add_(torch.empty(turn + 1, 1000, device=device))
+            torch.randn(1000, device=device).add_(torch.empty(1000 << turn, device=device)[:1000])
         for request, want in zip(requests, wanted, strict=True):
             assert torch.equal(request.wait(), want), (turn, request)
         torch.cuda.synchronize()
