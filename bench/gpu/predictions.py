@@ -12,7 +12,7 @@ from bench.kernels.goals import GOALS
 from bench.kernels.judging import MET, NOT_MEASURED, NOT_MET, judge
 from bench.kernels.measure import Row
 
-VHDD, NCCL = "vhdd", "nccl"
+VHDD, NCCL = "vhdd, request", "nccl"
 ADASUM_OVER_SUM = (
     "Adasum of 64 MiB by vhdd takes at most 1.25 times NCCL's sum, two ranks on one GPU."
 )

@@ -59,7 +59,7 @@ def test_stages_come_in_the_order_of_their_worth_and_share_a_gpu_where_nccl_can(
     parts = ("reduction", "gpu", "compile", "projection", "others")
     assert [*STAGES] == [
         *("check", *(f"tests-{part}" for part in parts), *(f"answers-{file}" for file in rows)),
-        *(*(f"goals-{file}" for file in rows), "ranks-bench"),
+        *("goals-projection", "goals-gram", "ranks-bench", "goals-packing", "goals-reduction"),
         *(f"ranks-{part}" for part in ("one_gpu", "nccl", "torch_nccl")),
         *("memcheck", "racecheck", *(f"others-{file}" for file in rows)),
     ]
@@ -213,7 +213,7 @@ def test_page_has_stages_tests_rows_and_predictions(tmp_path: Path) -> None:
     report.append(row_of("unpack"), folder / "goals-reduction" / "made-up", first=True)
     ranks = [
         {"algorithm": name, "ranks": 2, "size": 1 << 26, "median": seconds, "wrong": 0}
-        for name, seconds in (("nccl", 1e-3), ("vhdd", 1.2e-3))
+        for name, seconds in (("nccl", 1e-3), ("vhdd, request", 1.2e-3))
     ]
     (folder / "ranks-bench" / "ranks.json").write_text(json.dumps({"results": ranks}))
     record = Record("check", FAILED, 12.0, "status 1", "d", "s", [], "now")
