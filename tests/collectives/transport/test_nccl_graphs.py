@@ -52,6 +52,38 @@ def test_a_launch_moves_what_is_there_then_between_other_messages(machine: Machi
     all_good(machine.run(2, work))
 
 
+def test_a_launch_comes_behind_messages_that_wait_for_another_stream(machine: Machine) -> None:
+    """So on one rank alone, which else would send what it launches first."""
+
+    def work(transport: nccl.NcclTransport) -> None:
+        mine, got, other = full(NUMEL, 1.0), full(NUMEL, 0.0), full(NUMEL, 0.0)
+        swap(transport, full(NUMEL, 0.0), got, "the first message connects")
+        launch = transport.capture(lambda: _swaps(machine, transport, mine, got))
+        with machine.cuda.stream(machine.cuda.Stream()):
+            machine.put(lambda: None, 0.1 * transport.rank)
+            swap(transport, full(NUMEL, 7.0), other, "a message before it")
+        launch("a launch", 10.0)
+        assert machine.read(mine)[0] == 8.0
+        assert machine.read(other)[0] == 7.0
+
+    all_good(machine.run(2, work))
+
+
+def test_graphs_that_are_kept_end_before_the_communicators(machine: Machine) -> None:
+    kept = []
+
+    def work(transport: nccl.NcclTransport) -> None:
+        mine, got = full(NUMEL, 1.0), full(NUMEL, 0.0)
+        swap(transport, mine, got, "the first message connects")
+        kept.append(transport.capture(lambda: _swaps(machine, transport, mine, got)))
+        kept[-1]("a launch", 10.0)
+
+    all_good(machine.run(2, work))
+    assert sorted(machine.nccl.destroyed) == [0, 1]
+    with pytest.raises(TransportError, match="this NCCL transport was closed"):
+        kept[0]("another launch", 10.0)
+
+
 def test_a_launch_is_a_step_that_is_watched(machine: Machine) -> None:
     """A peer that never launches is a timeout, which names it and the call; all is over then."""
 
