@@ -84,7 +84,7 @@ def subgroup(
         # The count tells apart groups of the same ranks. Each rank has its own counter: all make
         # their groups in one order, so the counters agree.
         count = store.add(f"{key} made by {dist.get_rank()}", 1)
-        with _lazy_gloo() if lazy else nullcontext():
+        with _lazy_gloo() if lazy else nullcontext(), _without_split():
             made, _ = _c10d._new_process_group_helper(
                 len(names),
                 names.index(dist.get_rank()),
@@ -99,6 +99,22 @@ def subgroup(
         raise failed(said, error) from error
     _c10d._world.pg_group_ranks[made] = {name: rank for rank, name in enumerate(names)}
     return made
+
+
+@contextmanager
+def _without_split() -> Iterator[None]:
+    """Return a context in which torch makes communicators anew.
+
+    Where `init_process_group` was given a device_id, it would split the default group's, in which
+    ranks that are not in the new group would have to take part.
+    """
+    whole: Any = dist.group.WORLD
+    device = whole.bound_device_id
+    whole.bound_device_id = None
+    try:
+        yield
+    finally:
+        whole.bound_device_id = device
 
 
 @contextmanager
