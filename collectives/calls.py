@@ -17,7 +17,7 @@ from collectives.execution.all_reduce import AllReduceOptions, Runner
 from collectives.execution.call import Call
 from collectives.execution.call_queue import CallQueue
 from collectives.execution.operations import OPERATIONS
-from collectives.execution.replay import NEW, Replay
+from collectives.execution.replay import NEW, SEEN, Replay
 from collectives.execution.shared_memory_all_reduce import plan_shared_memory_all_reduce
 from collectives.flight.recorder import (
     CHARACTERS,
@@ -114,8 +114,13 @@ class Calls:
             done: Work[Any] = Work()
             done.run(lambda: self.queue.run(call, carry_out))
             return done
-        call.stage = NEW if call.replay is None else call.replay.stage
+        replay, call.stage = call.replay, NEW
+        free = replay is not None and not self.queue.is_inside()
+        if replay is not None:
+            call.stage = replay.begin(held=free and self._transport.shares_gpu)
         work: Work = self.queue.run(call, carry_out, async_op=True)
+        if replay is not None and free and call.stage == SEEN:
+            replay.hold()
         return work
 
     def _begin(self, call: Call) -> None:
@@ -149,11 +154,11 @@ class Calls:
         operation = partial(OPERATIONS[call.kind], self._runner, call)
         named = watched and call.kind not in _WITH_RANGES
         with span(lambda: call.title) if named else NOTHING:
-            # A rank that has joined takes part with zeros, step by step.
-            if call.replay is None or outcome.joined:
+            if call.replay is None:
                 return operation()
-            stage = call.stage if outcome.stage is None else outcome.stage
-            return call.replay.start(self._runner, call, stage, operation)
+            # A rank that has joined takes part step by step.
+            least = NEW if outcome.joined else outcome.stage
+            return call.replay.start(self._runner, call, least, operation)
 
     def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
         """Take part in the other ranks' calls, with zeros, until all ranks have joined.

@@ -46,6 +46,10 @@ class Request(Generic[T_co]):
     raises: pass the tensor again by `start(tensor)`. If several threads start a request at once,
     one of them succeeds and the others get the error of a second start.
 
+    On GPUs the second start or a later one may take some milliseconds, or wait up to a tenth of a
+    second for the other ranks: it is captured in a CUDA graph, as which it is launched from then on
+    (docs/groups.md).
+
     The group's communication thread carries the request out. If it has not begun when `wait` is
     called, the waiting thread carries it out itself, which saves two thread switches.
     """
@@ -174,7 +178,9 @@ class Request(Generic[T_co]):
         """
         if self._work is not None:
             raise RuntimeError(f"{self!r} was started: call wait() first")
-        self._call = replace(self._call, tensors=(), shared=None)
+        # What is passed next may be other memory at the same address, for which NCCL has made
+        # arrangements in a graph.
+        self._call = replace(self._call, tensors=(), shared=None, replay=None, lasting=False)
         self._memory = []
 
     def close(self) -> None:

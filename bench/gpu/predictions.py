@@ -14,7 +14,8 @@ from bench.kernels.measure import Row
 
 VHDD, NCCL = "vhdd, request", "nccl"
 ADASUM_OVER_SUM = (
-    "Adasum of 64 MiB by vhdd takes at most 1.25 times NCCL's sum, two ranks on one GPU."
+    "Adasum of 64 MiB by vhdd, as a request, takes at most 1.25 times NCCL's sum, two ranks on "
+    "one GPU."
 )
 _BY_NOTHING_HERE = (
     (

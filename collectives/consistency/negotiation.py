@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
         joined: The ranks that have joined.
         last: The rank that joined last, if all have joined.
         call: The call of the other ranks, without tensors, if any rank has joined.
-        stage: The least of the calls' stages; None if all are equal.
+        stage: The least of the calls' stages; None if all are equal, and no rank has joined.
     """
 
     joined: Sequence[int] = ()

@@ -98,6 +98,8 @@ class Runner:
         self.workspace = Workspace()
         self.packed = Workspace()
         self.libraries = Libraries(transport)
+        # How many requests' starts all ranks were ready to capture.
+        self.captures = 0
         # The rank that the next shards are placed on first, modulo the number of ranks.
         self.first = 0
 
@@ -241,6 +243,8 @@ class Runner:
         """
         devices = {tensor.device for tensor in call.memory}
         if self.size == 1 or len(devices) != 1 or call.kind not in _REPLAYED:
+            return False
+        if not any(tensor.numel() for tensor in call.tensors):
             return False
         (device,) = devices
         declared = call.op.replays and "replays" in vars(type(call.op))

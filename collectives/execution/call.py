@@ -77,14 +77,22 @@ class RequestReplay(Protocol):
 
     Attributes:
         addresses: Of the request's buffers.
-        stage: The larger, the farther.
+        left: How often it may yet be captured, or wait for other ranks with that.
     """
 
     addresses: Sequence[int]
-    stage: int
+    left: int
 
-    def start(self, runner: Any, call: Call, stage: int, work: Callable[[], Any]) -> Any:
-        """Carry out a start as the rank can that is least far, and return its result."""
+    def begin(self, held: bool) -> int:
+        """Return the stage to say in the negotiation of a start: the larger, the farther."""
+        ...
+
+    def hold(self) -> None:
+        """Hold the calling thread while the start may be captured."""
+        ...
+
+    def start(self, runner: Any, call: Call, least: int | None, work: Callable[[], Any]) -> Any:
+        """Carry out a start as far as all ranks are, and return its result."""
         ...
 
 
@@ -113,6 +121,7 @@ class Call:
         shared: How it runs in shared memory; None by messages.
         label: What errors call it, with its number, once it has one.
         record: What the flight recorder keeps of it, once it has begun.
+        lasting: Whether it keeps its buffers from one start to the next.
         replay: How far this rank is with a request on a GPU, of which the work may be captured.
         stage: What it has said of that in the negotiation.
         queued: When it was started, where it is asynchronous, by time.perf_counter_ns().
@@ -133,6 +142,7 @@ class Call:
     movable: bool = False
     shared: SharedMemoryPlan | None = None
     label: str = ""
+    lasting: bool = True
     replay: RequestReplay | None = None
     # No fields of the dataclass: a copy by `replace` is another call.
     record = UNRECORDED

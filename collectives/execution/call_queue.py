@@ -15,7 +15,6 @@ import torch
 from collectives import validation
 from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError, describe
 from collectives.execution.call import Call
-from collectives.execution.replay import SEEN
 from collectives.flight.dump import failed
 from collectives.flight.recorder import ENDED, UNRECORDED, GroupRecord
 from collectives.stall import Wait, waits
@@ -62,8 +61,6 @@ class CallQueue:
             return self._worker.call(guarded, call.memory)
         # A thread of its own would run it before or after what the caller's starts next.
         now = self._transport.shares_gpu and any(tensor.is_cuda for tensor in call.memory)
-        # What is about to be captured: meanwhile this thread must not ask torch for random numbers.
-        now = now or call.stage == SEEN
         work = self._worker.submit(guarded, call.memory, now=now)
         work.call = call.kind, call.name, call.queued
         return work
@@ -78,6 +75,10 @@ class CallQueue:
         begun = self._guarded(call, first, whole=False)
         finish = self._guarded(call, rest)
         return self._worker.begin(begun, finish) or self._worker.submit(finish)
+
+    def is_inside(self) -> bool:
+        """Return whether this thread is inside a call, as in a callback."""
+        return self._worker.running_thread() == threading.get_ident()
 
     def check_thread(self, call: Call) -> None:
         """Raise ValueError for a call without a name from a second thread."""

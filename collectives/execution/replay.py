@@ -1,7 +1,7 @@
 """Requests on GPUs, captured in a CUDA graph and launched whole from then on.
 
-A start costs the host a post for every step and a launch for every kernel, a millisecond or two,
-and puts the same work on the stream each time. As a graph it is one launch.
+A start of a request costs the host a post for every step and a launch for every kernel, a
+millisecond or two, and puts the same work on the stream each time. As a graph it is one launch.
 
 Whether an operation of NCCL's is captured must be the same on all of its ranks, and a graph may be
 launched only together with those that the other ranks captured at the same time (NCCL's user guide,
@@ -14,20 +14,26 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from collectives.errors import CollectiveError
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call import Call, RequestReplay
+from collectives.trace import span
 
 # How far a rank is: its host puts the work on the stream; it does so once more, and captures it; it
-# launches what it has captured.
+# launches what it has captured, by the number of the group's capture, from CAPTURED on.
 NEW, SEEN, CAPTURED = range(3)
-# Starts at which this rank was ready to capture and another one was not, until it no longer asks.
-_PATIENCE = 8
+# How many captures, and starts that other ranks were not ready for, may come between two launches;
+# then the request is no more captured.
+_PATIENCE = 32
+# How long a caller is held, for other ranks to come and for the capture.
+_HOLD_SECONDS = 0.1
 _VARIABLE = "ADASUM_CUDA_GRAPHS"
 _logger = logging.getLogger(__name__)
 
@@ -48,52 +54,104 @@ def enabled() -> bool:
 class Replay:
     """How far one rank is with a request on these buffers.
 
+    While it is captured the thread that has started it must not go on: torch refuses random numbers
+    on a GPU for which a graph is captured. So that thread is held, for a short time, as another
+    rank may wait for what it does next; where it has gone on, nothing is captured this time.
+
     Attributes:
         addresses: Of the request's buffers.
-        stage: NEW, SEEN or CAPTURED.
+        stage: NEW, SEEN, or CAPTURED and the number of the group's capture.
     """
 
-    def __init__(self, addresses: Sequence[int]) -> None:
-        self.stage = NEW
+    def __init__(self, addresses: Sequence[int], left: int = _PATIENCE) -> None:
         self.addresses = addresses
+        self.stage = NEW
+        self.left = left
         self._launch: Callable[[str, float], None] | None = None
-        self._left = _PATIENCE
+        self._caller = 0
+        # Whether the caller is held, and whether what it is held for is over.
+        self._held, self._over = False, True
+        self._changed = threading.Condition()
 
-    def start(self, runner: Runner, call: Call, stage: int, work: Callable[[], Any]) -> Any:
+    def begin(self, held: bool) -> int:
+        """Note the thread that is about to start; return the stage that it has to say.
+
+        held: whether it goes on only when the start has ended on the host.
+        """
+        self._caller, self._held, self._over = threading.get_ident(), held, False
+        return self.stage
+
+    def hold(self) -> None:
+        """Hold the calling thread until the start's capture is over, or no rank is ready for it."""
+        with self._changed:
+            self._held = True
+            try:
+                self._changed.wait_for(lambda: self._over, _HOLD_SECONDS)
+            finally:
+                # From here on a capture does not begin; one under way has this lock.
+                self._held = False
+
+    def start(self, runner: Runner, call: Call, least: int | None, work: Callable[[], Any]) -> Any:
         """Carry out a start, and return its result.
 
         Args:
             runner: The rank's.
             call: The request's call.
-            stage: The least of all ranks' stages.
+            least: The least of the ranks' stages; None where all are this one's.
             work: What carries the call out, a step after the other.
         """
-        if stage == CAPTURED:
-            assert self._launch is not None
+        try:
+            if least is None and call.stage >= CAPTURED:
+                return self._replay(runner, call)
+            result = work()
+            if least is None and call.stage == SEEN:
+                runner.captures += 1
+                self._capture(runner, work)
+            elif self.stage == NEW:
+                self.stage = SEEN if self.left else NEW
+            else:
+                self._lose_patience()
+                if least and self.stage:
+                    # All ranks that have seen it capture it at their next start, together.
+                    self._launch, self.stage = None, SEEN
+            return result
+        finally:
+            with self._changed:
+                self._held, self._over = False, True
+                self._changed.notify_all()
+
+    def _replay(self, runner: Runner, call: Call) -> Any:
+        assert self._launch is not None
+        self.left = _PATIENCE
+        first, nbytes = call.tensors[0], sum(tensor.nbytes for tensor in call.tensors)
+        name = f"{call.title}: {call.op}, a CUDA graph, {nbytes} B"
+        with span(lambda: name, cuda=first.is_cuda):
             self._launch(call.label, runner.timeout)
-            return call.tensors if call.kind == "grouped_all_reduce" else call.tensors[0]
-        result = work()
-        if stage == SEEN:
-            self._capture(runner, work)
-        elif self.stage == NEW and self._left:
-            self.stage = SEEN
-        elif self.stage == SEEN:
-            self._left -= 1
-            self.stage = SEEN if self._left else NEW
-        return result
+        # As operations of torch's that write to them do.
+        torch.autograd.graph.increment_version(call.tensors)
+        return call.tensors if call.kind == "grouped_all_reduce" else first
 
     def _capture(self, runner: Runner, work: Callable[[], Any]) -> None:
         """Capture the work; where that fails the request stays with what the host puts."""
-        try:
-            self._launch = runner.transport.capture(work)
-            self.stage = CAPTURED
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            self._launch, self.stage, self._left = None, NEW, 0
-            _logger.warning(
-                "a request was not captured in a CUDA graph, and costs the host more: %s", error
-            )
+        self._lose_patience()
+        with self._changed:
+            if not (self._held or self._caller == threading.get_ident()) or not self.left:
+                return
+            try:
+                self._launch = runner.transport.capture(work)
+                self.stage = CAPTURED + runner.captures
+            except CollectiveError:
+                raise
+            except RuntimeError as error:
+                self._launch, self.stage, self.left = None, NEW, 0
+                _logger.warning(
+                    "a request was not captured in a CUDA graph, and costs the host more: %s", error
+                )
+
+    def _lose_patience(self) -> None:
+        self.left = max(self.left - 1, 0)
+        if not self.left:
+            self._launch, self.stage = None, NEW
 
     @staticmethod
     def of(runner: Runner, call: Call) -> RequestReplay | None:
@@ -102,6 +160,6 @@ class Replay:
         known = call.replay
         if known is not None and known.addresses == addresses:
             return known
-        if not (enabled() and runner.replays(call)):
+        if not (call.lasting and enabled() and runner.replays(call)):
             return None
-        return Replay(addresses)
+        return Replay(addresses, _PATIENCE if known is None else known.left)

@@ -151,8 +151,9 @@ class FakeGraph:
     def end(self) -> None:
         FakeGraph.under_way.remove(threading.get_ident())
         self.origin.capture = None
-        for stream, count in self.counts.items():
+        for stream in self._joined:
             stream.capture = None
+        for stream, count in self.counts.items():
             if stream is not self.origin and self._joined[self.origin].get(stream) != count:
                 raise Broken("a captured stream never joined the one the capture began on")
 
@@ -188,7 +189,10 @@ class FakeCudaGraph:
 
     def capture_end(self) -> None:
         assert self._graph is not None
-        self._graph.end()
+        try:
+            self._graph.end()
+        except Broken as error:
+            raise RuntimeError("CUDA error: capturing stream has unjoined work") from error
 
     def pool(self) -> Any:
         return self._pool

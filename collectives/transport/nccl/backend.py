@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -31,11 +31,13 @@ class Backend(Protocol):
         shared: Whether other code uses its communicators, too. Then an error aborts them only if
             something of ours is under way.
         sums: Whether `all_reduce` takes ranks; if not, it takes a process group.
+        turn: Held by the thread that puts work on the communication streams, or captures it.
     """
 
     device: torch.device | None
     shared: bool
     sums: bool
+    turn: AbstractContextManager[object]
 
     def open(self, host: Transport, device: torch.device, timeout: float) -> None:
         """Make the communicator of all ranks of `host` on a GPU, once, outside of a CUDA graph."""

@@ -37,10 +37,13 @@ class CallingThread:
 
     Attributes:
         stream: The communication stream.
+        turn: Held while work is put on it, or captured: another communicator's would be, too.
     """
 
     def __init__(self, device: torch.device, name: str) -> None:
         self.stream = cuda.Stream(device)
+        # Reentrant: what is captured is posted meanwhile, and Python may collect another transport.
+        self.turn = threading.RLock()
         self._device = device
         self._name = name
         self._jobs: _Jobs = queue.SimpleQueue()

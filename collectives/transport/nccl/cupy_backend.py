@@ -116,6 +116,7 @@ class CupyBackend(Backend):
             raise ValueError(f'device must be a CUDA device such as "cuda:0", got {self.device}')
         self._store = store
         self._thread = thread or CallingThread(self.device, f"nccl-{self.device}")
+        self.turn = self._thread.turn
         self._process = os.getpid()
         self._made: list[Any] = []
         self._parts: dict[tuple[int, ...], Any] = {}

@@ -10,7 +10,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from torch import cuda
@@ -27,23 +26,39 @@ class Graphs:
     def __init__(self) -> None:
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._process = os.getpid()
+        # Reentrant: Python may collect the transport, whose end resets, at any allocation.
+        self._lock = threading.RLock()
+        self._ended = False
 
-    def capture(self, work: Callable[[], Any]) -> Graph:
+    def capture(self, work: Callable[[], Any], stream: cuda.Stream) -> Graph:
         """Return a graph of what `work` puts on the current stream, which is not the default one.
+
+        Args:
+            work: What is captured.
+            stream: Another stream on which it puts work.
 
         Raises:
             RuntimeError: What it does cannot be captured.
+            TransportError: CUDA has ended the capture, or `reset` was called.
         """
-        pool = next((pool for each in self._graphs if (pool := each.pool())), None)
-        graph = Graph(work, pool)
-        self._graphs.add(graph)
+        with self._lock:
+            pool = next((pool for each in self._graphs if (pool := each.pool())), None)
+        graph = Graph(work, stream, pool)
+        with self._lock:
+            if self._ended:
+                graph.reset()
+            self._graphs.add(graph)
         return graph
 
     def reset(self) -> None:
         """Destroy all graphs, also of those under way: CUDA frees these at their end."""
-        if os.getpid() == self._process:
-            for graph in [*self._graphs]:
-                graph.reset()
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            self._ended = True
+            graphs = [*self._graphs]
+        for graph in graphs:
+            graph.reset()
 
 
 class Graph:
@@ -51,22 +66,23 @@ class Graph:
 
     Args:
         work: What is captured.
+        stream: Another stream on which it puts work.
         pool: The memory of another graph, to be shared.
     """
 
-    def __init__(self, work: Callable[[], Any], pool: Any) -> None:
+    def __init__(self, work: Callable[[], Any], stream: cuda.Stream, pool: Any) -> None:
         graph = cuda.CUDAGraph()
-        # Of calls that are not allowed meanwhile, such as to ask for memory, this thread's alone:
-        # others, backward's for one, go on.
-        graph.capture_begin(pool, capture_error_mode="thread_local")
+        # One `try` for all of it: an interrupt may come at any line.
         try:
+            # Of calls that are not allowed meanwhile, such as to ask for memory, this thread's
+            # alone: others, backward's for one, go on.
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             work()
+            _end(graph, stream)
         except BaseException:
-            # The error that ended the work, not what it leaves the capture in.
-            with suppress(RuntimeError):
-                graph.capture_end()
+            if cuda.is_current_stream_capturing():
+                _end(graph, stream)
             raise
-        graph.capture_end()
         self._graph: Any = graph
         self._lock = threading.Lock()
 
@@ -92,3 +108,23 @@ class Graph:
             graph, self._graph = self._graph, None
         if graph is not None:
             graph.reset()
+
+
+def _end(graph: cuda.CUDAGraph, stream: cuda.Stream) -> None:
+    """End a capture, also one whose work has failed: till then torch keeps memory of all streams.
+
+    Raises:
+        TransportError: CUDA has ended it, and torch does not know.
+    """
+    try:
+        with cuda.stream(stream):
+            behind = stream.record_event() if cuda.is_current_stream_capturing() else None
+        if behind is not None:
+            # What a failure has left unjoined: all streams have to.
+            cuda.current_stream().wait_event(behind)
+        graph.capture_end()
+    except RuntimeError as error:
+        raise TransportError(
+            "CUDA ended the capture of a request in a graph, as it does where another thread calls "
+            "torch.cuda.synchronize() meanwhile: do not, or set ADASUM_CUDA_GRAPHS=0"
+        ) from error

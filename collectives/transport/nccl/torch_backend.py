@@ -6,6 +6,7 @@ tests/processes/test_torch_nccl.py: a sum and DDP's hook ran between two ranks o
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class TorchBackend(Backend):
     # The process group may be the user's.
     shared = True
     sums = False
+    # Nothing is captured.
+    turn = nullcontext()
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group

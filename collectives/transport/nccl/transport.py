@@ -159,12 +159,13 @@ class NcclTransport(Transport):
 
     def capture(self, work: Callable[[], Any]) -> Callable[[str, float], None]:
         """Capture messages and what is between them in a CUDA graph: `Transport.capture`."""
-        graph = self._graphs.capture(work)
+        ours = self._backend.stream(cuda.current_stream().device)
+        with self._backend.turn:
+            graph = self._graphs.capture(work, ours)
 
         def launch(step: str, timeout: float) -> None:
             start, others = time.monotonic(), self._others
             caller = cuda.current_stream()
-            ours = self._backend.stream(caller.device)
             caller.wait_stream(ours)
             self._bounded(graph.launch, others, step, timeout)
             event = caller.record_event()
@@ -243,7 +244,7 @@ class NcclTransport(Transport):
         """
         start = time.monotonic()
         stream = self._backend.stream(device)
-        with cuda.device(device):
+        with self._backend.turn, cuda.device(device):
             caller = cuda.current_stream(device)
             capturing = cuda.is_current_stream_capturing()
             stream.wait_event(caller.record_event())

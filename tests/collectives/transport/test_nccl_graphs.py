@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
+from collectives.transport import Message
 from collectives.transport.nccl import transport as nccl
 from tests.fakes.fake_cuda import FakeCudaGraph
 from tests.fakes.fake_nccl import FakeNccl
@@ -144,14 +145,63 @@ def test_a_capture_that_fails_raises_why_and_leaves_the_streams_usable(machine: 
         swap(transport, mine, got, "the first message connects")
 
         def broken() -> None:
+            # Posted ahead, and not waited for.
+            peer = 1 - transport.rank
+            transport.post([Message(peer, mine)], [Message(peer, got)], "a post", 10.0)
             raise RuntimeError("out of memory")
 
         with pytest.raises(RuntimeError, match="out of memory"):
             transport.capture(broken)
+        assert not machine.cuda.is_current_stream_capturing()
         swap(transport, mine, got, "behind it")
         return machine.read(got)[0].item()
 
     assert all_good(machine.run(2, work)) == [1.0, 1.0]
+
+
+def test_a_capture_that_cuda_has_ended_is_an_error_of_the_group(machine: Machine) -> None:
+    """torch does not know that it has ended, and would keep memory for it for ever."""
+
+    def work(transport: nccl.NcclTransport) -> None:
+        def invalidated() -> None:
+            graph = machine.cuda.current_stream().capture
+            assert graph is not None
+            # As another thread's synchronize() does.
+            graph.counts[machine.cuda.Stream()] = 1
+
+        with pytest.raises(TransportError, match=r"ended the capture .* ADASUM_CUDA_GRAPHS=0"):
+            transport.capture(invalidated)
+
+    all_good(machine.run(1, work))
+
+
+def test_other_communicators_of_the_device_do_not_post_into_a_capture(machine: Machine) -> None:
+    """Groups share the communication stream, and two threads may use two of them."""
+
+    def work(transport: nccl.NcclTransport) -> None:
+        part = transport.split(range(2), 10.0)
+        mine, got, other = full(NUMEL, 1.0), full(NUMEL, 0.0), full(NUMEL, 0.0)
+        swap(transport, mine, got, "the first message connects")
+        posted = threading.Event()
+
+        def beside() -> None:
+            swap(part, full(NUMEL, 7.0), other, "a message beside it")
+            posted.set()
+
+        def captured() -> None:
+            swap(transport, mine, got, "a step")
+            thread.start()
+            assert not posted.wait(0.2)
+
+        thread = threading.Thread(target=beside)
+        launch = transport.capture(captured)
+        thread.join(10.0)
+        assert posted.is_set()
+        launch("a launch", 10.0)
+        assert machine.read(got)[0] == 1.0
+        part.close()
+
+    all_good(machine.run(2, work))
 
 
 def test_only_our_own_communicators_are_captured_with(machine: Machine) -> None:
