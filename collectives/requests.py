@@ -180,7 +180,7 @@ class Request(Generic[T_co]):
             raise RuntimeError(f"{self!r} was started: call wait() first")
         # What is passed next may be other memory at the same address, for which NCCL has made
         # arrangements in a graph.
-        self._call = replace(self._call, tensors=(), shared=None, replay=None, lasting=False)
+        self._call = replace(self._call, tensors=(), shared=None, replay=None)
         self._memory = []
 
     def close(self) -> None:

@@ -121,7 +121,6 @@ class Call:
         shared: How it runs in shared memory; None by messages.
         label: What errors call it, with its number, once it has one.
         record: What the flight recorder keeps of it, once it has begun.
-        lasting: Whether it keeps its buffers from one start to the next.
         replay: How far this rank is with a request on a GPU, of which the work may be captured.
         stage: What it has said of that in the negotiation.
         queued: When it was started, where it is asynchronous, by time.perf_counter_ns().
@@ -142,7 +141,6 @@ class Call:
     movable: bool = False
     shared: SharedMemoryPlan | None = None
     label: str = ""
-    lasting: bool = True
     replay: RequestReplay | None = None
     # No fields of the dataclass: a copy by `replace` is another call.
     record = UNRECORDED

@@ -160,6 +160,6 @@ class Replay:
         known = call.replay
         if known is not None and known.addresses == addresses:
             return known
-        if not (call.lasting and enabled() and runner.replays(call)):
+        if not (enabled() and runner.replays(call)):
             return None
         return Replay(addresses, _PATIENCE if known is None else known.left)
