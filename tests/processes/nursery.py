@@ -175,12 +175,13 @@ if __name__ == "__main__":
             sys.stderr.flush()
             os._exit(status)
 
+    gc.disable()
     for name in PRELOAD:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after fork"
     # Else a rank would spend a second of its exit on copies of all that torch imported.
-    gc.collect()
     gc.freeze()
+    gc.enable()
     if (mine := _serve()) is None:
         os._exit(0)
     module, _, function = mine["main"].partition(":")
