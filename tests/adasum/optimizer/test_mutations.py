@@ -196,7 +196,11 @@ def compare(definition: Definition, mine: Side, rank: int, what: str) -> None:
                     assert one is None or torch.equal(one, other), (name, what)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed",
+    # Each way once, others at night.
+    [pytest.param(seed, marks=() if seed < len(WAYS) else pytest.mark.slow) for seed in range(20)],
+)
 def test_changes_between_steps_give_the_steps_of_plain_torch(seed: int) -> None:
     draw = random.Random(seed)
     way = list(WAYS)[seed % len(WAYS)]
