@@ -26,6 +26,10 @@ BENCH = $(PY) -m pytest bench/kernels --benchmark-only --benchmark-quiet --bench
 TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
 FIRST = -c $(VENV)/first.txt
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Compiling all that is installed takes a minute; what is imported of it is compiled then, and kept on disk: tests start
+# hundreds of processes.
+PIP = $(PY) -m pip install -qq --no-compile $(PIP_ARGS)
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo evidence test test-slow test-nightly test-kernels test-collectives test-emulated \
@@ -45,8 +49,6 @@ evidence: $(READY) build  ## run what is missing of docs/evidence/protocol.md: t
 
 # Several files at a time have more threads than there are cores: one that spins keeps the one it waits for from running.
 test test-slow test-nightly test-kernels test-collectives test-emulated: export OMP_WAIT_POLICY = passive
-# Tests start hundreds of processes; without bytecode on disk each would compile every module anew, for about a second.
-test test-slow test-nightly test-kernels test-collectives test-emulated: export PYTHONDONTWRITEBYTECODE =
 FILES = --dist loadfile --no-loadscope-reorder
 TWO_FILES = -n 2 $(FILES)
 # Of two, each waits for a third of its time or more.
@@ -81,7 +83,6 @@ test-recipes: $(RECIPES) build  ## the examples for other frameworks and mpirun,
 
 # Ranks that wait must leave the cores to those they wait for.
 test-torch: export OMP_WAIT_POLICY = passive
-test-torch: export PYTHONDONTWRITEBYTECODE =
 test-torch: $(READY) build  ## torch's own tests of DDP, and its optimizers, over adasum: 6 minutes
 	$(PY) -m tests.torch_conformance $(CONFORMANCE_ARGS)
 
@@ -126,7 +127,7 @@ $(MADE): pyproject.toml constraints.txt
 	else \
 		echo "set-up: creating $(VENV) with $(TORCH) (about a minute)"; \
 		$(PYTHON) -m venv --clear $(VENV) && grep -v '^triton==' constraints.txt >$(VENV)/first.txt && \
-		$(PY) -m pip install -qq $(PIP_ARGS) $(FIRST) '$(TORCH)'; \
+		$(PIP) $(FIRST) '$(TORCH)'; \
 	fi
 	@touch $(MADE)
 
@@ -136,7 +137,7 @@ $(READY): $(MADE)
 	@$(PY) -m pip list --format=freeze >$(VENV)/present.txt
 	@awk -F'[=;]' '{ name = tolower($$1); gsub("_", "-", name) } NR == FNR { there[name]; next } \
 		!(name in there)' $(VENV)/present.txt constraints.txt >$(VENV)/rest.txt
-	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[dev]'
+	$(PIP) -c $(VENV)/rest.txt -e '.[dev]'
 	@touch $(READY)
 
 # Without a compiler it says so, makes no file, and torch's functions serve. Any .venv will do: several checkouts may share
@@ -148,9 +149,9 @@ $(PY):
 	$(MAKE) $(READY)
 
 $(RECIPES): $(READY)
-	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[dev,recipes]'
+	$(PIP) -c $(VENV)/rest.txt -e '.[dev,recipes]'
 	@touch $(RECIPES)
 
 $(DOCS): $(READY)
-	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[docs]'
+	$(PIP) -c $(VENV)/rest.txt -e '.[docs]'
 	@touch $(DOCS)
