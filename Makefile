@@ -32,7 +32,7 @@ PIP = $(PY) -m pip install -qq --no-compile $(PIP_ARGS)
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo evidence test test-slow test-nightly test-kernels test-collectives test-emulated \
+.PHONY: help build demo evidence test test-slow test-both test-nightly test-kernels test-collectives test-emulated \
 	test-timing test-recipes test-torch test-newest nightly lint docs docs-links bench gpu bench-compiled clean
 
 help:  ## this list
@@ -48,7 +48,7 @@ evidence: $(READY) build  ## run what is missing of docs/evidence/protocol.md: t
 	PYTHONPATH=examples $(PY) -m evidence $(EVIDENCE_ARGS)
 
 # Several files at a time have more threads than there are cores: one that spins keeps the one it waits for from running.
-test test-slow test-nightly test-kernels test-collectives test-emulated: export OMP_WAIT_POLICY = passive
+test test-slow test-both test-nightly test-kernels test-collectives test-emulated: export OMP_WAIT_POLICY = passive
 FILES = --dist loadfile --no-loadscope-reorder
 TWO_FILES = -n 2 $(FILES)
 # Of two, each waits for a third of its time or more.
@@ -59,6 +59,10 @@ test: $(READY) build  ## the tests to run before a commit: every package, three 
 
 test-slow: $(READY) build  ## the long tests, which `make test` leaves out
 	$(PY) -m pytest tests -m 'slow and not timing and not nightly' $(THREE_FILES) $(PYTEST_ARGS)
+
+# Each run collects twelve thousand tests in each worker.
+test-both: $(READY) build  ## the tests of both in one run, which spares a collection: for .ci/run
+	$(PY) -m pytest tests -m 'not nightly and not timing and not recipe' $(THREE_FILES) $(PYTEST_ARGS)
 
 test-nightly: $(READY) build  ## the longest tests, which .ci/run leaves out, too
 	$(PY) -m pytest tests -m 'nightly and not timing' $(TWO_FILES) $(PYTEST_ARGS)
