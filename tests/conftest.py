@@ -43,7 +43,6 @@ LONGEST = (
     "collectives/execution/test_shared_memory_pieces.py",
     "collectives/cost",
     "collectives/schedules",
-    "collectives/test_tree_order.py",
     "fuzz/test_compiled_code.py",
     "docs",
 )
@@ -72,6 +71,7 @@ NIGHTLY = (
     "collectives/test_bench.py",
     "collectives/flight",
     "collectives/test_interrupts.py",
+    "collectives/test_tree_order.py::test_ten_thousand",
     "collectives/transport/test_streams.py",
     "examples",
     "faults",
