@@ -26,9 +26,13 @@ BENCH = $(PY) -m pytest bench/kernels --benchmark-only --benchmark-quiet --bench
 TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
 FIRST = -c $(VENV)/first.txt
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Compiling all that is installed takes a minute; what is imported of it is compiled then, and kept on disk: tests start
+# hundreds of processes.
+PIP = $(PY) -m pip install -qq --no-compile $(PIP_ARGS)
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo evidence test test-slow test-nightly test-kernels test-collectives test-emulated \
+.PHONY: help build demo evidence test test-slow test-both test-nightly test-kernels test-collectives test-emulated \
 	test-timing test-recipes test-torch test-newest nightly lint docs docs-links bench gpu bench-compiled clean
 
 help:  ## this list
@@ -44,9 +48,7 @@ evidence: $(READY) build  ## run what is missing of docs/evidence/protocol.md: t
 	PYTHONPATH=examples $(PY) -m evidence $(EVIDENCE_ARGS)
 
 # Several files at a time have more threads than there are cores: one that spins keeps the one it waits for from running.
-test test-slow test-nightly test-kernels test-collectives test-emulated: export OMP_WAIT_POLICY = passive
-# Tests start hundreds of processes; without bytecode on disk each would compile every module anew, for about a second.
-test test-slow test-nightly test-kernels test-collectives test-emulated: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-both test-nightly test-kernels test-collectives test-emulated: export OMP_WAIT_POLICY = passive
 FILES = --dist loadfile --no-loadscope-reorder
 TWO_FILES = -n 2 $(FILES)
 # Of two, each waits for a third of its time or more.
@@ -57,6 +59,10 @@ test: $(READY) build  ## the tests to run before a commit: every package, three 
 
 test-slow: $(READY) build  ## the long tests, which `make test` leaves out
 	$(PY) -m pytest tests -m 'slow and not timing and not nightly' $(THREE_FILES) $(PYTEST_ARGS)
+
+# Each run collects twelve thousand tests in each worker.
+test-both: $(READY) build  ## the tests of both in one run, which spares a collection: for .ci/run
+	$(PY) -m pytest tests -m 'not nightly and not timing and not recipe' $(THREE_FILES) $(PYTEST_ARGS)
 
 test-nightly: $(READY) build  ## the longest tests, which .ci/run leaves out, too
 	$(PY) -m pytest tests -m 'nightly and not timing' $(TWO_FILES) $(PYTEST_ARGS)
@@ -81,7 +87,6 @@ test-recipes: $(RECIPES) build  ## the examples for other frameworks and mpirun,
 
 # Ranks that wait must leave the cores to those they wait for.
 test-torch: export OMP_WAIT_POLICY = passive
-test-torch: export PYTHONDONTWRITEBYTECODE =
 test-torch: $(READY) build  ## torch's own tests of DDP, and its optimizers, over adasum: 6 minutes
 	$(PY) -m tests.torch_conformance $(CONFORMANCE_ARGS)
 
@@ -126,7 +131,7 @@ $(MADE): pyproject.toml constraints.txt
 	else \
 		echo "set-up: creating $(VENV) with $(TORCH) (about a minute)"; \
 		$(PYTHON) -m venv --clear $(VENV) && grep -v '^triton==' constraints.txt >$(VENV)/first.txt && \
-		$(PY) -m pip install -qq $(PIP_ARGS) $(FIRST) '$(TORCH)'; \
+		$(PIP) $(FIRST) '$(TORCH)'; \
 	fi
 	@touch $(MADE)
 
@@ -136,7 +141,7 @@ $(READY): $(MADE)
 	@$(PY) -m pip list --format=freeze >$(VENV)/present.txt
 	@awk -F'[=;]' '{ name = tolower($$1); gsub("_", "-", name) } NR == FNR { there[name]; next } \
 		!(name in there)' $(VENV)/present.txt constraints.txt >$(VENV)/rest.txt
-	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[dev]'
+	$(PIP) -c $(VENV)/rest.txt -e '.[dev]'
 	@touch $(READY)
 
 # Without a compiler it says so, makes no file, and torch's functions serve. Any .venv will do: several checkouts may share
@@ -148,9 +153,9 @@ $(PY):
 	$(MAKE) $(READY)
 
 $(RECIPES): $(READY)
-	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[dev,recipes]'
+	$(PIP) -c $(VENV)/rest.txt -e '.[dev,recipes]'
 	@touch $(RECIPES)
 
 $(DOCS): $(READY)
-	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[docs]'
+	$(PIP) -c $(VENV)/rest.txt -e '.[docs]'
 	@touch $(DOCS)

@@ -78,7 +78,7 @@ def _grouped(
     return [part.view(torch.uint8).numpy().tobytes() for part in parts]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 6])
+@pytest.mark.parametrize("size", [3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6))])
 @pytest.mark.parametrize(
     ("op", "algorithm"),
     # What the contract promises: sums by these two; and Adasum by rd, whose dot products are

@@ -70,10 +70,9 @@ def as_over_a_mesh(ranks: Ranks, run: Callable[[Any], list[Tensor]]) -> None:
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    """Whole ones; empty tensors where there is none."""
+    """This rank's shards; empty tensors where there is none."""
     return [
-        torch.empty(0) if p.grad is None else p.grad.full_tensor().clone()
-        for p in model.parameters()
+        torch.empty(0) if p.grad is None else p.grad.to_local().clone() for p in model.parameters()
     ]
 
 

@@ -9,6 +9,7 @@ import ast
 import re
 import textwrap
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,13 @@ from tests.architecture.imports import (
 
 ROOT = Path(__file__).parents[2]
 MODULES = modules_of(ROOT, *PACKAGES)
-GRAPH = graph_of(MODULES)
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """Made by the tests: every worker that collects this file would parse the packages."""
+    return graph_of(MODULES)
+
 
 # From the top down. A module belongs to the longest name here that its own name begins with;
 # "kernels.__init__" is kernels/__init__.py, "kernels" every module that no other name covers.
@@ -104,7 +111,7 @@ def arrows() -> set[tuple[str, str]]:
     """Which wing imports which other wing."""
     return {
         (wing_of(module), wing_of(other))
-        for module, imported in GRAPH.items()
+        for module, imported in graph().items()
         for other in imported
         if wing_of(module) != wing_of(other)
     }
@@ -122,7 +129,7 @@ def test_kernels_for_gpu_and_cpu_do_not_import_each_other() -> None:
 
 
 def test_modules_of_the_packages_form_no_cycle() -> None:
-    assert cycles_of(GRAPH) == []
+    assert cycles_of(graph()) == []
 
 
 def test_modules_of_the_benches_form_no_cycle() -> None:

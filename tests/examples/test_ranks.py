@@ -103,7 +103,9 @@ def test_simulated_ranks_equal_the_distributed_optimizer(ranks, op, method, size
     assert relative_error(got, want) <= trajectory_tolerance(STEPS)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [2, 3, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6, 16))]
+)
 @pytest.mark.parametrize(
     ("op", "method", "kind", "clip"),
     [

@@ -87,6 +87,7 @@ def run_ranks(
                 [name, rank],
                 {**on_one_node(rank, size, port), "OMP_NUM_THREADS": "1"},
                 directory / f"log{rank}",
+                teardown=False,
             )
             for rank in range(size)
         ]

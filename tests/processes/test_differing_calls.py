@@ -19,7 +19,9 @@ from tests.processes.harness import run_ranks
 TIMEOUT = 3.0
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    "size", [2, 3, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))]
+)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_threads(check: Callable[[Group], None], size: int) -> None:
     collectives.run_threads(size, check)

@@ -196,7 +196,11 @@ def compare(definition: Definition, mine: Side, rank: int, what: str) -> None:
                     assert one is None or torch.equal(one, other), (name, what)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed",
+    # Each way once, others at night.
+    [pytest.param(seed, marks=() if seed < len(WAYS) else pytest.mark.slow) for seed in range(20)],
+)
 def test_changes_between_steps_give_the_steps_of_plain_torch(seed: int) -> None:
     draw = random.Random(seed)
     way = list(WAYS)[seed % len(WAYS)]
@@ -215,12 +219,15 @@ def test_many_changes_between_steps_give_the_steps_of_plain_torch(way: str) -> N
         run_threads(size, lambda group, kind=kind, seed=seed: train(group, way, kind, seed))
 
 
-# One that reduces gradients and one that reduces what steps have changed, in turn; others at night.
+# Two that reduce gradients and two that reduce what steps have changed, in turn; others at night.
 _EACH = [
-    pytest.param(change, way, id=f"{change.__name__}-{way}", marks=() if now else pytest.mark.slow)
+    pytest.param(
+        *(change, way),
+        id=f"{change.__name__}-{way}",
+        marks=() if number % 4 == turn else pytest.mark.slow,
+    )
     for number, change in enumerate([*BEFORE, *AFTER])
-    for ways in (("average", "owners"), ("delta", "local steps"))
-    for way, now in zip(ways, (number % 2 == 0, number % 2 == 1), strict=True)
+    for turn, way in enumerate(("average", "delta", "owners", "local steps"))
 ]
 
 

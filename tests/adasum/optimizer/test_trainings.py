@@ -20,7 +20,8 @@ def process_job(rank: int) -> dict[str, Any]:
     return answers
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 4])
 def test_training_in_processes_gives_the_bits_of_threads(size: int) -> None:
     threads = collectives.run_threads(size, lambda group: every_training())
     processes = run_ranks(size, process_job, timeout=150.0)

@@ -89,8 +89,8 @@ def test_profiles_of_all_algorithms_agree_with_a_walk(sizes: tuple[int, ...], op
 @pytest.mark.parametrize(
     ("nodes", "local_size"),
     [
-        # Of twelve ranks and more a walk takes long.
-        pytest.param(nodes, local, marks=() if nodes * local < 12 else pytest.mark.slow)
+        # Of many ranks a walk takes long.
+        pytest.param(nodes, local, marks=() if nodes * local < 8 else pytest.mark.slow)
         for nodes in (2, 3, 6)
         for local in (2, 3, 4)
     ],

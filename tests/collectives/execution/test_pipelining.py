@@ -225,7 +225,7 @@ _ADASUM = [("vhdd", 2), ("vhdd", 4), ("vhdd", 5), ("rd", 3), *(("direct", n) for
         # Emulated, many ranks take long.
         pytest.param(
             *(kernels, name, size),
-            marks=pytest.mark.slow if size == 4 or (kernels == "emulator" and size > 3) else (),
+            marks=pytest.mark.slow if size == 4 or (kernels == "emulator" and size > 2) else (),
         )
         for kernels in ("torch", "emulator")
         for name, size in _ADASUM

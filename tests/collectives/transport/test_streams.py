@@ -312,7 +312,7 @@ CALLS: dict[str, Callable[[Group, torch.Tensor, bool], Any]] = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", CALLS)
 def test_every_kind_of_call(kind: str, size: int) -> None:
     """On streams of its caller's that change, at once and later, with what nobody keeps."""
