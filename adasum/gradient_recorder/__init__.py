@@ -13,8 +13,9 @@ steers nothing. ::
 """
 
 from adasum.gradient_recorder.alarms import Alarm
-from adasum.gradient_recorder.recorder import GradientRecorder
+from adasum.gradient_recorder.recorder import GradientRecorder as GradientRecorder
 from adasum.gradient_recorder.rows import RecordedStep, Row
 from adasum.gradient_recorder.sinks import TensorBoardSink, WandbSink
 
-__all__ = ["Alarm", "GradientRecorder", "RecordedStep", "Row", "TensorBoardSink", "WandbSink"]
+# The recorder itself is listed as `adasum.GradientRecorder`.
+__all__ = ["Alarm", "RecordedStep", "Row", "TensorBoardSink", "WandbSink"]

@@ -208,7 +208,8 @@ class Watch:
             if self._ranks == 2 and "scaled" in kinds:
                 kinds.remove("scaled")
                 # Of a rank without a norm it is known which one it is.
-                if np.isfinite(ratios[row]).all() and ratios[row].all():
+                normal = np.isfinite(ratios[row]).all() and ratios[row].all()
+                if normal or (layers[row], (0, 1)) in self._said:
                     held.setdefault((row, (0, 1)), set()).add("scaled")
             held[row, (rank,)] = kinds
         before, self._said = self._said, {k: v for k, v in self._said.items() if k[0] not in layers}

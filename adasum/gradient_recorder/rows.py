@@ -24,7 +24,8 @@ class Row(NamedTuple):
         norms: Of each rank's gradient.
         agreements: The median cosine of each rank's gradient and the others'; NaN of zeros, of what
             is not finite, and where norms alone are known.
-        orthogonality: |result|^2 / sum of |g_i|^2, as `adasum.orthogonality` has it.
+        orthogonality: The result's squared norm, divided by the sum of the gradients', as
+            `adasum.orthogonality` has it.
         noise_scale: The simple noise scale, in batches of a rank, over the last ten steps or so;
             inf where their mean gradient is lost in noise, NaN where norms alone are known.
     """

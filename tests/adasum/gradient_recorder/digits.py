@@ -20,7 +20,14 @@ from adasum.gradient_recorder.alarms import Kind
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 
-from train_digits import BATCH, LEARNING_RATE, Digits, LeNet, schedule
+from train_digits import (
+    BATCH,
+    LEARNING_RATE,
+    TRAINING_IMAGES,
+    Digits,
+    LeNet,
+    schedule,
+)
 
 # What is done to a rank's gradients, and the kind of alarm that it should raise.
 FAULTS: dict[str, Kind] = {
@@ -43,9 +50,10 @@ class Training:
         size: Its ranks.
         seed: Of the first weights and the batches.
         fault: A name of FAULTS, or None.
-        epochs: Of the 1,408 images.
+        epochs: Of the images.
         method: Of DistributedOptimizer.
         momentum: Of SGD.
+        images: How many training images are used.
     """
 
     size: int
@@ -54,10 +62,11 @@ class Training:
     epochs: int = 8
     method: str = "gradient"
     momentum: float = 0.0
+    images: int = TRAINING_IMAGES
 
     @property
     def steps(self) -> int:
-        return self.epochs * (1408 // (self.size * BATCH))
+        return self.epochs * (self.images // (self.size * BATCH))
 
     @property
     def begin(self) -> int:
@@ -129,7 +138,7 @@ def _train_rank(
     an_epoch = training.steps // training.epochs
     for step in range(training.steps):
         if step % an_epoch == 0:
-            order = torch.randperm(len(digits.labels), generator=shuffle)
+            order = torch.randperm(training.images, generator=shuffle)
         rank = group.rank
         if fault is not None:
             fault.on = step >= training.begin

@@ -14,7 +14,7 @@ from adasum.gradient_recorder.evidence import Evidence, suspects
 from adasum.gradient_recorder.statistics import ALL, StepGrams
 
 Array = np.ndarray
-Change = Callable[[Array, Array], Array]
+Change = Callable[[Array, Array, np.random.Generator], Array]
 LAYERS = ("a", "b")
 FAULTY = 1
 BEGIN = 20
@@ -37,31 +37,30 @@ def grams_of(step: int, vectors: Array) -> StepGrams:
 
 
 def alarms_of(
-    ranks: int, change: Change | None, steps: int = 100, noise: float = 1.0, factor: float = 2.0
+    ranks: int, change: Change | None, steps: int = 120, noise: float = 1.0, factor: float = 2.0
 ) -> list[Alarm]:
-    """Change the faulty rank's gradients from BEGIN on; `change` gets all and the first ones."""
+    """Change the faulty rank from BEGIN on; `change` gets all, the first ones, and a generator."""
     rng, watch, found = np.random.default_rng(ranks), Watch(ranks, factor), []
     first = draw(rng, ranks, noise)
     for step in range(steps):
         vectors = draw(rng, ranks, noise)
         if change is not None and step >= BEGIN:
-            vectors[:, FAULTY] = change(vectors, first)
+            vectors[:, FAULTY] = change(vectors, first, rng)
         found += watch.add(np.arange(3), grams_of(step, vectors))
     return found
 
 
-NOISE = np.random.default_rng(0)
 # What is done to a rank's gradients, and what it is called on three ranks or more, and on two.
 CHANGES: dict[str, tuple[Change, Kind, Kind | None]] = {
-    "ten times": (lambda v, first: 10 * v[:, FAULTY], "scaled", "scaled"),
-    "a tenth": (lambda v, first: v[:, FAULTY] / 10, "scaled", "scaled"),
-    "copied": (lambda v, first: v[:, 0], "duplicated", "duplicated"),
-    "the first": (lambda v, first: first[:, FAULTY], "stuck", "stuck"),
-    "long noise": (lambda v, first: 40 * NOISE.standard_normal((2, 30)), "wild", "scaled"),
-    "short noise": (lambda v, first: NOISE.standard_normal((2, 30)), "wild", None),
-    "opposed": (lambda v, first: -v[:, FAULTY], "flipped", None),
-    "zero": (lambda v, first: 0 * v[:, FAULTY], "zero", "zero"),
-    "not a number": (lambda v, first: math.nan * v[:, FAULTY], "wild", "wild"),
+    "ten times": (lambda v, first, rng: 10 * v[:, FAULTY], "scaled", "scaled"),
+    "a tenth": (lambda v, first, rng: v[:, FAULTY] / 10, "scaled", "scaled"),
+    "copied": (lambda v, first, rng: v[:, 0], "duplicated", "duplicated"),
+    "the first": (lambda v, first, rng: first[:, FAULTY], "stuck", "stuck"),
+    "long noise": (lambda v, first, rng: 40 * rng.standard_normal((2, 30)), "wild", "scaled"),
+    "short noise": (lambda v, first, rng: rng.standard_normal((2, 30)), "wild", None),
+    "opposed": (lambda v, first, rng: -v[:, FAULTY], "flipped", None),
+    "zero": (lambda v, first, rng: 0 * v[:, FAULTY], "zero", "zero"),
+    "not a number": (lambda v, first, rng: math.nan * v[:, FAULTY], "wild", "wild"),
 }
 
 
@@ -82,13 +81,13 @@ def test_a_faulty_rank_is_named_and_no_other(name: str, ranks: int) -> None:
     assert all(alarm.ranks == named for alarm in found), found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_ranks_that_are_alike_raise_no_alarm(ranks: int) -> None:
     assert alarms_of(ranks, None, steps=200) == []
 
 
 def test_a_factor_below_the_margin_raises_no_alarm() -> None:
-    def half_more(vectors: Array, first: Array) -> Array:
+    def half_more(vectors: Array, first: Array, rng: np.random.Generator) -> Array:
         return 1.5 * vectors[:, FAULTY]
 
     assert alarms_of(4, half_more, noise=0.1, steps=200) == []
@@ -127,6 +126,15 @@ def test_an_alarm_ends_and_comes_again() -> None:
     assert said[0].step < 240 and said[1].step > 360
 
 
+def test_of_two_ranks_a_zero_now_and_then_does_not_repeat_what_was_said() -> None:
+    rng, watch, found = np.random.default_rng(0), Watch(2, 2.0), []
+    for step in range(120):
+        vectors = draw(rng, 2, 0.1)
+        vectors[:, FAULTY] *= 0 if step > 60 and step % 3 == 0 else 100
+        found += watch.add(np.arange(3), grams_of(step, vectors))
+    assert [(alarm.kind, alarm.ranks) for alarm in found] == [("scaled", (0, 1))]
+
+
 def test_a_fault_in_one_layer_names_that_layer() -> None:
     rng, watch, found = np.random.default_rng(0), Watch(4, 2.0), []
     for step in range(100):
@@ -152,7 +160,7 @@ def test_two_faulty_ranks_of_eight_are_both_named() -> None:
 
 def test_a_faulty_one_of_three_makes_no_other_one_look_faulty() -> None:
     """Beside it and a clean one, the shorter clean one is the shortest of three, and far below."""
-    found = alarms_of(3, CHANGES["ten times"][0], steps=700)
+    found = alarms_of(3, CHANGES["ten times"][0], steps=500)
     assert {(alarm.kind, alarm.ranks) for alarm in found} == {("scaled", (FAULTY,))}
 
 

@@ -1,69 +1,30 @@
-"""The recorder on real reductions: its numbers, its memory, and where its rows go."""
+"""The recorder on real reductions: its numbers, its memory, and what it is told."""
 
 from __future__ import annotations
 
 import copy
-import csv
 import logging
 import math
-import sys
 import types
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import adasum
 from adasum import GradientRecorder
-from adasum.gradient_recorder import Alarm, RecordedStep, Row, TensorBoardSink, WandbSink
+from adasum.gradient_recorder import Alarm, Row
+from adasum.gradient_recorder.recorder import _Reduction
 from adasum.gradient_recorder.statistics import ALL, NoiseScale, StepGrams
 from adasum.observer import GramObserver
 from collectives import Group, run_threads
 from tests.adasum.definition import tree
+from tests.adasum.gradient_recorder.small import NAMES, train
 
 EPS = torch.finfo(torch.float64).eps
-NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
-
-
-def make_model() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
-    # Ranks are threads, which share torch's own generator.
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter.data, generator=generator)
-    return model
-
-
-def train(
-    group: Group,
-    recorder: GradientRecorder | None,
-    steps: int,
-    change: Callable[[Tensor], Tensor] = lambda gradient: gradient,
-    **options: Any,
-) -> list[list[Tensor]]:
-    """Train; return each step's gradients of this rank before the reduction, by NAMES."""
-    model, sent = make_model(), []
-    given = {"op": adasum.Adasum, "method": "gradient", "algorithm": "direct", "groups": 2}
-    optimizer = adasum.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), **given | options
-    )
-    optimizer.set_observer(recorder)
-    for step in range(steps):
-        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + group.rank))
-        parameters = list(model.parameters())
-        found = torch.autograd.grad(model(inputs).square().mean(), parameters)
-        sent.append([change(gradient).double().flatten() for gradient in found])
-        optimizer.zero_grad()
-        hooks = [parameter.register_hook(change) for parameter in parameters]
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        for hook in hooks:
-            hook.remove()
-    return sent
 
 
 def expected(vectors: Sequence[Tensor], name: str, step: int) -> Row:
@@ -147,7 +108,7 @@ def test_noise_scale_is_mccandlishs_of_drawn_gradients() -> None:
     assert np.isnan(scale.add(np.arange(2), unknown.noise())).all()
 
 
-@pytest.mark.parametrize("op", [adasum.Adasum, adasum.Average, adasum.Sum])
+@pytest.mark.parametrize("op", [adasum.Adasum, adasum.Average])
 def test_without_gram_matrices_norms_alone_are_known(op: Any) -> None:
     def scaled(gradient: Tensor) -> Tensor:
         return 100 * gradient
@@ -236,6 +197,32 @@ def test_callback_gets_each_step_when_its_last_tensor_is_reduced() -> None:
         assert [total for *_, total in seen] == [5, 10, 15, 20, 22]
 
 
+def test_of_a_gpu_a_step_is_looked_at_when_the_next_one_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Numbers that are on their way are waited for then, or when they are read."""
+    waited: list[int] = []
+    make = _Reduction.of
+
+    def sent(*arguments: Any) -> _Reduction:
+        arrival = types.SimpleNamespace(synchronize=lambda: waited.append(1))
+        return make(*arguments)._replace(arrival=arrival)
+
+    monkeypatch.setattr(_Reduction, "of", sent)
+
+    def run(group: Group) -> tuple[list[int], list[int]]:
+        seen: list[int] = []
+        recorder = GradientRecorder(on_step=lambda record: seen.append(record.step))
+        train(group, recorder, 4)
+        before = [*seen]
+        assert len(recorder.rows) == 20
+        return before, seen
+
+    assert run_threads(2, run) == [([0, 1, 2], [0, 1, 2, 3])] * 2
+    # Two ranks, four steps, two buckets.
+    assert len(waited) == 16
+
+
 def test_an_alarm_is_logged_by_one_rank(caplog: pytest.LogCaptureFixture) -> None:
     def run(group: Group) -> list[Alarm]:
         recorder = GradientRecorder()
@@ -248,96 +235,6 @@ def test_an_alarm_is_logged_by_one_rank(caplog: pytest.LogCaptureFixture) -> Non
     assert results[0] == results[1]
     assert caplog.messages == list(map(str, results[0]))
     assert results[0][0][1:4] == ("zero", (1,), (ALL,))
-
-
-def test_table_is_written_as_csv_and_by_pandas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(group: Group) -> GradientRecorder:
-        recorder = GradientRecorder()
-        train(group, recorder, 2)
-        return recorder
-
-    recorder = run_threads(3, run)[0]
-    recorder.to_csv(tmp_path / "rows.csv")
-    columns, *lines = csv.reader((tmp_path / "rows.csv").open())
-    assert columns == [
-        *("step", "name", "orthogonality", "noise_scale"),
-        *("norm_0", "norm_1", "norm_2", "agreement_0", "agreement_1", "agreement_2"),
-    ]
-    row = recorder.rows[7]
-    assert lines[7] == [
-        *map(str, row[:2]),
-        *map(str, (row.orthogonality, row.noise_scale, *row.norms, *row.agreements)),
-    ]
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match="pip install pandas"):
-        recorder.to_pandas()
-    frame = types.SimpleNamespace(DataFrame=lambda rows, columns: (rows, columns))
-    monkeypatch.setitem(sys.modules, "pandas", frame)
-    rows, names = recorder.to_pandas()
-    assert names == columns and list(map(str, rows[7])) == lines[7]
-
-
-def a_step() -> RecordedStep:
-    row = Row(3, "fc", (1.0, 2.0), (0.5, 0.25), 0.75, 8.0)
-    return RecordedStep(3, [row], [Alarm(3, "zero", (1,), ("fc",), 0.0)])
-
-
-def test_tensorboard_and_wandb_get_every_number_and_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[Any, ...]] = []
-    writer = types.SimpleNamespace(
-        add_scalar=lambda *each: said.append(each), add_text=lambda *each: said.append(each)
-    )
-    TensorBoardSink(writer)(a_step())
-    logged: dict[str, float] = {}
-    alerts: list[dict[str, str]] = []
-    run = types.SimpleNamespace(log=logged.update, alert=lambda **each: alerts.append(each))
-    WandbSink(run)(a_step())
-    numbers = {
-        "gradients/fc/orthogonality": 0.75,
-        "gradients/fc/noise scale": 8.0,
-        "gradients/fc/norm of rank 0": 1.0,
-        "gradients/fc/norm of rank 1": 2.0,
-        "gradients/fc/agreement of rank 0": 0.5,
-        "gradients/fc/agreement of rank 1": 0.25,
-    }
-    assert sorted(said[:-1]) == sorted((name, value, 3) for name, value in numbers.items())
-    assert logged == {**numbers, "gradients/step": 3}
-    assert said[-1] == ("gradients/alarms", str(a_step().alarms[0]), 3)
-    assert alerts == [{"title": "adasum: zero", "text": str(a_step().alarms[0])}]
-    for name in ("torch.utils.tensorboard", "wandb"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match="pip install tensorboard"):
-        TensorBoardSink("runs")
-    with pytest.raises(ImportError, match="pip install wandb"):
-        WandbSink()
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=None))
-    with pytest.raises(RuntimeError, match=r"wandb.init\(\) first"):
-        WandbSink()
-
-
-def test_plot_has_a_line_a_rank_and_marks_alarms(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-
-    def run(group: Group) -> GradientRecorder:
-        recorder = GradientRecorder()
-        train(group, recorder, 30, (lambda g: 100 * g) if group.rank == 1 else lambda g: g)
-        return recorder
-
-    recorder = run_threads(3, run)[0]
-    norms, agreements, noise = recorder.plot().axes
-    (alarm, *_) = (alarm for alarm in recorder.alarms if ALL in alarm.names)
-    # Three ranks and the alarm's line.
-    assert [len(axes.lines) for axes in (norms, agreements, noise)] == [4, 4, 2]
-    assert norms.lines[3].get_xdata() == [alarm.step] * 2
-    assert [text.get_text() for text in norms.texts] == [" scaled: 1"]
-    assert norms.lines[1].get_ydata()[0] == recorder.rows[0].norms[1]
-    with pytest.raises(ValueError, match="'fc'"):
-        recorder.plot("fc")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        recorder.plot("0.bias")
 
 
 @pytest.mark.parametrize(
