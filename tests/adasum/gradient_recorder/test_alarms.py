@@ -64,8 +64,10 @@ CHANGES: dict[str, tuple[Change, Kind, Kind | None]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*((name, 2 + i % 2) for name in CHANGES for i in range(2)), ("short noise", 8), ("zero", 8)],
+)
 def test_a_faulty_rank_is_named_and_no_other(name: str, ranks: int) -> None:
     change, kind, of_two = CHANGES[name]
     kind = kind if ranks > 2 else of_two  # type: ignore[assignment]
@@ -81,7 +83,7 @@ def test_a_faulty_rank_is_named_and_no_other(name: str, ranks: int) -> None:
     assert all(alarm.ranks == named for alarm in found), found
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_that_are_alike_raise_no_alarm(ranks: int) -> None:
     assert alarms_of(ranks, None, steps=200) == []
 
@@ -117,13 +119,13 @@ def test_false_alarms_are_as_rare_as_promised(monkeypatch: pytest.MonkeyPatch) -
 def test_an_alarm_ends_and_comes_again() -> None:
     rng, watch = np.random.default_rng(0), Watch(4, 2.0)
     said = []
-    for step in range(480):
+    for step in range(400):
         vectors = draw(rng, 4, 0.1)
-        if step // 120 % 2:
+        if step // 100 % 2:
             vectors[:, 3] *= 100
         said += watch.add(np.arange(3), grams_of(step, vectors))
     assert [(alarm.kind, alarm.ranks) for alarm in said] == [("scaled", (3,))] * 2
-    assert said[0].step < 240 and said[1].step > 360
+    assert said[0].step < 200 and said[1].step > 300
 
 
 def test_of_two_ranks_a_zero_now_and_then_does_not_repeat_what_was_said() -> None:

@@ -116,7 +116,7 @@ def test_without_gram_matrices_norms_alone_are_known(op: Any) -> None:
     def run(group: Group) -> tuple[list[Row], list[Alarm], list[list[Tensor]]]:
         recorder = GradientRecorder()
         changes = {"change": scaled} if group.rank == 2 else {}
-        sent = train(group, recorder, 40, algorithm="rd", op=op, **changes)
+        sent = train(group, recorder, 24, algorithm="rd", op=op, **changes)
         return recorder.rows, recorder.alarms, sent
 
     results = run_threads(4, run)
@@ -130,9 +130,7 @@ def test_without_gram_matrices_norms_alone_are_known(op: Any) -> None:
                 assert row.norms == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options", [{"method": "delta"}, {"method": "delta", "local_steps": 2}, {"method": "gradient"}]
-)
+@pytest.mark.parametrize("options", [{"method": "delta", "local_steps": 2}, {"method": "gradient"}])
 def test_optimizer_says_whether_differences_are_recorded(options: dict[str, Any]) -> None:
     def run(group: Group) -> tuple[bool, list[Alarm]]:
         recorder = GradientRecorder()
