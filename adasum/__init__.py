@@ -19,6 +19,7 @@ from adasum.bits import bits_of
 from adasum.compression import Compression
 from adasum.ddp import HookState, ddp_hook
 from adasum.fsdp import register_fsdp_hook
+from adasum.gradient_recorder.recorder import GradientRecorder
 from adasum.handle import poll, synchronize
 from adasum.horovod.allgather import (
     allgather,
@@ -99,7 +100,8 @@ from collectives import (
 from kernels import logs
 from kernels.version import __version__ as __version__
 
-__all__ = ["Adasum", "AdasumReducer", "Average", "Compression", "DistributedOptimizer", "HookState"]
+__all__ = ["Adasum", "AdasumReducer", "Average", "Compression", "DistributedOptimizer"]
+__all__ += ["GradientRecorder", "HookState"]
 __all__ += ["Max", "Min", "Product", "Sum"]
 __all__ += ["CollectiveError", "CollectiveMismatchError", "CollectiveTimeoutError"]
 __all__ += ["OptimizerOrderError", "TransportError"]

@@ -97,6 +97,18 @@ class GramObserver(Observer, Protocol):
         ...
 
 
+@runtime_checkable
+class DifferencesObserver(Observer, Protocol):
+    """An observer that is told, by `set_observer`, what it sees.
+
+    Attributes:
+        differences: Whether it is shown differences of parameters, which the ranks' own steps made,
+            and not gradients.
+    """
+
+    differences: bool
+
+
 def require_observer(observer: object) -> None:
     """Raise TypeError for what is neither None nor has the two methods of an Observer."""
     if not isinstance(observer, Observer | None):

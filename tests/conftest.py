@@ -51,6 +51,7 @@ LONGEST = (
 NIGHTLY = (
     "accuracy",
     "adasum/check",
+    "adasum/gradient_recorder",
     "adasum/horovod/test_functions_in_processes.py",
     "adasum/optimizer/test_mutations.py",
     "adasum/optimizer/test_soak.py",

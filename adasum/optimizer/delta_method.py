@@ -53,6 +53,7 @@ class DeltaMethod(DistributedMixin):
     """
 
     _adasum_asked = "op=Adasum and method='delta'"
+    _adasum_differences = True
     _adasum_before: dict[Tensor, Tensor] | None = None
     _adasum_buffers: DeltaBuffers
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adasum.horovod.process_sets import ProcessSet
 from adasum.modes import outside_modes
-from adasum.observer import Observer, require_observer
+from adasum.observer import DifferencesObserver, Observer, require_observer
 from adasum.optimizer.arguments import require_count, require_order
 from adasum.optimizer.buckets.planning import Named
 from adasum.optimizer.clipping import clip, norm_of
@@ -40,6 +40,8 @@ class DistributedMixin(Reduces, WrappedStep):
 
     # Whether buckets start while backward runs, and backward returns only once they are reduced.
     _adasum_early = False
+    # Whether differences are reduced, not gradients.
+    _adasum_differences = False
     # How it is asked for, in errors.
     _adasum_asked = ""
     _adasum_final = False
@@ -270,6 +272,8 @@ class DistributedMixin(Reduces, WrappedStep):
             TypeError: It lacks a method of `adasum.observer.Observer`.
         """
         require_observer(observer)
+        if isinstance(observer, DifferencesObserver):
+            observer.differences = self._adasum_differences
         self._adasum_settings.reducer.observer = observer
 
     @outside_modes()

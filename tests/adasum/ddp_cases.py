@@ -79,6 +79,31 @@ def check_orthogonality(rank: int) -> None:
         _check_orthogonality(rank, algorithm)
 
 
+def check_gradient_recorder(rank: int) -> None:
+    """It has every rank's norms of each parameter, with and without Gram matrices."""
+    for algorithm in ("rd", "direct"):
+        model = Net()
+        wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
+        recorder = hvd.GradientRecorder()
+        named = wrapped.module.named_parameters()
+        state = HookState(hvd.Adasum, algorithm, observer=recorder, named_parameters=named)
+        wrapped.register_comm_hook(state, ddp_hook)
+        for step in range(3):
+            wrapped.zero_grad()
+            loss_of(wrapped, rank, step).backward()
+            rows = {row.name: row for row in recorder.rows if row.step == step}
+            for (name, _), column in zip(
+                model.named_parameters(), columns_of(model, step), strict=True
+            ):
+                row = rows.pop(name)
+                for norm, gradient in zip(row.norms, column, strict=True):
+                    # Twice: of the gradients, and of the parameters that these are of.
+                    want = gradient.double().norm().item()
+                    assert abs(norm - want) <= 2 * tolerance(torch.float32) * want, name
+                assert (row.agreements[0] == row.agreements[0]) is (algorithm == "direct")
+            assert set(rows) == {"all layers"}
+
+
 def _check_orthogonality(rank: int, algorithm: str | None) -> None:
     model = Net()
     wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)

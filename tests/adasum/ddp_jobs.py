@@ -266,6 +266,7 @@ CHECKS: list[Callable[[int], None]] = [
     check_two_models,
     ddp_cases.check_observer,
     ddp_cases.check_orthogonality,
+    ddp_cases.check_gradient_recorder,
     ddp_cases.check_pickle,
     ddp_cases.check_two_levels,
     ddp_cases.check_users_operators,

@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 PATH = Path(__file__).parent / "public_names.txt"
 MODULES = ("kernels", "collectives", "collectives.cost", "adasum", "adasum.orthogonality")
+MODULES += ("adasum.gradient_recorder",)
 OURS = ("kernels", "collectives", "adasum")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _ATTRIBUTES = re.compile(r"^Attributes:\n((?:(?:    .*)?(?:\n|\Z))+)", re.MULTILINE)

@@ -72,6 +72,7 @@ NO_ARGUMENT = {
 }
 START = {
     "DistributedOptimizer",
+    "GradientRecorder",
     "HookState",
     "ProcessSet",
     "ddp_hook",

@@ -7,6 +7,7 @@ that.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,6 +97,17 @@ SIGNATURES: dict[str, tuple[Any, list[Strategy], dict[str, Strategy]]] = {
             "step_in_backward": value(False, True),
             "memory_size": value(None, 1.0, -1),
             "groups_size": value(None, 1, 0),
+        },
+    ),
+    "GradientRecorder": (
+        adasum.GradientRecorder,
+        [value(1, 10, 0, -1)],
+        {
+            "max_rows": value(1, 100_000, 0, True),
+            "factor": value(2.0, 3, 1.0, -1.0, math.nan),
+            "group": value(None),
+            "copies": value(False, True),
+            "on_step": value(None, print),
         },
     ),
     "HookState": (
