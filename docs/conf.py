@@ -43,6 +43,8 @@ napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
+# Each has a module in adasum/integrations, which is documented without them.
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
 autodoc_default_options = {"members": True}
 smartquotes = False
 # Pages link to docs/evidence where they cite its numbers.

@@ -59,6 +59,7 @@ WINGS = {
     ),
     "adasum": (
         ("adasum.__init__",),
+        ("adasum.integrations",),
         ("adasum.ddp", "adasum.fsdp", "adasum.check", "adasum.bits"),
         ("adasum.optimizer",),
         ("adasum.horovod",),
