@@ -207,6 +207,10 @@ def test_absent_name_of_horovod_raises_and_says_what_to_use() -> None:
     for name in absent:
         with pytest.raises(AttributeError, match=rf"no attribute '{name}': \w+"):
             getattr(adasum, name)
+    # Python tells no more of an AttributeError in `from adasum import`.
+    for statement in ("from adasum import elastic", "import adasum.elastic"):
+        with pytest.raises(ImportError, match=r"^there is no adasum\.elastic: torchrun --max-res"):
+            exec(statement)
     with pytest.raises(AttributeError, match=r"no attribute 'misspelt'$"):
         adasum.misspelt  # noqa: B018
 
