@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib
 import importlib.util
 import re
 import sys
@@ -131,6 +132,15 @@ def test_every_page_of_the_guide_is_linked_from_its_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", index))
     assert {page.name for page in GUIDE} - {"index.md", "readme.md"} <= linked
+
+
+@pytest.mark.parametrize("package", ["kernels", "collectives", "adasum"])
+def test_every_public_name_is_in_one_group_of_the_reference(package: str) -> None:
+    text = (ROOT / "docs" / "api" / f"{package}.md").read_text()
+    groups = re.findall(rf"^\.\. public-names:: {package}\n\n([^`]*)", text, re.M)
+    module = importlib.import_module(package)
+    own = [name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)]
+    assert sorted(" ".join(groups).split()) == sorted(own)
 
 
 def test_titles_of_all_pages_differ() -> None:
