@@ -21,6 +21,8 @@ READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 RECIPES := $(VENV)/.recipes
 LIBRARY := kernels/cpu/libnative.so
+# What packages that are not there yet are held to; /dev/null for the newest that go together.
+PINS = $(VENV)/rest.txt
 OUT := out
 BENCH = $(PY) -m pytest bench/kernels --benchmark-only --benchmark-quiet --bench-results=bench/results
 TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
@@ -33,7 +35,8 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo evidence test test-slow test-both test-nightly test-kernels test-collectives test-emulated \
-	test-timing test-recipes test-torch test-newest nightly lint docs docs-links bench gpu bench-compiled clean
+	test-timing test-recipes test-frameworks test-newest-frameworks test-torch test-newest nightly lint docs docs-links bench gpu \
+	bench-compiled clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -80,17 +83,22 @@ test-emulated: $(READY) build  ## collectives and adasum over the kernels' compi
 test-timing: $(READY) build  ## tests of measured times, for a machine with nothing else to do
 	$(PY) -m pytest tests -m timing $(PYTEST_ARGS)
 
-test-recipes: $(RECIPES) build  ## the examples for other frameworks and mpirun, which it installs: Ray alone is 100 MB
-	$(PY) -m pytest tests/examples/test_frameworks.py tests/packaging/test_other_packages.py \
-		tests/processes/test_mpirun.py -m 'not timing' $(PYTEST_ARGS)
-	$(MAKE) test-torch
+test-recipes: test-frameworks test-torch  ## the two of these
+
+test-frameworks: $(RECIPES) build  ## other frameworks and mpirun, which it installs: Ray alone is 100 MB
+	$(PY) -m pytest tests/examples/test_frameworks.py tests/adasum/test_integrations.py \
+		tests/packaging/test_other_packages.py tests/processes/test_mpirun.py -m 'not timing' $(PYTEST_ARGS)
+
+test-newest-frameworks:  ## the same with their newest releases, in an environment made anew: for every night
+	rm -rf $(VENV)-frameworks
+	$(MAKE) test-frameworks VENV=$(VENV)-frameworks PINS=/dev/null
 
 # Ranks that wait must leave the cores to those they wait for.
 test-torch: export OMP_WAIT_POLICY = passive
 test-torch: $(READY) build  ## torch's own tests of DDP, and its optimizers, over adasum: 6 minutes
 	$(PY) -m tests.torch_conformance $(CONFORMANCE_ARGS)
 
-nightly: test-slow test-nightly test-recipes test-newest  ## all of what no commit waits for: for every night
+nightly: test-slow test-nightly test-recipes test-newest test-newest-frameworks  ## all of what no commit waits for: for every night
 
 # What torch does not promise to keep breaks here first. An index of nightly builds: PIP_ARGS="--extra-index-url ...".
 test-newest:  ## the tests on the newest torch, pre-releases too, in an environment made anew: for every night
@@ -119,7 +127,7 @@ bench-compiled: $(READY) build  ## what the compiler makes of each kernel, no GP
 	$(PY) -m bench.static_analysis
 
 clean:  ## remove .venv, out/, what was compiled, and caches
-	rm -rf $(VENV) $(VENV)-newest $(OUT) $(LIBRARY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-frameworks $(OUT) $(LIBRARY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(MADE): pyproject.toml constraints.txt
@@ -141,7 +149,7 @@ $(READY): $(MADE)
 	@$(PY) -m pip list --format=freeze >$(VENV)/present.txt
 	@awk -F'[=;]' '{ name = tolower($$1); gsub("_", "-", name) } NR == FNR { there[name]; next } \
 		!(name in there)' $(VENV)/present.txt constraints.txt >$(VENV)/rest.txt
-	$(PIP) -c $(VENV)/rest.txt -e '.[dev]'
+	$(PIP) -c $(PINS) -e '.[dev]'
 	@touch $(READY)
 
 # Without a compiler it says so, makes no file, and torch's functions serve. Any .venv will do: several checkouts may share
@@ -153,9 +161,9 @@ $(PY):
 	$(MAKE) $(READY)
 
 $(RECIPES): $(READY)
-	$(PIP) -c $(VENV)/rest.txt -e '.[dev,recipes]'
+	$(PIP) -c $(PINS) -e '.[dev,recipes]'
 	@touch $(RECIPES)
 
 $(DOCS): $(READY)
-	$(PIP) -c $(VENV)/rest.txt -e '.[docs]'
+	$(PIP) -c $(PINS) -e '.[docs]'
 	@touch $(DOCS)

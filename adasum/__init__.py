@@ -15,6 +15,7 @@ from torch.compiler import disable
 # First, because it explains the error where another package is called collectives or kernels.
 import adasum._collectives_check  # noqa: F401
 from adasum import orthogonality
+from adasum.absent import ABSENT
 from adasum.bits import bits_of
 from adasum.compression import Compression
 from adasum.ddp import HookState, ddp_hook
@@ -133,22 +134,12 @@ for _name in __all__:
         globals()[_name] = disable(globals()[_name])
         setattr(sys.modules[globals()[_name].__module__], _name, globals()[_name])
 
-# Names of horovod.torch that are missing here, and what to use instead.
-_ABSENT = {
-    "HorovodInternalError": "catch adasum.CollectiveError",
-    "SyncBatchNorm": "use torch.nn.SyncBatchNorm, which wants CUDA and torch.distributed",
-    "elastic": "torchrun --max-restarts starts ranks again; resume from a checkpoint, as "
-    "examples/resume_digits.py does",
-    "run": "start ranks with torchrun, or call a function in them with "
-    "torch.distributed.launcher.elastic_launch",
-}
-
 # A type checker that saw __getattr__ would accept any name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """Raise AttributeError, which tells what to use instead, or what was meant."""
-        advice = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        advice = f": {ABSENT[name]}" if name in ABSENT else ""
         # Import and inspection ask for __path__, __wrapped__ and such; nobody reads the error.
         if not advice and not name.startswith("_"):
             by_lower_case = {each.lower(): each for each in __all__}

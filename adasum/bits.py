@@ -40,6 +40,12 @@ def bits_of(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
 
     Raises:
         TypeError: The optimizer is another.
+
+    Examples:
+        >>> hvd.init()
+        >>> plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        >>> hvd.bits_of(hvd.DistributedOptimizer(plain))["reduction"]["op"]
+        'Average'
     """
     validation.instance("optimizer", optimizer, DistributedMixin, "a DistributedOptimizer")
     assert isinstance(optimizer, DistributedMixin)

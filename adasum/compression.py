@@ -70,6 +70,11 @@ class Compression:
     others as they are, complex ones too. Values beyond float16's 65,504, and Sum's and Adasum's
     results beyond it, become infinite; an average cannot overflow, but over many ranks loses what
     is small (`Average`): prefer bf16 there.
+
+    Examples:
+        >>> small, context = hvd.Compression.fp16.compress(torch.ones(2))
+        >>> small.dtype, hvd.Compression.fp16.decompress(small, context).dtype
+        (torch.float16, torch.float32)
     """
 
     none = _NoneCompressor

@@ -67,6 +67,11 @@ class HookState:
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument or ADASUM_CHECK_PARAMETERS has a bad value.
+
+    Examples:
+        >>> state = hvd.HookState(op=hvd.Adasum, algorithm="rd")
+        >>> state.op
+        Adasum
     """
 
     # Weak, so that a state shared by models keeps none of them alive.
@@ -224,6 +229,11 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
         NotImplementedError: Adasum of a sparse gradient, or the hook is called by torch.compile's
             "python_reducer".
         RuntimeError: A gradient that is a view of the bucket was given other memory.
+
+    Examples:
+        >>> def train(model):
+        ...     model = torch.nn.parallel.DistributedDataParallel(model)
+        ...     model.register_comm_hook(hvd.HookState(op=hvd.Adasum), hvd.ddp_hook)
     """
     require_state(state)
     if not hasattr(bucket, "buffer"):

@@ -42,13 +42,27 @@ def wait_for_all(handles: Sequence[Handle[T_co]]) -> Handle[list[T_co]]:
 
 
 def synchronize(handle: Handle[T_co] | Work[T_co]) -> T_co:
-    """Wait for an asynchronous operation and return its result."""
+    """Wait for an asynchronous operation and return its result.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.synchronize(hvd.allreduce_async(torch.ones(2)))
+        tensor([1., 1.])
+    """
     result: T_co = _checked(handle).wait()
     return result
 
 
 def poll(handle: Handle[Any] | Work[Any]) -> bool:
-    """Return whether `synchronize(handle)` would return without blocking."""
+    """Return whether `synchronize(handle)` would return without blocking.
+
+    Examples:
+        >>> hvd.init()
+        >>> handle = hvd.allreduce_async(torch.ones(2))
+        >>> result = hvd.synchronize(handle)
+        >>> hvd.poll(handle)
+        True
+    """
     return bool(_checked(handle).is_completed())
 
 

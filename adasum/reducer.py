@@ -51,6 +51,12 @@ class AdasumReducer(Reducer):
     Attributes:
         weighted: As given.
         name: "Adasum" or "Adasum(weighted=False)": ranks that differ in it make other calls.
+
+    Examples:
+        >>> def two(group):
+        ...     return group.all_reduce(torch.eye(2)[group.rank], hvd.Adasum)
+        >>> collectives.run_threads(2, two)[0]  # orthogonal: the sum
+        tensor([1., 1.])
     """
 
     name = "Adasum"

@@ -28,6 +28,11 @@ class Packing:
     Attributes:
         ranges: First and last index of each packed buffer, in the order of the buffers.
         shapes: The shape of each tensor of the list.
+
+    Examples:
+        >>> _, packing = collectives.pack_small_tensors([torch.ones(4), torch.ones(2, 2)], 16, 2)
+        >>> packing.ranges
+        ((0, 1),)
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -54,6 +59,10 @@ def extract_ranges(
 
     Raises:
         ValueError: The indices do not ascend, or the limit is below 1.
+
+    Examples:
+        >>> collectives.extract_ranges([1, 3, 4, 6, 7, 8, 9])
+        ([[3, 4], [6, 9]], [1])
     """
     validation.integer("range_size_limit", range_size_limit, 1)
     ranges: list[list[int]] = []
@@ -73,6 +82,11 @@ def split_by_size(tensors: Sequence[Tensor], threshold: int) -> tuple[list[Tenso
 
     Returns:
         The tensors of at most `threshold` elements, and the others.
+
+    Examples:
+        >>> small, large = collectives.split_by_size([torch.ones(2), torch.ones(9)], threshold=4)
+        >>> len(small), large[0].numel()
+        (1, 9)
     """
     tensors = validation.tensors("tensors", tensors)
     validation.integer("threshold", threshold)
@@ -88,6 +102,10 @@ def group_devices(devices: Sequence[T], group_size: int) -> list[list[T]]:
 
     Raises:
         ValueError: `group_size` is below 1 or above the number of devices.
+
+    Examples:
+        >>> collectives.group_devices([0, 1, 2, 3, 4], 2)
+        [[0, 3], [1, 4], [2, 0]]
     """
     validation.instance("devices", devices, Sequence, "a list or tuple")
     validation.integer("group_size", group_size)
@@ -121,6 +139,12 @@ def pack_small_tensors(
 
     Raises:
         ValueError: A limit is negative.
+
+    Examples:
+        >>> tensors = [torch.ones(4), torch.ones(4), torch.ones(3, 3)]
+        >>> packed, packing = collectives.pack_small_tensors(tensors, max_bytes=16, max_group=2)
+        >>> [tuple(each.shape) for each in packed]
+        [(8,), (3, 3)]
     """
     tensors = validation.tensors("tensors", tensors, dense=True)
     validation.integer("max_bytes", max_bytes, 0)
@@ -152,6 +176,12 @@ def unpack_small_tensors(tensors: Sequence[Tensor], packing: Packing | None) -> 
 
     Raises:
         ValueError: `tensors` does not fit `packing`.
+
+    Examples:
+        >>> tensors = [torch.ones(4), torch.ones(2, 2)]
+        >>> packed, packing = collectives.pack_small_tensors(tensors, max_bytes=16, max_group=2)
+        >>> [tuple(each.shape) for each in collectives.unpack_small_tensors(packed, packing)]
+        [(4,), (2, 2)]
     """
     tensors = validation.tensors("tensors", tensors)
     if packing is None:
@@ -201,6 +231,10 @@ def plan_groups(
 
     Raises:
         ValueError: A limit is not positive.
+
+    Examples:
+        >>> collectives.plan_groups([torch.ones(4), torch.ones(2), torch.ones(3)], groups_size=2)
+        [[0, 1], [2]]
     """
     tensors = validation.tensors("tensors", tensors)
     if groups_size is not None:

@@ -34,6 +34,11 @@ class FusedBuffer:
             memory has holes or overlaps.
         tensors: The slots as contiguous tensors for collectives; 1-D if a view is not contiguous.
         addresses: The address of each slot.
+
+    Examples:
+        >>> fused = collectives.FusedBuffer([torch.ones(2, 3), torch.ones(4)])
+        >>> fused.layout.offsets, [tuple(view.shape) for view in fused.views]
+        ((0, 16), [(2, 3), (4,)])
     """
 
     def __init__(self, tensors: Sequence[Tensor], memory: Tensor | None = None) -> None:
@@ -82,6 +87,13 @@ def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
 
     Raises:
         TypeError: `tensors` is not a list or tuple of tensors.
+
+    Examples:
+        >>> fused = collectives.FusedBuffer([torch.ones(2, 3), torch.ones(4)])
+        >>> collectives.buffer_of(fused.tensors) is fused
+        True
+        >>> collectives.buffer_of([torch.ones(4)]) is None
+        True
     """
     validation.instance("tensors", tensors, Sequence, "a list or tuple")
     if not tensors:

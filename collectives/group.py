@@ -63,6 +63,13 @@ class Group:
         local_size: How many ranks are on this host.
         topology: The nodes that algorithms see.
         hosts: By rank, a number for its host; the same on all ranks.
+
+    Examples:
+        >>> def mean(group):
+        ...     mine = torch.tensor([group.rank + 1.0])
+        ...     return group.all_reduce(mine, collectives.Average)
+        >>> collectives.run_threads(2, mean)
+        [tensor([1.5000]), tensor([1.5000])]
     """
 
     def __init__(
@@ -196,6 +203,10 @@ class Group:
                 `accumulate=torch.float32` is made in float32, rounded once at the end. Average
                 divides once, after the sum. An algorithm that adds in another order is a
                 ValueError; "auto" chooses among the others.
+
+        Examples:
+            >>> collectives.run_threads(2, lambda group: group.all_reduce(torch.ones(2)))
+            [tensor([2., 2.]), tensor([2., 2.])]
         """
         call = self._arguments.all_reduce(tensor, op, segments, **options)
         return self._calls.run(call, async_op=async_op)
@@ -245,6 +256,12 @@ class Group:
             async_op: See the class.
             **options: As in all_reduce, and `names`: names of the tensors for errors, the same on
                 all ranks.
+
+        Examples:
+            >>> def reduce(group):
+            ...     return group.grouped_all_reduce([torch.ones(2), torch.ones(1)])
+            >>> collectives.run_threads(2, reduce)[0]
+            [tensor([2., 2.]), tensor([2.])]
         """
         call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
         return self._calls.run(call, async_op=async_op)
@@ -291,6 +308,10 @@ class Group:
         than an n-th of its size. On the other ranks the tensor holds partial results afterwards, as
         in torch.distributed. For associative operators only, such as Sum and Average: Adasum's
         result needs all ranks (all_reduce). `order` and `accumulate` are those of all_reduce.
+
+        Examples:
+            >>> collectives.run_threads(2, lambda group: group.reduce(torch.ones(2), 0))[0]
+            tensor([2., 2.])
         """
         call = self._arguments.reduce(tensor, dst, op, name, order, accumulate)
         return self._calls.run(call, async_op=async_op)
@@ -342,6 +363,10 @@ class Group:
                 slice's shape and the tensor's dtype and device, and shares no memory with it.
             async_op: See the class.
             **options: `name`, `prescale`, `postscale`, `order` and `accumulate`, as in all_reduce.
+
+        Examples:
+            >>> collectives.run_threads(2, lambda group: group.reduce_scatter(torch.ones(2)))
+            [tensor([2.]), tensor([2.])]
         """
         call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
         return self._calls.run(call, async_op=async_op)
@@ -394,6 +419,11 @@ class Group:
             segments: As in all_reduce.
             async_op: See the class.
             **options: `name`, `prescale`, `postscale`, `order` and `accumulate`, as in all_reduce.
+
+        Examples:
+            >>> schedule = collectives.schedule("swing", 4)
+            >>> collectives.run_threads(4, lambda group: group.run(schedule, torch.ones(2)))[0]
+            tensor([4., 4.])
         """
         call = self._arguments.run(schedule, tensor, op, segments, **options)
         return self._calls.run(call, async_op=async_op)
@@ -528,6 +558,12 @@ class Group:
                 memory with it. A CollectiveMismatchError if it has not as many rows as all ranks'
                 tensors together.
             async_op: See the class.
+
+        Examples:
+            >>> def gather(group):
+            ...     return group.all_gather(torch.tensor([group.rank]))
+            >>> collectives.run_threads(2, gather)[0]
+            tensor([0, 1])
         """
         return self._calls.run(self._arguments.all_gather(tensor, name, out), async_op=async_op)
 
@@ -569,6 +605,12 @@ class Group:
                 given.
             name: See the class.
             async_op: See the class.
+
+        Examples:
+            >>> def exchange(group):
+            ...     return group.all_to_all(torch.tensor([10, 20]) + group.rank)
+            >>> collectives.run_threads(2, exchange)
+            [(tensor([10, 11]), tensor([1, 1])), (tensor([20, 21]), tensor([1, 1]))]
         """
         return self._calls.run(self._arguments.all_to_all(tensor, splits, name), async_op=async_op)
 
@@ -589,7 +631,14 @@ class Group:
     def broadcast(
         self, tensor: Tensor, root: int = 0, *, name: str | None = None, async_op: bool = False
     ) -> Tensor | Work[Tensor]:
-        """Copy `root`'s tensor to every rank, in place, and return it."""
+        """Copy `root`'s tensor to every rank, in place, and return it.
+
+        Examples:
+            >>> def of_the_last(group):
+            ...     return group.broadcast(torch.tensor([group.rank]), 1)
+            >>> collectives.run_threads(2, of_the_last)
+            [tensor([1]), tensor([1])]
+        """
         return self._calls.run(self._arguments.broadcast(tensor, root, name), async_op=async_op)
 
     def all_gather_bytes(self, payload: bytes, *, name: str | None = None) -> list[bytes]:
@@ -635,6 +684,14 @@ class Group:
         negotiated, and so is each start; while a rank has joined, making it is a mismatch. With
         negotiate=False it is made on this rank alone, and each start is negotiated as an all_reduce
         with the same arguments: other ranks may make that call instead, or take part by `join`.
+
+        Examples:
+            >>> def once(group):
+            ...     request = group.all_reduce_init(torch.ones(2), collectives.Average)
+            ...     request.start()
+            ...     return request.wait()
+            >>> collectives.run_threads(2, once)
+            [tensor([1., 1.]), tensor([1., 1.])]
         """
         call = self._arguments.all_reduce(tensor, op, segments, **options)
         return Request(self._calls, call, negotiate=negotiate)
@@ -715,6 +772,14 @@ class Group:
         which requires the same order of all work on a device: there calls of both groups with
         `async_op` run in the order in which they are made. The new group has this one's timeout and
         hosts. It is closed with this one, or by its own close().
+
+        Examples:
+            >>> def pairs(group):
+            ...     first = group.rank < 2
+            ...     halves = group.split([0, 1]), group.split([2, 3])
+            ...     return halves[0 if first else 1].all_reduce(torch.tensor([group.rank]))
+            >>> collectives.run_threads(4, pairs)
+            [tensor([1]), tensor([1]), tensor([5]), tensor([5])]
         """
         members = validation.distinct_ranks("ranks", ranks, self.size)
         call = Call("split", options={"ranks": members}, instead=lambda: self._split(members))

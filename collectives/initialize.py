@@ -101,6 +101,10 @@ def init(
         CollectiveMismatchError: Ranks differ in `transport`. Raised on all ranks.
         TransportError: `transport` is not available (raised on all ranks), or the limit of file
             descriptors is below what this number of ranks needs.
+
+    Examples:
+        >>> collectives.init().size  # started by torchrun, it is the number of ranks
+        1
     """
     global _group, _settings
     given = Settings(timeout, process_group, transport)
@@ -173,7 +177,13 @@ def _require_distributed() -> None:
 
 
 def new_group(ranks: Sequence[int]) -> Group | None:
-    """Split the default group: return a group of some of its ranks, and None on the others."""
+    """Split the default group: return a group of some of its ranks, and None on the others.
+
+    Examples:
+        >>> group = collectives.init()
+        >>> collectives.new_group([0]).ranks
+        (0,)
+    """
     return default_group().split(ranks)
 
 
@@ -258,6 +268,12 @@ def shutdown() -> None:
 
     Raises:
         TransportError: Asynchronous calls were lost; the text says how many.
+
+    Examples:
+        >>> group = collectives.init()
+        >>> collectives.shutdown()
+        >>> collectives.is_initialized()
+        False
     """
     global _group
     if _group is None:
@@ -277,7 +293,13 @@ def _open_group() -> Group | None:
 
 
 def is_initialized() -> bool:
-    """Return whether this thread has a default group that is open."""
+    """Return whether this thread has a default group that is open.
+
+    Examples:
+        >>> group = collectives.init()
+        >>> collectives.is_initialized()
+        True
+    """
     return _open_group() is not None
 
 
@@ -286,6 +308,11 @@ def default_group() -> Group:
 
     Raises:
         RuntimeError: There is none, or it was closed.
+
+    Examples:
+        >>> group = collectives.init()
+        >>> collectives.default_group() is group
+        True
     """
     group = _open_group()
     if group is None:
@@ -316,6 +343,10 @@ def run_threads(
         ValueError: `local_size` does not divide `size`.
         BaseException: The error of the rank that failed first, when all threads have ended. Other
             ranks' collectives fail as soon as they need a rank that has ended.
+
+    Examples:
+        >>> collectives.run_threads(3, lambda group: group.rank)
+        [0, 1, 2]
     """
     groups = _thread_groups(size, timeout, size if local_size is None else local_size)
     results: dict[int, T] = {}

@@ -45,6 +45,10 @@ class Schedule(plain.Schedule):
     Raises:
         TypeError: A field has another type.
         ValueError: A field has no meaning with the others.
+
+    Examples:
+        >>> collectives.schedule("rd", 4).table().splitlines()[0]
+        'rd: ranks 4, steps 2, chunks 1'
     """
 
     nodes: int = 1
@@ -141,6 +145,13 @@ def schedule(
         TypeError: An argument has another type.
         ValueError: It is no specification, goes by what is not given, does not fit the ranks or the
             operator, or is a library's algorithm, whose steps are not known.
+
+    Examples:
+        >>> schedule = collectives.schedule("xring", 8, nodes=2)
+        >>> schedule.cost(nbytes=1 << 20).steps
+        14
+        >>> schedule.draw().startswith("<svg")
+        True
     """
     topology = _topology(size, nodes)
     _check_op(op)

@@ -107,6 +107,18 @@ class Reducer:
             share memory may reduce there without messages: it takes each segment by itself and
             communicates only by calling `sum_partials` once where that is given, with a row for
             each segment, or with a tree `gather_partials`.
+
+    Examples:
+        >>> class Largest(collectives.Reducer):
+        ...     def check(self, dtype):
+        ...         pass  # of every dtype
+        ...     def reduce(self, operands):
+        ...         for piece in operands.pieces:
+        ...             torch.maximum(*piece.parts, out=piece.out)
+        >>> def largest(group):
+        ...     return group.all_reduce(torch.tensor([1.0, group.rank]), Largest(), algorithm="rd")
+        >>> collectives.run_threads(2, largest)
+        [tensor([1., 1.]), tensor([1., 1.])]
     """
 
     name = "Reducer"

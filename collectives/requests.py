@@ -52,6 +52,17 @@ class Request(Generic[T_co]):
 
     The group's communication thread carries the request out. If it has not begun when `wait` is
     called, the waiting thread carries it out itself, which saves two thread switches.
+
+    Examples:
+        >>> def accumulate(group):
+        ...     gradient = torch.ones(2)
+        ...     request = group.all_reduce_init(gradient)
+        ...     for _ in range(2):
+        ...         request.start()
+        ...         request.wait()
+        ...     return gradient
+        >>> collectives.run_threads(2, accumulate)
+        [tensor([4., 4.]), tensor([4., 4.])]
     """
 
     def __init__(self, calls: Calls, call: Call, *, negotiate: bool = True) -> None:

@@ -61,6 +61,13 @@ class Work(Generic[T_co]):
     first thread that waits may carry it out instead, and an interrupt of that thread then
     interrupts the call. The communication thread may keep a reference to the tensors until it runs
     the next call.
+
+    Examples:
+        >>> def overlapped(group):
+        ...     work = group.all_reduce(torch.ones(2), async_op=True)
+        ...     return work.wait()
+        >>> collectives.run_threads(2, overlapped)
+        [tensor([2., 2.]), tensor([2., 2.])]
     """
 
     # What timelines call the collective.

@@ -8,6 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+from inventories import write_inventories  # noqa: E402
+
 project = "adasum"
 author = copyright = "the adasum maintainers"
 release = version = next(
@@ -19,6 +21,7 @@ release = version = next(
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -43,6 +46,8 @@ napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
+# Each has a module in adasum/integrations, which is documented without them.
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
 autodoc_default_options = {"members": True}
 smartquotes = False
 # Pages link to docs/evidence where they cite its numbers.
@@ -50,5 +55,12 @@ suppress_warnings = ["toc.not_included"]
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
-# Types in signatures link to their page. Every name that a package exports must have one.
-nitpick_ignore_regex = [(r"py:.*", r"(?!(?:adasum|collectives|kernels)\.\w+$).*")]
+intersphinx_mapping = write_inventories(ROOT / "out" / "inventories")
+# Types in signatures link to their page. Every name that a package exports must have one, and these
+# of others.
+nitpick_ignore_regex = [
+    (
+        r"py:.*",
+        r"(?!(?:adasum|collectives|kernels|collections\.abc)\.\w+$|torch\.(?:Tensor|dtype|Size)$).*",
+    )
+]

@@ -3,8 +3,7 @@
     accelerate launch --multi_gpu examples/accelerate_digits.py
     torchrun --nproc-per-node 4 examples/accelerate_digits.py      # on CPUs: ACCELERATE_USE_CPU=1
 
-Accelerate's own way to choose a hook (DistributedDataParallelKwargs) knows torch's hooks only, so
-this one is registered on the model that `prepare` returns. `--op own` leaves it out.
+The hook is registered on the model that `prepare` returns. `--op own` leaves it out.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch
 from accelerate import Accelerator
 from ddp_digits import add_arguments, report
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from train_digits import BATCH, LEARNING_RATE, OPS, Digits, LeNet, accuracy_on_test
 
 import adasum
+from adasum.integrations.accelerate import register_hook
 
 
 def train(op: str, epochs: int, digits: Digits, accelerator: Accelerator) -> torch.nn.Module:
@@ -29,8 +28,8 @@ def train(op: str, epochs: int, digits: Digits, accelerator: Accelerator) -> tor
     examples = TensorDataset(digits.images, digits.labels)
     loader = DataLoader(examples, batch_size=BATCH, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    if op != "own" and isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(adasum.HookState(op=OPS[op]), adasum.ddp_hook)
+    if op != "own":
+        register_hook(accelerator, model, adasum.HookState(op=OPS[op]))
     for _ in range(epochs):
         for images, labels in loader:
             optimizer.zero_grad()

@@ -1,9 +1,9 @@
-"""Adasum in Lightning's DDPStrategy, on the handwritten digits.
+"""Adasum in Lightning, on the handwritten digits.
 
     python examples/lightning_digits.py --devices 4                          # a GPU each
     torchrun --nproc-per-node 4 examples/lightning_digits.py --devices 4     # or CPU processes
 
-`--op own` leaves the hook out.
+`--op own` leaves the callback out.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import logging
 import lightning
 import torch
 from ddp_digits import add_arguments, report
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from train_digits import BATCH, LEARNING_RATE, OPS, Digits, LeNet, accuracy_on_test
 
 import adasum
+from adasum.integrations.lightning import HookCallback
 
 
 class Task(lightning.LightningModule):
@@ -36,27 +36,11 @@ class Task(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
 
 
-class HookOnCPU(lightning.Callback):
-    """Registers the hook on CPUs too, where DDPStrategy leaves it out without a word."""
-
-    def __init__(self, state: adasum.HookState) -> None:
-        self.state = state
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: Task) -> None:
-        strategy = trainer.strategy
-        if isinstance(strategy, DDPStrategy) and strategy.root_device.type == "cpu":
-            strategy.model.register_comm_hook(self.state, adasum.ddp_hook)
-
-
 def train(op: str, epochs: int, devices: int, digits: Digits) -> lightning.Trainer:
     lightning.seed_everything(0, verbose=False)
-    strategy, callbacks = DDPStrategy(), []
-    if op != "own":
-        state = adasum.HookState(op=OPS[op])
-        strategy = DDPStrategy(ddp_comm_state=state, ddp_comm_hook=adasum.ddp_hook)
-        callbacks = [HookOnCPU(state)]
+    callbacks = [] if op == "own" else [HookCallback(adasum.HookState(op=OPS[op]))]
     trainer = lightning.Trainer(
-        strategy=strategy,
+        strategy="ddp",
         callbacks=callbacks,
         devices=devices,
         max_epochs=epochs,

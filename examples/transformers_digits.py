@@ -2,31 +2,28 @@
 
     torchrun --nproc-per-node 4 examples/transformers_digits.py
 
-The Trainer wraps the model in DistributedDataParallel when training begins, and has no setting for
-a hook, so a callback registers it then. `--op own` leaves it out.
+A callback registers the hook when training begins. `--op own` leaves it out.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from typing import Any
 
 import torch
 from ddp_digits import add_arguments, report
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 from train_digits import BATCH, OPS, Digits
 from transformers import (
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
 )
 
 import adasum
+from adasum.integrations.transformers import HookCallback
 
 
 class Examples(Dataset):
@@ -38,19 +35,6 @@ class Examples(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"pixel_values": self.images[index], "labels": self.labels[index]}
-
-
-class Hook(TrainerCallback):
-    """Registers the hook on what the Trainer has made of the model."""
-
-    def __init__(self, trainer: Trainer, state: adasum.HookState) -> None:
-        self.trainer, self.state = trainer, state
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        model = self.trainer.model_wrapped
-        # On a single rank the Trainer does not wrap it.
-        if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(self.state, adasum.ddp_hook)
 
 
 def make_model() -> ViTForImageClassification:
@@ -79,7 +63,7 @@ def train(op: str, epochs: int, digits: Digits, out: str) -> Trainer:
     examples = Examples(digits.images, digits.labels)
     trainer = Trainer(make_model(), arguments, train_dataset=examples)
     if op != "own":
-        trainer.add_callback(Hook(trainer, adasum.HookState(op=OPS[op])))
+        trainer.add_callback(HookCallback(trainer, adasum.HookState(op=OPS[op])))
     trainer.train()
     return trainer
 

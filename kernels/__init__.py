@@ -16,7 +16,7 @@ arguments raise before anything is written. `pack`, `unpack`, `sum_n` and `scale
 derivatives, and rules for `torch.vmap`. For the other functions, for plans and with `out=`, a
 tensor that requires a gradient is a ValueError while grad mode is on. Each function has `*_bytes`
 (its least memory traffic), `*_reference` (float64, plain torch) and `plan_*` (arguments checked
-once, run many times). Nothing here communicates.
+once, run many times). Nothing here communicates. Examples are after `import torch, kernels`.
 `__adasum__` is True in this package and tells it from the distribution on PyPI that is also called
 `kernels`.
 """

@@ -17,6 +17,10 @@ class BackendInfo:
         triton: The version of Triton, which computes on CUDA tensors; None without it.
         cpu: Whether compiled C or torch's functions compute on CPU tensors.
         why_torch: Why torch's functions do; "" if compiled C does.
+
+    Examples:
+        >>> kernels.BackendInfo(triton=None, cpu="torch", why_torch="no compiler").cpu_path
+        'torch: no compiler'
     """
 
     triton: str | None
@@ -35,6 +39,10 @@ def backend_info() -> BackendInfo:
     Raises:
         ValueError: The environment variable ADASUM_CPU_KERNELS has an unknown value.
         RuntimeError: It demands compiled code, which is not available.
+
+    Examples:
+        >>> kernels.backend_info().cpu in ("compiled", "torch")
+        True
     """
     reason = dispatch.reason()
     version = None if launcher.triton is None else str(launcher.triton.__version__)

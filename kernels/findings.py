@@ -84,6 +84,11 @@ SCHEMA = ", ".join(
 
 
 def max_abs_reference(written: Sequence[Tensor]) -> Tensor:
-    """Return the `max_abs` of a function that writes these tensors: float64, 0-D."""
+    """Return the `max_abs` of a function that writes these tensors: float64, 0-D.
+
+    Examples:
+        >>> kernels.max_abs_reference([torch.tensor([1.0, -3.0]), torch.tensor([2.0])])
+        tensor(3., dtype=torch.float64)
+    """
     magnitudes = [tensor.detach().double().abs().amax() for tensor in written if tensor.numel()]
     return torch.stack(magnitudes).amax() if magnitudes else torch.zeros((), dtype=torch.float64)

@@ -66,6 +66,11 @@ def gram(
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+
+    Examples:
+        >>> kernels.gram([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
+        tensor([[[1., 1.],
+                 [1., 2.]]], dtype=torch.float64)
     """
     matrices: Tensor = run(check_gram(tensors, segments, out, precise))
     return matrices
@@ -82,6 +87,12 @@ def plan_gram(
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
+
+    Examples:
+        >>> plan = kernels.plan_gram([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
+        >>> plan()
+        tensor([[[1., 1.],
+                 [1., 2.]]], dtype=torch.float64)
     """
     return GramPlan(check_gram(tensors, segments, out, precise))
 
@@ -111,6 +122,11 @@ def adasum_coefficients(
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+
+    Examples:
+        >>> matrices = kernels.gram([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
+        >>> kernels.adasum_coefficients(matrices[None], [(0, 1, 1, 1)])
+        tensor([[0.5000, 0.7500]], dtype=torch.float64)
     """
     coefficients: Tensor = run(check_adasum_coefficients(partials, tree, out, spread))
     return coefficients
@@ -123,6 +139,12 @@ def plan_adasum_coefficients(
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
+
+    Examples:
+        >>> matrices = kernels.gram([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
+        >>> plan = kernels.plan_adasum_coefficients(matrices[None], [(0, 1, 1, 1)])
+        >>> plan()
+        tensor([[0.5000, 0.7500]], dtype=torch.float64)
     """
     return AdasumCoefficientsPlan(check_adasum_coefficients(partials, tree, out, spread))
 
@@ -153,6 +175,11 @@ def weighted_sum(
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+
+    Examples:
+        >>> coefficients = torch.tensor([[0.5, 0.75]], dtype=torch.float64)
+        >>> kernels.weighted_sum([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])], coefficients)
+        tensor([1.2500, 0.7500])
     """
     findings = Findings(found_inf, max_abs)
     total: Tensor = run(check_weighted_sum(tensors, coefficients, segments, out, findings))
@@ -172,6 +199,12 @@ def plan_weighted_sum(
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
+
+    Examples:
+        >>> coefficients = torch.tensor([[0.5, 0.75]], dtype=torch.float64)
+        >>> plan = kernels.plan_weighted_sum([torch.ones(2), torch.ones(2)], coefficients)
+        >>> plan()
+        tensor([1.2500, 1.2500])
     """
     findings = Findings(found_inf, max_abs)
     return WeightedSumPlan(check_weighted_sum(tensors, coefficients, segments, out, findings))
@@ -180,7 +213,12 @@ def plan_weighted_sum(
 def gram_bytes(
     tensors: Sequence[Tensor], segments: Sequence[int] | None = None, *, precise: bool = False
 ) -> int:
-    """Least traffic of `gram`, in bytes: every tensor read once, the matrices written."""
+    """Least traffic of `gram`, in bytes: every tensor read once, the matrices written.
+
+    Examples:
+        >>> kernels.gram_bytes([torch.ones(2), torch.ones(2)])  # 16 read, 4 entries of 8 written
+        48
+    """
     sized = _sized(tensors)
     count = len(check_segments(segments, sized[0].numel())) - 1
     entries = count * len(sized) ** 2 * (2 if precise else 1)
@@ -188,13 +226,23 @@ def gram_bytes(
 
 
 def adasum_coefficients_bytes(partials: Tensor) -> int:
-    """Least traffic of `adasum_coefficients`, in bytes: partials read, coefficients written."""
+    """Least traffic of `adasum_coefficients`, in bytes: partials read, coefficients written.
+
+    Examples:
+        >>> kernels.adasum_coefficients_bytes(torch.ones(1, 1, 2, 2, dtype=torch.float64))
+        48
+    """
     given = check_partials(check_sized("partials", partials))
     return given.nbytes + 8 * given.shape[1] * given.shape[2]
 
 
 def weighted_sum_bytes(tensors: Sequence[Tensor], segments: Sequence[int] | None = None) -> int:
-    """Least traffic of `weighted_sum`, in bytes: tensors and coefficients read, one written."""
+    """Least traffic of `weighted_sum`, in bytes: tensors and coefficients read, one written.
+
+    Examples:
+        >>> kernels.weighted_sum_bytes([torch.ones(2), torch.ones(2)])  # 16 and 16 read, 8 written
+        40
+    """
     sized = _sized(tensors)
     count = len(check_segments(segments, sized[0].numel())) - 1
     return sum(tensor.nbytes for tensor in sized) + 8 * count * len(sized) + sized[0].nbytes
@@ -208,7 +256,13 @@ def _sized(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gram_reference(tensors: Sequence[Tensor], segments: Sequence[int] | None = None) -> Tensor:
-    """`gram` in plain float64 torch; arguments and errors as there."""
+    """`gram` in plain float64 torch; arguments and errors as there.
+
+    Examples:
+        >>> kernels.gram_reference([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
+        tensor([[[1., 1.],
+                 [1., 2.]]], dtype=torch.float64)
+    """
     rows, bounds = _stacked(tensors, segments)
     parts = [rows[:, low:high] for low, high in itertools.pairwise(bounds)]
     found = [(part[:, None] * part[None]).sum(2) for part in parts]
@@ -216,7 +270,13 @@ def gram_reference(tensors: Sequence[Tensor], segments: Sequence[int] | None = N
 
 
 def adasum_coefficients_reference(partials: Tensor, tree: Rows) -> Tensor:
-    """`adasum_coefficients` in plain float64 torch, as the formula has it: one matrix for all."""
+    """`adasum_coefficients` in plain float64 torch, as the formula has it: one matrix for all.
+
+    Examples:
+        >>> matrices = kernels.gram_reference([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
+        >>> kernels.adasum_coefficients_reference(matrices[None], [(0, 1, 1, 1)])
+        tensor([[0.5000, 0.7500]], dtype=torch.float64)
+    """
     checked = check_partials(check_tensor("partials", partials)).detach()
     matrices = (checked.sum(4) if checked.dim() == 5 else checked).sum(0)
     count, size, _ = matrices.shape
@@ -243,7 +303,13 @@ def adasum_coefficients_reference(partials: Tensor, tree: Rows) -> Tensor:
 def weighted_sum_reference(
     tensors: Sequence[Tensor], coefficients: Tensor, segments: Sequence[int] | None = None
 ) -> Tensor:
-    """`weighted_sum` evaluated in float64 and left there; arguments and errors as there."""
+    """`weighted_sum` evaluated in float64 and left there; arguments and errors as there.
+
+    Examples:
+        >>> coefficients = torch.tensor([[0.5, 0.75]], dtype=torch.float64)
+        >>> kernels.weighted_sum_reference([torch.ones(2), torch.ones(2)], coefficients)
+        tensor([1.2500, 1.2500], dtype=torch.float64)
+    """
     rows, bounds = _stacked(tensors, segments)
     shape = (len(bounds) - 1, len(rows))
     factors = check_table("coefficients", coefficients, shape, rows.device).detach()

@@ -27,6 +27,13 @@ class Layout:
     dtype: The buffer's. shapes, numels, offsets: One entry for each tensor; offsets in elements.
     numel: The length of the buffer in elements, with padding. alignment: That of each slot, in
     bytes. The elements between the end of a tensor and the next offset are padding, and zero.
+
+    Examples:
+        >>> layout = kernels.layout_of([torch.ones(2), torch.ones(1)], alignment=8)
+        >>> layout.segments
+        (0, 2, 4)
+        >>> layout.views(torch.arange(4.0))
+        [tensor([0., 1.]), tensor([2.])]
     """
 
     dtype: torch.dtype
@@ -105,6 +112,11 @@ def layout_of(
     for an empty list). alignment: Bytes, a positive multiple of the element size; None for 256 with
     CUDA tensors and 64 with CPU tensors. Raises TypeError (dtypes) or ValueError (alignment,
     devices, contiguity).
+
+    Examples:
+        >>> layout = kernels.layout_of([torch.ones(2, 3), torch.ones(4)])  # on a CPU: 64 bytes
+        >>> layout.offsets, layout.numel
+        ((0, 16), 32)
     """
     checked = check_tensors("tensors", tensors)
     if dtype is None:

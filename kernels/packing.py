@@ -45,6 +45,11 @@ def pack(
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
+
+    Examples:
+        >>> tensors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+        >>> kernels.pack(tensors, layout=kernels.layout_of(tensors, alignment=8), scale=0.5)
+        tensor([0.5000, 1.0000, 1.5000, 0.0000])
     """
     scale = check_scalar("scale", scale)
     packed: Tensor = run(check_pack(tensors, layout, out, Findings(found_inf, max_abs)), scale)
@@ -63,6 +68,12 @@ def plan_pack(
 
     Arguments and errors are those of `pack` and of every `Plan`. Without `out` the plan makes a
     buffer, to which each run writes.
+
+    Examples:
+        >>> tensors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+        >>> plan = kernels.plan_pack(tensors, layout=kernels.layout_of(tensors, alignment=8))
+        >>> plan(scale=2.0)
+        tensor([2., 4., 6., 0.])
     """
     return PackPlan(check_pack(tensors, layout, out, Findings(found_inf, max_abs)))
 
@@ -95,6 +106,11 @@ def unpack(
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
+
+    Examples:
+        >>> buffer, tensors = torch.tensor([1.0, 2.0, 3.0]), [torch.empty(2), torch.empty(1)]
+        >>> kernels.unpack(buffer, tensors, layout=kernels.layout_of(tensors, alignment=4))
+        [tensor([1., 2.]), tensor([3.])]
     """
     scale = check_scalar("scale", scale)
     call = check_unpack(buffer, tensors, layout, Findings(found_inf, max_abs))
@@ -113,18 +129,35 @@ def plan_unpack(
     """Plan `unpack` into these tensors: run it as plan(scale).
 
     Arguments and errors are those of `unpack` and of every `Plan`.
+
+    Examples:
+        >>> buffer, tensors = torch.tensor([1.0, 2.0, 3.0]), [torch.empty(2), torch.empty(1)]
+        >>> layout = kernels.layout_of(tensors, alignment=4)
+        >>> plan = kernels.plan_unpack(buffer, tensors, layout=layout)
+        >>> plan(scale=0.5)
+        [tensor([0.5000, 1.0000]), tensor([1.5000])]
     """
     return UnpackPlan(check_unpack(buffer, tensors, layout, Findings(found_inf, max_abs)))
 
 
 def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
-    """Return the least traffic of `pack` in bytes: all tensors read, the whole buffer written."""
+    """Return the least traffic of `pack` in bytes: all tensors read, the whole buffer written.
+
+    Examples:
+        >>> kernels.pack_bytes([torch.ones(2), torch.ones(1)])  # 12 read, two slots of 64 written
+        140
+    """
     layout = check_packed(tensors, layout, None)[1].layout
     return sum(tensor.nbytes for tensor in tensors) + layout.numel * layout.dtype.itemsize
 
 
 def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
-    """Return the least traffic of `unpack` in bytes: all slots read, all tensors written."""
+    """Return the least traffic of `unpack` in bytes: all slots read, all tensors written.
+
+    Examples:
+        >>> kernels.unpack_bytes(torch.ones(32), [torch.ones(2), torch.ones(1)])  # 12 and 12
+        24
+    """
     _, packed = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)
     itemsize = packed.layout.dtype.itemsize
     return sum(tensor.numel() * (tensor.element_size() + itemsize) for tensor in tensors)
@@ -133,7 +166,13 @@ def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | 
 def pack_reference(
     tensors: Sequence[Tensor], *, layout: Layout | None = None, scale: float = 1.0
 ) -> Tensor:
-    """Return what `pack` writes, before it is rounded to the buffer's dtype: float64, 1-D."""
+    """Return what `pack` writes, before it is rounded to the buffer's dtype: float64, 1-D.
+
+    Examples:
+        >>> tensors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+        >>> kernels.pack_reference(tensors, layout=kernels.layout_of(tensors, alignment=8))
+        tensor([1., 2., 3., 0.], dtype=torch.float64)
+    """
     layout = check_packed(tensors, layout, None)[1].layout
     scale = check_scalar("scale", scale)
     buffer = torch.zeros(layout.numel, dtype=torch.float64, device=device_of(tensors))
@@ -143,7 +182,13 @@ def pack_reference(
 
 
 def unpack_reference(buffer: Tensor, layout: Layout, *, scale: float = 1.0) -> list[Tensor]:
-    """Return what `unpack` writes, before it is rounded to the tensors' dtypes: float64."""
+    """Return what `unpack` writes, before it is rounded to the tensors' dtypes: float64.
+
+    Examples:
+        >>> layout = kernels.layout_of([torch.ones(2), torch.ones(1)], alignment=4)
+        >>> kernels.unpack_reference(torch.tensor([1.0, 2.0, 3.0]), layout)
+        [tensor([1., 2.], dtype=torch.float64), tensor([3.], dtype=torch.float64)]
+    """
     check_layout(layout)
     check_buffer("buffer", buffer, layout, check_tensor("buffer", buffer).device)
     return layout.views(buffer.detach().double() * check_scalar("scale", scale))

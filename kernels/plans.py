@@ -62,6 +62,17 @@ class Plan:
     Attributes:
         out: The tensor to which a run writes, and which it returns; of `plan_unpack`, the buffer
             that it reads.
+
+    Examples:
+        >>> a, b = torch.ones(2), torch.ones(2)
+        >>> plan = kernels.plan_sum_n([a, b])
+        >>> plan()
+        tensor([2., 2.])
+        >>> plan.rebind([b, torch.full((2,), 3.0)])
+        >>> plan(scale=0.5)
+        tensor([2., 2.])
+        >>> plan.check()  # raises where a tensor was resized or moved
+        >>> plan.release()
     """
 
     out: Tensor

@@ -49,6 +49,14 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
     Raises:
         TypeError: An argument has another type or dtype.
         ValueError: An argument is unusable.
+
+    Examples:
+        >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+        >>> kernels.dot_and_norms(a, b)
+        tensor([[11.,  5., 25.]], dtype=torch.float64)
+        >>> kernels.dot_and_norms(a, b, segments=[0, 1, 2])
+        tensor([[ 3.,  1.,  9.],
+                [ 8.,  4., 16.]], dtype=torch.float64)
     """
     dots: Tensor = run(check_dot_and_norms(a, b, segments))
     return dots
@@ -61,6 +69,11 @@ def plan_dot_and_norms(
 
     Arguments and errors are those of `dot_and_norms` and of every `Plan`. Each run writes to the
     same tensor and returns it.
+
+    Examples:
+        >>> plan = kernels.plan_dot_and_norms(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+        >>> plan()
+        tensor([[11.,  5., 25.]], dtype=torch.float64)
     """
     return DotAndNormsPlan(check_dot_and_norms(a, b, segments))
 
@@ -102,6 +115,11 @@ def combine(
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
+
+    Examples:
+        >>> a, b = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
+        >>> kernels.combine(a, b, kernels.dot_and_norms(a, b))  # a / 2 + 3 b / 4
+        tensor([1.2500, 0.7500])
     """
     factors = check_weights(weights)
     call = check_combine(a, b, dots, segments, out, Findings(found_inf, max_abs))
@@ -123,6 +141,12 @@ def plan_combine(
 
     Arguments and errors are those of `combine` and of every `Plan`. Without `out` the plan makes
     one, to which each run writes.
+
+    Examples:
+        >>> a, b = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
+        >>> plan = kernels.plan_combine(a, b, kernels.dot_and_norms(a, b))
+        >>> plan()
+        tensor([1.2500, 0.7500])
     """
     return CombinePlan(check_combine(a, b, dots, segments, out, Findings(found_inf, max_abs)))
 
@@ -140,6 +164,9 @@ def adasum(
 ) -> Tensor:
     """Return the Adasum of two tensors, a segment at a time: `combine` of their `dot_and_norms`.
 
+    With `d = a.b`, `A = |a|^2` and `B = |b|^2` of the segment it is
+    `(1 - d/(2A)) a + (1 - d/(2B)) b`, and with `weights` (p, q)
+    `(1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b`. Parallel vectors average, orthogonal ones sum.
     Arguments and errors are those of `combine`. NaN or Inf in a segment affects only that segment.
 
     `cooperative` says whether a GPU may use one cooperative launch if the tensors fit on chip. They
@@ -147,6 +174,15 @@ def adasum(
     all registers of the GPU, and they wait for each other. At the same time as other kernels that
     wait, as NCCL's wait for other ranks, pass False: two launches, which wait for nothing. The bits
     are the same, and on a CPU it makes no difference.
+
+    Examples:
+        >>> kernels.adasum(torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0]))  # orthogonal
+        tensor([3., 4.])
+        >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])  # parallel
+        >>> kernels.adasum(a, b)
+        tensor([2., 4.])
+        >>> kernels.adasum(a, b, weights=(3, 1))
+        tensor([1.5000, 3.0000])
     """
     factors = check_weights(weights)
     call = check_adasum(a, b, segments, out, Findings(found_inf, max_abs), cooperative)
@@ -168,6 +204,11 @@ def plan_adasum(
 
     Arguments and errors are those of `adasum` and of every `Plan`. Without `out` the plan makes
     one, to which each run writes.
+
+    Examples:
+        >>> plan = kernels.plan_adasum(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0]))
+        >>> plan(weights=(3, 1))
+        tensor([1.5000, 3.0000])
     """
     return AdasumPlan(check_adasum(a, b, segments, out, Findings(found_inf, max_abs), cooperative))
 
@@ -176,6 +217,10 @@ def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = N
     """Return the least traffic of `dot_and_norms` in bytes: a and b read, 24 a segment written.
 
     Tensors may be on any device, here and in the other functions that count bytes.
+
+    Examples:
+        >>> kernels.dot_and_norms_bytes(torch.ones(2), torch.ones(2))  # 16 read, 24 written
+        40
     """
     left, right = check_sized("a", a), check_sized("b", b)
     count = len(check_segments(segments, left.numel())) - 1
@@ -183,18 +228,33 @@ def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = N
 
 
 def combine_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
-    """Return the least traffic of `combine` in bytes: a, b and dots read, one tensor written."""
+    """Return the least traffic of `combine` in bytes: a, b and dots read, one tensor written.
+
+    Examples:
+        >>> kernels.combine_bytes(torch.ones(2), torch.ones(2))  # 16 and 24 read, 8 written
+        48
+    """
     return dot_and_norms_bytes(a, b, segments) + a.nbytes
 
 
 def adasum_bytes(a: Tensor, b: Tensor) -> int:
-    """Return the least traffic of `adasum` in bytes: a and b read once, one tensor written."""
+    """Return the least traffic of `adasum` in bytes: a and b read once, one tensor written.
+
+    Examples:
+        >>> kernels.adasum_bytes(torch.ones(2), torch.ones(2))  # 16 read, 8 written
+        24
+    """
     left, right = check_sized("a", a), check_sized("b", b)
     return 2 * left.nbytes + right.nbytes
 
 
 def dot_and_norms_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
-    """Return `dot_and_norms` by plain torch in float64, with the same arguments and errors."""
+    """Return `dot_and_norms` by plain torch in float64, with the same arguments and errors.
+
+    Examples:
+        >>> kernels.dot_and_norms_reference(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+        tensor([[11.,  5., 25.]], dtype=torch.float64)
+    """
     x, y, bounds = _flat(a, b, segments)
     rows = [
         torch.stack([(u * v).sum(), (u * u).sum(), (v * v).sum()])
@@ -211,7 +271,13 @@ def combine_reference(
     *,
     weights: Weights = EQUAL,
 ) -> Tensor:
-    """Return `combine`, computed and returned in float64."""
+    """Return `combine`, computed and returned in float64.
+
+    Examples:
+        >>> a, b = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
+        >>> kernels.combine_reference(a, b, kernels.dot_and_norms_reference(a, b))
+        tensor([1.2500, 0.7500], dtype=torch.float64)
+    """
     x, y, bounds = _flat(a, b, segments)
     dots = check_dots(dots, len(bounds) - 1, x)
     result = torch.empty_like(x)
@@ -228,7 +294,12 @@ def adasum_reference(
     *,
     weights: Weights = EQUAL,
 ) -> Tensor:
-    """Return `adasum`, computed and returned in float64."""
+    """Return `adasum`, computed and returned in float64.
+
+    Examples:
+        >>> kernels.adasum_reference(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0]))
+        tensor([2., 4.], dtype=torch.float64)
+    """
     dots = dot_and_norms_reference(a, b, segments)
     return combine_reference(a, b, dots, segments, weights=weights)
 

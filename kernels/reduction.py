@@ -65,6 +65,10 @@ def sum_n(
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
+
+    Examples:
+        >>> kernels.sum_n([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])], scale=0.5)
+        tensor([2., 3.])
     """
     scale = check_scalar("scale", scale)
     findings = Findings(found_inf, max_abs)
@@ -86,6 +90,14 @@ def plan_sum_n(
 
     Arguments and errors are those of `sum_n` and of every `Plan`. Without `out` the plan makes one,
     to which each run writes.
+
+    Examples:
+        >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+        >>> plan = kernels.plan_sum_n([a, b], out=a)
+        >>> plan()
+        tensor([4., 6.])
+        >>> plan()  # reads what the run before has written
+        tensor([ 7., 10.])
     """
     findings = Findings(found_inf, max_abs)
     return SumPlan(check_sum_n(tensors, out, dtype, order, accumulate, findings))
@@ -117,6 +129,11 @@ def scaled_add(
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
+
+    Examples:
+        >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+        >>> kernels.scaled_add(a, b, alpha=2.0, beta=-1.0)
+        tensor([-1.,  0.])
     """
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
     call = check_scaled_add(a, b, out, dtype, Findings(found_inf, max_abs))
@@ -137,12 +154,22 @@ def plan_scaled_add(
 
     Arguments and errors are those of `scaled_add` and of every `Plan`. Without `out` the plan makes
     one, to which each run writes.
+
+    Examples:
+        >>> plan = kernels.plan_scaled_add(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+        >>> plan(alpha=2.0, beta=-1.0)
+        tensor([-1.,  0.])
     """
     return ScaledAddPlan(check_scaled_add(a, b, out, dtype, Findings(found_inf, max_abs)))
 
 
 def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> int:
-    """Return the least traffic of `sum_n` in bytes: all tensors read, one of `dtype` written."""
+    """Return the least traffic of `sum_n` in bytes: all tensors read, one of `dtype` written.
+
+    Examples:
+        >>> kernels.sum_n_bytes([torch.ones(2), torch.ones(2), torch.ones(2)])  # 24 read, 8 written
+        32
+    """
     given = read_list("tensors", tensors)
     sized = [check_sized(f"tensors[{i}]", tensor) for i, tensor in enumerate(given)]
     if not sized:
@@ -152,7 +179,12 @@ def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) 
 
 
 def scaled_add_bytes(a: Tensor, b: Tensor, *, dtype: torch.dtype | None = None) -> int:
-    """Return the least traffic of `scaled_add` in bytes: a and b read, one of `dtype` written."""
+    """Return the least traffic of `scaled_add` in bytes: a and b read, one of `dtype` written.
+
+    Examples:
+        >>> kernels.scaled_add_bytes(torch.ones(2), torch.ones(2))  # 16 read, 8 written
+        24
+    """
     left, right = check_sized("a", a), check_sized("b", b)
     return left.nbytes + right.nbytes + left.numel() * _written(left, dtype).itemsize
 
@@ -174,6 +206,10 @@ def sum_n_reference(
     """Return `sum_n`, computed and returned in float64; arguments and errors are the same.
 
     Each sum of two is rounded to `accumulate`, if that is given.
+
+    Examples:
+        >>> kernels.sum_n_reference([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])])
+        tensor([4., 6.], dtype=torch.float64)
     """
     checked = check_equals(tensors)
     scale = check_scalar("scale", scale)
@@ -187,7 +223,12 @@ def sum_n_reference(
 
 
 def scaled_add_reference(a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    """Return `scaled_add`, computed and returned in float64; arguments and errors are the same."""
+    """Return `scaled_add`, computed and returned in float64; arguments and errors are the same.
+
+    Examples:
+        >>> kernels.scaled_add_reference(torch.tensor([1.0]), torch.tensor([3.0]), alpha=2.0)
+        tensor([5.], dtype=torch.float64)
+    """
     left = check_tensor("a", a)
     right = check_like("b", b, "a", left, any_dtype=True)
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)

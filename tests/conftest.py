@@ -61,6 +61,7 @@ NIGHTLY = (
     "adasum/test_direct.py",
     "adasum/test_direct_levels.py",
     "adasum/test_compile.py",
+    "adasum/test_integrations.py",
     "adasum/test_weights.py",
     "bench",
     "collectives/cost/test_cost.py::test_many_ranks",

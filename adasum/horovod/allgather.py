@@ -28,6 +28,11 @@ def allgather(
         tensor: May differ between the ranks in the size of dimension 0 only.
         name: Names the collective in errors; equal on all ranks.
         process_set: The ranks that take part; all ranks unless given.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.allgather(torch.ones(1, 2))  # of one rank
+        tensor([[1., 1.]])
     """
     return allgather_async(tensor, name, process_set).wait()
 
@@ -35,7 +40,13 @@ def allgather(
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[Tensor]:
-    """Start an `allgather`; `synchronize` returns its result."""
+    """Start an `allgather`; `synchronize` returns its result.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.synchronize(hvd.allgather_async(torch.ones(1, 2)))
+        tensor([[1., 1.]])
+    """
     group = require_group(process_set)
     handle = _start(group, name, tensor)
     mine = tensor.shape[0]
@@ -52,14 +63,26 @@ def allgather_async(
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[Tensor]:
-    """`allgather` each tensor of a list."""
+    """`allgather` each tensor of a list.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.grouped_allgather([torch.ones(1), torch.zeros(2)])
+        [tensor([1.]), tensor([0., 0.])]
+    """
     return for_each(allgather, tensors, name, process_set)
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[list[Tensor]]:
-    """Start an `allgather_async` of each tensor; `synchronize` returns the list of results."""
+    """Start an `allgather_async` of each tensor; `synchronize` returns the list of results.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.synchronize(hvd.grouped_allgather_async([torch.ones(1)]))
+        [tensor([1.])]
+    """
     return wait_for_all(for_each(allgather_async, tensors, name, process_set))
 
 

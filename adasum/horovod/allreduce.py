@@ -64,6 +64,11 @@ def allreduce(
         TypeError: An argument has the wrong type, or `op` does not take the tensor's dtype.
         ValueError: An argument has a bad value, or this rank is not in the process set.
         NotImplementedError: A gradient is needed through another op than Sum, Average and Adasum.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.allreduce(torch.tensor([1.0, 2.0]), op=hvd.Adasum)  # of one rank
+        tensor([1., 2.])
     """
     rest: Any = (process_set, average, compression, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
@@ -82,7 +87,13 @@ def allreduce_async(
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
 ) -> Handle[Tensor]:
-    """Start an `allreduce`; `synchronize` returns its result."""
+    """Start an `allreduce`; `synchronize` returns its result.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.synchronize(hvd.allreduce_async(torch.ones(2), op=hvd.Sum))
+        tensor([1., 1.])
+    """
     rest: Any = (process_set, average, Compression.none, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     return Handle([_reduce(options, [tensor])], lambda tensors: tensors[0])
@@ -100,7 +111,14 @@ def allreduce_(
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
 ) -> Tensor:
-    """Do an `allreduce` in place on a contiguous tensor, which is returned."""
+    """Do an `allreduce` in place on a contiguous tensor, which is returned.
+
+    Examples:
+        >>> hvd.init()
+        >>> gradient = torch.tensor([1.0, 2.0])
+        >>> hvd.allreduce_(gradient, op=hvd.Average) is gradient
+        True
+    """
     scales = prescale_factor, postscale_factor
     ordered: Any = {"order": order, "accumulate": accumulate}
     return allreduce_async_(tensor, average, name, op, *scales, process_set, **ordered).wait()
@@ -118,7 +136,13 @@ def allreduce_async_(
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
 ) -> Handle[Tensor]:
-    """Start an `allreduce_`; the tensor must not be used until `synchronize`."""
+    """Start an `allreduce_`; the tensor must not be used until `synchronize`.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.synchronize(hvd.allreduce_async_(torch.ones(2), op=hvd.Sum))
+        tensor([1., 1.])
+    """
     rest: Any = (process_set, average, Compression.none, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     work = _start_in_place(options, [dense(tensor).detach()])
@@ -141,6 +165,11 @@ def grouped_allreduce(
     """`allreduce` each tensor of a list, packed into few messages.
 
     For Adasum each tensor is a segment of its own.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.grouped_allreduce([torch.ones(1), torch.zeros(2)], op=hvd.Sum)
+        [tensor([1.]), tensor([0., 0.])]
     """
     rest: Any = (process_set, average, compression, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
@@ -159,7 +188,13 @@ def grouped_allreduce_async(
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
 ) -> Handle[list[Tensor]]:
-    """Start a `grouped_allreduce`; `synchronize` returns the list of results."""
+    """Start a `grouped_allreduce`; `synchronize` returns the list of results.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(1)], op=hvd.Sum))
+        [tensor([1.])]
+    """
     rest: Any = (process_set, average, Compression.none, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     return _reduce(options, tensor_list(tensors), "grouped_allreduce")
@@ -177,7 +212,13 @@ def grouped_allreduce_(
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Do a `grouped_allreduce` in place on contiguous tensors, which are returned."""
+    """Do a `grouped_allreduce` in place on contiguous tensors, which are returned.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.grouped_allreduce_([torch.ones(1), torch.zeros(2)], op=hvd.Sum)
+        [tensor([1.]), tensor([0., 0.])]
+    """
     rest = op, prescale_factor, postscale_factor, process_set
     ordered: Any = {"order": order, "accumulate": accumulate}
     return grouped_allreduce_async_(tensors, average, name, *rest, **ordered).wait()
@@ -195,7 +236,13 @@ def grouped_allreduce_async_(
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
 ) -> Handle[list[Tensor]]:
-    """Start a `grouped_allreduce_`; the tensors must not be used until `synchronize`."""
+    """Start a `grouped_allreduce_`; the tensors must not be used until `synchronize`.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.synchronize(hvd.grouped_allreduce_async_([torch.ones(1)], op=hvd.Sum))
+        [tensor([1.])]
+    """
     rest: Any = (process_set, average, Compression.none, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     inputs = tensor_list(tensors)
@@ -222,6 +269,13 @@ def sparse_allreduce_async(
     Raises:
         TypeError: `tensor` is not a sparse COO tensor.
         NotImplementedError: `op` is neither Sum nor Average, or a gradient is needed.
+
+    Examples:
+        >>> hvd.init()
+        >>> handle = hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "rows", hvd.Sum)
+        >>> hvd.synchronize(handle).to_dense()
+        tensor([[1., 0.],
+                [0., 1.]])
     """
     refuse_gradient("sparse_allreduce_async", tensor)
     require_reducer(op)

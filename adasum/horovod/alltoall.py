@@ -37,6 +37,11 @@ def alltoall(
 
     Returns:
         The rows; with `splits`, a pair of the rows and how many each rank sent.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.alltoall(torch.tensor([1, 2]))
+        tensor([1, 2])
     """
     rows, received = alltoall_async(tensor, splits, name, process_set).wait()
     return rows if splits is None else (rows, received)
@@ -51,6 +56,11 @@ def alltoall_async(
     """Start an `alltoall`.
 
     `synchronize` returns a pair of the rows and how many each rank sent.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.synchronize(hvd.alltoall_async(torch.tensor([1, 2])))
+        (tensor([1, 2]), tensor([2], dtype=torch.int32))
     """
     group = require_group(process_set)
     handle = _start(group, splits, name, tensor)

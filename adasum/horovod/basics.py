@@ -46,6 +46,11 @@ def init(
         NotImplementedError: `comm` was given.
         ValueError: `process_sets` is a string other than "dynamic", or a second call gives another
             argument than the first.
+
+    Examples:
+        >>> hvd.init()  # without a launcher it is one rank
+        >>> hvd.rank(), hvd.size()
+        (0, 1)
     """
     if comm is not None:
         raise NotImplementedError(
@@ -88,6 +93,11 @@ def join(device: int = -1) -> int:
 
     Returns:
         The global rank that joined last.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.join()
+        0
     """
     require("device", device, int)
     zeros_on = None if device < 0 else torch.device("cuda", device)
@@ -95,44 +105,91 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:
-    """Return once every rank of the process set has called it."""
+    """Return once every rank of the process set has called it.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.barrier()
+    """
     require_group(process_set).barrier()
 
 
 def rank() -> int:
-    """Return this rank's number, 0 to size() - 1."""
+    """Return this rank's number, 0 to size() - 1.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.rank()
+        0
+    """
     return default_group().rank
 
 
 def size() -> int:
-    """Return the number of ranks."""
+    """Return the number of ranks.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.size()
+        1
+    """
     return default_group().size
 
 
 def local_rank() -> int:
-    """Return this rank's number on its host, 0 to local_size() - 1."""
+    """Return this rank's number on its host, 0 to local_size() - 1.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.local_rank()
+        0
+    """
     return default_group().local_rank
 
 
 def local_size() -> int:
-    """Return the number of ranks on this host."""
+    """Return the number of ranks on this host.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.local_size()
+        1
+    """
     return default_group().local_size
 
 
 def cross_rank() -> int:
-    """Return this host's number among the hosts that have a rank with this local_rank()."""
+    """Return this host's number among the hosts that have a rank with this local_rank().
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.cross_rank(), hvd.cross_size()
+        (0, 1)
+    """
     group = default_group()
     return _hosts_with(group.hosts, group.local_rank).index(group.hosts[group.rank])
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank with this local_rank()."""
+    """Return the number of hosts that have a rank with this local_rank().
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.cross_size()
+        1
+    """
     group = default_group()
     return len(_hosts_with(group.hosts, group.local_rank))
 
 
 def is_homogeneous() -> bool:
-    """Return whether every host has the same number of ranks."""
+    """Return whether every host has the same number of ranks.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.is_homogeneous()
+        True
+    """
     hosts = default_group().hosts
     return len({hosts.count(host) for host in hosts}) == 1
 

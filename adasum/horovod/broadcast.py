@@ -28,6 +28,11 @@ def broadcast(
         root_rank: The root's global rank.
         name: Names the collective in errors; equal on all ranks.
         process_set: The ranks that take part; all ranks unless given.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.broadcast(torch.ones(2), root_rank=0)
+        tensor([1., 1.])
     """
     return broadcast_async(tensor, root_rank, name, process_set).wait()
 
@@ -35,7 +40,13 @@ def broadcast(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[Tensor]:
-    """Start a `broadcast`; `synchronize` returns its result."""
+    """Start a `broadcast`; `synchronize` returns its result.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.synchronize(hvd.broadcast_async(torch.ones(2), root_rank=0))
+        tensor([1., 1.])
+    """
     group, root = group_and_root(process_set, root_rank)
 
     def backward(gradient: Tensor) -> list[Tensor]:
@@ -49,14 +60,26 @@ def broadcast_async(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Tensor:
-    """Overwrite the contiguous tensor with that of the root, and return it."""
+    """Overwrite the contiguous tensor with that of the root, and return it.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.broadcast_(torch.ones(2), root_rank=0)
+        tensor([1., 1.])
+    """
     return broadcast_async_(tensor, root_rank, name, process_set).wait()
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[Tensor]:
-    """Start a `broadcast_`; the tensor must not be used until `synchronize`."""
+    """Start a `broadcast_`; the tensor must not be used until `synchronize`.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.synchronize(hvd.broadcast_async_(torch.ones(2), root_rank=0))
+        tensor([1., 1.])
+    """
     return _start(*group_and_root(process_set, root_rank), name, tensor)
 
 

@@ -37,27 +37,52 @@ def warn_of_scaled_rate(algorithm: str | None) -> None:
 
 
 def mpi_built() -> bool:
-    """Return False: MPI is not used."""
+    """Return False: MPI is not used.
+
+    Examples:
+        >>> hvd.mpi_built()
+        False
+    """
     return False
 
 
 def mpi_enabled() -> bool:
-    """Return False: MPI is not used."""
+    """Return False: MPI is not used.
+
+    Examples:
+        >>> hvd.mpi_enabled()
+        False
+    """
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """Return False: MPI is not used."""
+    """Return False: MPI is not used.
+
+    Examples:
+        >>> hvd.mpi_threads_supported()
+        False
+    """
     return False
 
 
 def gloo_built() -> bool:
-    """Return whether torch.distributed has gloo."""
+    """Return whether torch.distributed has gloo.
+
+    Examples:
+        >>> hvd.gloo_built()
+        True
+    """
     return bool(dist.is_available() and dist.is_gloo_available())
 
 
 def gloo_enabled() -> bool:
-    """Return whether gloo connects the ranks: not before init, for one rank, or for threads."""
+    """Return whether gloo connects the ranks: not before init, for one rank, or for threads.
+
+    Examples:
+        >>> hvd.gloo_enabled()
+        False
+    """
     return is_initialized() and default_group().transport.process_group is not None
 
 
@@ -88,10 +113,20 @@ def rocm_built() -> bool:
 
 
 def ddl_built() -> bool:
-    """Return False: IBM's DDL is not used."""
+    """Return False: IBM's DDL is not used.
+
+    Examples:
+        >>> hvd.ddl_built()
+        False
+    """
     return False
 
 
 def ccl_built() -> bool:
-    """Return False: oneCCL is not used."""
+    """Return False: oneCCL is not used.
+
+    Examples:
+        >>> hvd.ccl_built()
+        False
+    """
     return False

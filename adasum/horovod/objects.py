@@ -33,6 +33,11 @@ def broadcast_object(
 
     Raises:
         TypeError: On every rank, where the root's object cannot be sent (see the module).
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.broadcast_object({"epoch": 3}, root_rank=0)
+        {'epoch': 3}
     """
     validation.no_mode("obj")
     group, root = group_and_root(process_set, root_rank)
@@ -56,6 +61,11 @@ def allgather_object(
 
     Raises:
         TypeError: On every rank, where one rank's object cannot be sent (see the module).
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.allgather_object({"loss": 0.5})
+        [{'loss': 0.5}]
     """
     validation.no_mode("obj")
     group = require_group(process_set)

@@ -27,6 +27,10 @@ class ProcessSet:
     Raises:
         TypeError: `ranks` is not a list of ints.
         ValueError: `ranks` is empty, or has negative or repeated ranks.
+
+    Examples:
+        >>> hvd.ProcessSet([0]).ranks
+        [0]
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -119,6 +123,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Every rank calls it, with the same ranks and in the same order. Ranks that were added before
     keep their number.
+
+    Examples:
+        >>> hvd.init()
+        >>> first = hvd.add_process_set([0])
+        >>> hvd.allreduce(torch.ones(2), op=hvd.Sum, process_set=first)
+        tensor([1., 1.])
+        >>> hvd.remove_process_set(first)
+        True
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -136,6 +148,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Returns:
         False, and nothing is done, for the global set and for a set that is not added.
+
+    Examples:
+        >>> hvd.init()
+        >>> first = hvd.add_process_set([0])
+        >>> hvd.remove_process_set(first)
+        True
     """
     require("process_set", process_set, ProcessSet)
     key = tuple(process_set.ranks)
@@ -149,7 +167,13 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
-    """Return the set with this number; ValueError where there is none."""
+    """Return the set with this number; ValueError where there is none.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.process_set_by_id(0) is hvd.global_process_set
+        True
+    """
     validation.integer("process_set_id", process_set_id)
     known = get_process_set_ids_and_ranks()
     if process_set_id not in known:
@@ -158,7 +182,13 @@ def process_set_by_id(process_set_id: int) -> ProcessSet:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return the ranks of every set by its number; 0 is the global set."""
+    """Return the ranks of every set by its number; 0 is the global set.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.get_process_set_ids_and_ranks()
+        {0: [0]}
+    """
     added = {entry.number: list(ranks) for ranks, entry in _process_sets().items()}
     return {0: global_process_set.ranks, **added}
 

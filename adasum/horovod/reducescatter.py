@@ -54,6 +54,12 @@ def reducescatter(
         TypeError: An argument has the wrong type, or `op` does not take the tensor's dtype.
         ValueError: An argument has a bad value, or this rank is not in the process set.
         NotImplementedError: A gradient is needed through an op other than Sum and Average.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.reducescatter(torch.ones(2, 1), op=hvd.Sum)
+        tensor([[1.],
+                [1.]])
     """
     rest: Any = (process_set, None, compression, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
@@ -71,7 +77,14 @@ def reducescatter_async(
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
 ) -> Handle[Tensor]:
-    """Start a `reducescatter`; `synchronize` returns its result."""
+    """Start a `reducescatter`; `synchronize` returns its result.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.synchronize(hvd.reducescatter_async(torch.ones(2, 1), op=hvd.Sum))
+        tensor([[1.],
+                [1.]])
+    """
     rest: Any = (process_set, None, Compression.none, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     return _reduce(options, tensor)
@@ -89,7 +102,13 @@ def grouped_reducescatter(
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """`reducescatter` each tensor of a list."""
+    """`reducescatter` each tensor of a list.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.grouped_reducescatter([torch.ones(2), torch.zeros(1)], op=hvd.Sum)
+        [tensor([1., 1.]), tensor([0.])]
+    """
     _check(tensors, op)
     rest = (compression, op, process_set, prescale_factor, postscale_factor)
     function = partial(reducescatter, order=order, accumulate=accumulate)
@@ -107,7 +126,13 @@ def grouped_reducescatter_async(
     order: Literal["tree"] | None = None,
     accumulate: torch.dtype | None = None,
 ) -> Handle[list[Tensor]]:
-    """Start a `reducescatter_async` of each tensor; `synchronize` returns the list of results."""
+    """Start a `reducescatter_async` of each tensor; `synchronize` returns the list of results.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.synchronize(hvd.grouped_reducescatter_async([torch.ones(2)], op=hvd.Sum))
+        [tensor([1., 1.])]
+    """
     _check(tensors, op)
     rest = (op, process_set, prescale_factor, postscale_factor)
     function = partial(reducescatter_async, order=order, accumulate=accumulate)

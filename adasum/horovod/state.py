@@ -43,6 +43,10 @@ def broadcast_parameters(
             can be sent; raised before anything is overwritten.
         CollectiveMismatchError: On every rank, where names, shapes, dtypes or kinds of devices
             differ, naming the first entry that does; raised before anything is overwritten.
+
+    Examples:
+        >>> hvd.init()
+        >>> hvd.broadcast_parameters(torch.nn.Linear(2, 1).state_dict(), root_rank=0)
     """
     group, root = group_and_root(process_set, root_rank)
     ranks = (process_set or global_process_set).ranks
@@ -105,6 +109,11 @@ def broadcast_optimizer_state(
     Raises:
         TypeError, ValueError: On every rank, where `optimizer` is not a torch.optim.Optimizer on
             one, parameter groups differ in number or length, or the root's state cannot be sent.
+
+    Examples:
+        >>> hvd.init()
+        >>> optimizer = torch.optim.SGD([torch.ones(2)], lr=0.1)
+        >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
     group, root = group_and_root(process_set, root_rank)
     _check_parameter_groups(optimizer, root_rank, process_set)

@@ -113,6 +113,16 @@ class DistributedOptimizer(DistributedMixin):
             has the wrong type.
         ValueError: An argument or ADASUM_CHECK_PARAMETERS has a bad value, or arguments do not go
             together.
+
+    Examples:
+        >>> hvd.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = hvd.DistributedOptimizer(
+        ...     plain, model.named_parameters(), op=hvd.Adasum, method="gradient"
+        ... )
+        >>> model(torch.ones(4, 2)).mean().backward()
+        >>> _ = optimizer.step()
     """
 
     def __init__(

@@ -77,11 +77,14 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def goal_lines(rows: Sequence[Row], device: str) -> list[str]:
-    """Return the table of goals; those of the other device are not measured."""
-    lines = []
+    """Return the table of the goals that rows were chosen for, and how many others there are."""
+    lines, others = [], 0
     for of, goals in GOALS.items():
         for goal in goals:
             found = judge(goal, rows if of == device else [])
+            if not found.rows:
+                others += 1
+                continue
             got = "" if found.value is None else f"{found.value:.3g}"
             count = f"{found.measured}/{found.rows}"
             if found.measured == found.rows:
@@ -89,7 +92,8 @@ def goal_lines(rows: Sequence[Row], device: str) -> list[str]:
             cells = [goal.name, goal.limit, got, count, f"{found.missed}", found.status, found.row]
             lines.append(cells)
     header = ["goal", "asked", "got", "rows", "missed", "verdict", "worst row"]
-    return ["## Goals", "", *table(header, lines), ""]
+    text = ["## Goals", "", *(table(header, lines) if lines else ["No goal asks for these rows."])]
+    return [*text, "", f"{others} other goals were not measured.", ""] if others else [*text, ""]
 
 
 def report(rows: Sequence[Row], meta: dict[str, Any]) -> list[str]:

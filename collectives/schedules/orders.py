@@ -38,6 +38,10 @@ def order_of(
         TypeError: An argument has another type.
         ValueError: It is no such algorithm, or its elements are reduced in different orders, as in
             a ring.
+
+    Examples:
+        >>> collectives.order_of("rd", 4)
+        ((0, 1), (2, 3))
     """
     validation.reducer("op", op)
     op = in_order(op, order)

@@ -16,6 +16,10 @@ def split_bounds(numel: int, pieces: int) -> list[int]:
     Raises:
         TypeError: An argument is not an int.
         ValueError: `numel` is negative, or `pieces` less than 1.
+
+    Examples:
+        >>> collectives.split_bounds(10, 4)
+        [0, 3, 6, 8, 10]
     """
     validation.integer("numel", numel, 0)
     validation.integer("pieces", pieces, 1)

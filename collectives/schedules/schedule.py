@@ -30,6 +30,10 @@ class Action(Enum):
     Several REDUCE receives of one range in one step are one n-way reduction from left to right:
     the LEFT ones in the order listed, the receiver's own value, the RIGHT ones in the order listed.
     With a `Step.tree` that is the order of the operands, and the tree says how they are joined.
+
+    Examples:
+        >>> collectives.Transfer(1, 0, 2, action=collectives.Action.REDUCE_LEFT).action
+        <Action.REDUCE_LEFT: 'reduce_left'>
     """
 
     COPY = "copy"
@@ -41,6 +45,10 @@ class Collective(Enum):
     """What a schedule computes. Rank i's piece in REDUCE_SCATTER and ALL_GATHER is chunk i.
 
     REDUCE leaves the result on the root; the other ranks' buffers hold partial results.
+
+    Examples:
+        >>> collectives.schedule("rd", 4).collective
+        <Collective.ALL_REDUCE: 'all_reduce'>
     """
 
     ALL_REDUCE = "all_reduce"
@@ -61,6 +69,10 @@ class Transfer(NamedTuple):
         leaves: Of a REDUCE receive: how many ranks stand behind the receiver's own value before the
             step, and how many behind the message, by which Adasum weighs both. None where the
             schedule does not say; `verify.with_leaves` finds out.
+
+    Examples:
+        >>> collectives.Transfer(peer=1, start=0, stop=2)
+        Transfer(peer=1, start=0, stop=2, action=<Action.COPY: 'copy'>, leaves=None)
     """
 
     peer: int
@@ -91,6 +103,11 @@ class Step(NamedTuple):
             a number of so many digits, of these radices, the first one that of neighbours. For
             each digit in turn, ranks that differ in no other one exchange tables and add them up.
             Empty: all of the group exchange theirs at once.
+
+    Examples:
+        >>> step = next(collectives.schedule("rd", 2).steps(0))
+        >>> step.sends[0].peer, step.recvs[0].action
+        (1, <Action.REDUCE_RIGHT: 'reduce_right'>)
     """
 
     sends: tuple[Transfer, ...] = ()

@@ -42,6 +42,11 @@ class AllReduceSpec:
         shards: Of the only level, or of the outer one.
         limit: The largest element count that the range is for, -1 for no limit.
         inner_shards: Of the inner level; 1 where there is none.
+
+    Examples:
+        >>> spec = collectives.AllReduceSpec("rechd/rd", shards=1, limit=-1)
+        >>> spec.inner, spec.outer
+        ('rechd', 'rd')
     """
 
     alg: str
@@ -95,6 +100,10 @@ def parse_general_int(text: str) -> int:
     Raises:
         TypeError: `text` is no string.
         ValueError: It is anything else.
+
+    Examples:
+        >>> collectives.parse_general_int("32k")
+        32768
     """
     value = _general_int(text)
     if value is None or not 0 < value < 1 << 63:
@@ -111,6 +120,11 @@ def parse_all_reduce_spec(text: str) -> tuple[AllReduceSpec, ...]:
     Raises:
         TypeError: `text` is no string.
         ValueError: It is no specification; the text names the part that is wrong.
+
+    Examples:
+        >>> small, large = collectives.parse_all_reduce_spec("rd:64k:xring#2")
+        >>> small.alg, small.limit, large.alg, large.shards, large.limit
+        ('rd', 65536, 'xring', 2, -1)
     """
     if type(text) is not str:
         validation.instance("the specification", text, str, "a str")

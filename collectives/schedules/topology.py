@@ -23,6 +23,11 @@ class Topology:
     Raises:
         TypeError: A field has another type; the text names it.
         ValueError: The ranks do not fill equal nodes, or local_order is no permutation.
+
+    Examples:
+        >>> topology = collectives.Topology(size=6, local_size=3)
+        >>> topology.local_order
+        (0, 1, 2)
     """
 
     size: int
@@ -106,6 +111,10 @@ def ring_permutations(
     Raises:
         TypeError: A number is not an int.
         ValueError: local_order is no permutation, or there are more shards than n.
+
+    Examples:
+        >>> collectives.ring_permutations(num_nodes=2, shards=1, local_order=[0, 1, 2])
+        ([[5, 0, 1, 2, 3, 4]], [[0, 1, 2, 3, 4, 5]])
     """
     orders = _ring_orders(num_nodes, shards, tuple(local_order))
     pred = [[0] * len(order) for order in orders]

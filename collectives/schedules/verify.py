@@ -83,6 +83,11 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
         ScheduleError: One of these does not hold; the text names the rank and the step.
         TypeError: `schedule` is no Schedule.
         ValueError: `joins` is something else.
+
+    Examples:
+        >>> proof = collectives.verify(collectives.schedule("rechd", 6))
+        >>> proof.steps
+        6
     """
     validation.instance("schedule", schedule, Schedule, "a Schedule")
     if joins not in ("said", "list", "tree"):

@@ -66,6 +66,7 @@ WINGS = {
     ),
     "adasum": (
         ("adasum.__init__",),
+        ("adasum.integrations",),
         ("adasum.ddp", "adasum.fsdp", "adasum.check", "adasum.bits"),
         ("adasum.optimizer",),
         ("adasum.horovod",),

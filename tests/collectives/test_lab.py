@@ -87,9 +87,29 @@ def _listed(table: str) -> dict[tuple[int, int], tuple[list[Any], list[Any]]]:
     return found
 
 
+def _check_format(events: list[dict[str, Any]], size: int) -> None:
+    """Have what the Trace Event Format asks of each kind; a thread is of one process, and named."""
+    fields = {
+        "M": {"name": str, "args": dict},
+        "B": {"name": str, "cat": str, "ts": float},
+        "E": {"cat": str, "ts": float},
+    }
+    for event in events:
+        for field, kind in {**fields[event["ph"]], "pid": int, "tid": int}.items():
+            assert type(event[field]) is kind, event
+    threads = {(event["pid"], event["tid"]) for event in events}
+    assert sorted(tid for _, tid in threads) == [*range(size)]
+    for kind, of in (("process", 0), ("thread", 1)):
+        numbers = {each[of] for each in threads}
+        for what in ("name", "sort_index"):
+            said = [each for each in events if each.get("name") == f"{kind}_{what}"]
+            assert sorted(each["tid" if of else "pid"] for each in said) == sorted(numbers)
+
+
 def _ends(trace: str, size: int) -> list[float]:
     """Where each rank's slices end, once they are nested and in order."""
-    events = json.loads(trace)["traceEvents"]
+    events = json.loads(trace, parse_constant=pytest.fail)["traceEvents"]
+    _check_format(events, size)
     ends = [0.0] * size
     open_slices = [0] * size
     for event in events:

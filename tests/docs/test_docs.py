@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib
 import importlib.util
 import re
 import sys
@@ -133,6 +134,15 @@ def test_every_page_of_the_guide_is_linked_from_its_index() -> None:
     assert {page.name for page in GUIDE} - {"index.md", "readme.md"} <= linked
 
 
+@pytest.mark.parametrize("package", ["kernels", "collectives", "adasum"])
+def test_every_public_name_is_in_one_group_of_the_reference(package: str) -> None:
+    text = (ROOT / "docs" / "api" / f"{package}.md").read_text()
+    groups = re.findall(rf"^\.\. public-names:: {package}\n\n([^`]*)", text, re.M)
+    module = importlib.import_module(package)
+    own = [name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)]
+    assert sorted(" ".join(groups).split()) == sorted(own)
+
+
 def test_titles_of_all_pages_differ() -> None:
     """Search results and the list of pages show titles alone."""
     pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "readme.md"]
@@ -207,6 +217,10 @@ def test_absent_name_of_horovod_raises_and_says_what_to_use() -> None:
     for name in absent:
         with pytest.raises(AttributeError, match=rf"no attribute '{name}': \w+"):
             getattr(adasum, name)
+    # Python tells no more of an AttributeError in `from adasum import`.
+    for statement in ("from adasum import elastic", "import adasum.elastic"):
+        with pytest.raises(ImportError, match=r"^there is no adasum\.elastic: torchrun --max-res"):
+            exec(statement)
     with pytest.raises(AttributeError, match=r"no attribute 'misspelt'$"):
         adasum.misspelt  # noqa: B018
 

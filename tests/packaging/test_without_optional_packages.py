@@ -13,6 +13,8 @@ assert not any(name.startswith(("collectives", "adasum")) for name in sys.module
 import collectives
 assert "adasum" not in sys.modules
 import adasum
+frameworks = {"lightning", "pytorch_lightning", "accelerate", "transformers"}
+assert not frameworks & {name.partition(".")[0] for name in sys.modules}
 report["started"] = {
     "threads": threading.active_count() - before,
     "CUDA": torch.cuda.is_initialized(),
