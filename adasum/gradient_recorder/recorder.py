@@ -99,6 +99,11 @@ class GradientRecorder:
     Raises:
         TypeError: `group` is not a Group, or `on_step` cannot be called.
         ValueError: `every` or `max_rows` is not a positive int, or `factor` not above 1.
+
+    Example:
+        >>> recorder = adasum.GradientRecorder(every=10)
+        >>> recorder.rows, recorder.alarms
+        ([], [])
     """
 
     def __init__(
