@@ -100,8 +100,8 @@ class GradientRecorder:
         TypeError: `group` is not a Group, or `on_step` cannot be called.
         ValueError: `every` or `max_rows` is not a positive int, or `factor` not above 1.
 
-    Example:
-        >>> recorder = adasum.GradientRecorder(every=10)
+    Examples:
+        >>> recorder = hvd.GradientRecorder(every=10)
         >>> recorder.rows, recorder.alarms
         ([], [])
     """
