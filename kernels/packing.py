@@ -125,8 +125,8 @@ def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> in
 
 def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
     """Return the least traffic of `unpack` in bytes: all slots read, all tensors written."""
-    _, packed = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)
-    itemsize = packed.layout.dtype.itemsize
+    layout = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)[1].layout
+    itemsize = layout.dtype.itemsize
     return sum(tensor.numel() * (tensor.element_size() + itemsize) for tensor in tensors)
 
 

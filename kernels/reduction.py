@@ -175,7 +175,7 @@ def sum_n_reference(
 
     Each sum of two is rounded to `accumulate`, if that is given.
     """
-    checked = check_equals(tensors)
+    checked, _ = check_equals(tensors)
     scale = check_scalar("scale", scale)
     check_order(order)
     check_accumulate(accumulate, checked[0].dtype)
