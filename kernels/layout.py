@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling as is_compiling
 
 from kernels.validation import DTYPES, check_dtype, check_each, read_list, tracing
 
@@ -206,7 +207,8 @@ def check_packed(
     dtypes, addresses = check_each("tensors", given, None if layout is None else layout.shapes)
     if layout is None:
         layout = _lay_out(given, dtypes, dtype)
-    elif not addresses and tuple([tensor.shape for tensor in given]) != layout.shapes:
+    # dynamo knows no length of an array.
+    elif (is_compiling() or not addresses) and tuple([one.shape for one in given]) != layout.shapes:
         raise ValueError(
             f"layout holds {len(layout.shapes)} tensors of other shapes than the "
             f"{len(given)} given: call kernels.layout_of on these tensors"
