@@ -21,6 +21,7 @@ from kernels.findings import Findings
 from kernels.layout import Layout, PackedList, check_buffer, check_packed
 from kernels.validation import (
     MANY,
+    UNREAD,
     all_like,
     check_all_writable,
     check_dtype,
@@ -42,8 +43,6 @@ ORDERS = ("list", "tree")
 # Of equal tensors.
 _OF_EQUALS = ("sum_n", "gram", "weighted_sum")
 _NO_FINDINGS = Findings()
-# Of inputs whose addresses are yet to be read: the same for all calls, as dynamo makes no array.
-_UNREAD: array[int] = array("Q")
 EMPTY = "tensors is empty: pass at least one tensor"
 
 
@@ -72,7 +71,7 @@ class Call:
             which it is computed.
         made: Whether `out` was made for it.
         rebound: Whether `Plan.rebind` was given the tensors, as its `tensors` and `out`.
-        addresses: Where the inputs lie, as uint64, once the call is bound to memory.
+        addresses: Where the inputs lie, as uint64, once they are read.
     """
 
     function: str
@@ -90,7 +89,7 @@ class Call:
     accumulate: torch.dtype | None = None
     made: bool = False
     rebound: bool = False
-    addresses: array[int] = field(default_factory=lambda: _UNREAD)
+    addresses: array[int] = field(default_factory=lambda: UNREAD)
 
     @property
     def out_name(self) -> str:
@@ -161,7 +160,7 @@ def check_pack(
     tensors: Sequence[Tensor], layout: Layout | None, out: Tensor | None, findings: Findings
 ) -> Call:
     """Check the arguments of `pack`, and make the buffer if `out` is None."""
-    inputs, packed = check_packed(tensors, layout, None)
+    inputs, packed, addresses = check_packed(tensors, layout, None)
     chosen, device = packed.layout, device_of(inputs)
     if out is not None:
         check_tensor("out", out)
@@ -172,7 +171,10 @@ def check_pack(
     made = out is None
     if out is None:
         out = torch.empty(chosen.numel, dtype=chosen.dtype, device=device)
-    return Call("pack", inputs, out, chosen.segments, findings, packed=packed, made=made)
+    bounds = chosen.segments
+    return Call(
+        *("pack", inputs, out, bounds, findings), packed=packed, made=made, addresses=addresses
+    )
 
 
 def check_unpack(
@@ -180,12 +182,13 @@ def check_unpack(
 ) -> Call:
     """Check the arguments of `unpack`."""
     check_tensor("buffer", buffer)
-    inputs, packed = check_packed(tensors, layout, buffer.dtype)
+    inputs, packed, addresses = check_packed(tensors, layout, buffer.dtype)
     device = inputs[0].device if inputs else buffer.device
     check_buffer("buffer", buffer, packed.layout, device)
     check_all_writable("tensors", inputs)
     findings.check(device, *packed.dtypes)
-    return Call("unpack", inputs, buffer, packed.layout.segments, findings, packed=packed)
+    bounds = packed.layout.segments
+    return Call("unpack", inputs, buffer, bounds, findings, packed=packed, addresses=addresses)
 
 
 def check_sum_n(
@@ -197,7 +200,7 @@ def check_sum_n(
     findings: Findings,
 ) -> Call:
     """Check the arguments of `sum_n`, and make the output if `out` is None."""
-    inputs = check_equals(tensors)
+    inputs, addresses = check_equals(tensors)
     check_order(order)
     check_accumulate(accumulate, inputs[0].dtype)
     target = check_target(out, "tensors[0]", inputs[0], dtype)
@@ -211,6 +214,7 @@ def check_sum_n(
         order=order,
         accumulate=accumulate,
         made=out is None,
+        addresses=addresses,
     )
 
 
@@ -290,18 +294,23 @@ def device_of(tensors: Sequence[Tensor]) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def check_equals(tensors: object) -> list[Tensor]:
-    """Return a list's tensors, at least one, if they are equal in shape, dtype and device."""
+def check_equals(tensors: object) -> tuple[list[Tensor], array[int]]:
+    """Return a list's tensors, at least one, if they are equal in shape, dtype and device.
+
+    With their addresses, or none where these are yet to be read.
+    """
     given = read_list("tensors", tensors)
     if not given:
         raise ValueError(EMPTY)
     first = check_tensor("tensors[0]", given[0])
     count = len(given)
-    equal = [first.dtype] * count, [first.shape] * count, first.device
-    if count < MANY or tracing() or not all_like(given, *equal):
-        for i, tensor in enumerate(given[1:], 1):
-            check_like(f"tensors[{i}]", tensor, "tensors[0]", first)
-    return given
+    if count >= MANY and not tracing():
+        addresses = all_like(given, [first.dtype] * count, [first.shape] * count, first.device)
+        if addresses is not None:
+            return given, addresses
+    for i, tensor in enumerate(given[1:], 1):
+        check_like(f"tensors[{i}]", tensor, "tensors[0]", first)
+    return given, UNREAD
 
 
 def check_target(

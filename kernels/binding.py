@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -21,6 +21,7 @@ from kernels.gpu import (
 )
 from kernels.gpu.device_tables import AddressTable
 from kernels.memory import (
+    FEW,
     byte_range,
     check_disjoint,
     check_no_overlap,
@@ -80,22 +81,20 @@ def locate(call: Call) -> None:
         TypeError: A tensor reaches beyond its storage.
         ValueError: A tensor that is written shares memory with another one.
     """
-    others, tensors = call.others(), call.inputs
+    others, inputs = call.others(), call.inputs
     given = [tensor for _, tensor in others if not (call.made and tensor is call.out)]
     try:
-        if len(call.addresses) != len(call.inputs):
-            call.addresses = array("Q", map(Tensor.data_ptr, call.inputs))
-        addresses: Sequence[int] = call.addresses
-        if given:
-            tensors = [*tensors, *given]
-            addresses = [*addresses, *map(Tensor.data_ptr, given)]
-        found = reach_in_memory(tensors, addresses)
+        if len(call.addresses) != len(inputs):
+            call.addresses = array("Q", map(Tensor.data_ptr, inputs))
+        addresses = itertools.chain(call.addresses, map(Tensor.data_ptr, given))
+        sizes = call.packed.sizes if call.packed is not None and len(inputs) > FEW else ()
+        found = reach_in_memory([*inputs, *given], addresses, sizes)
     except RuntimeError:
         # torch has no address or no storage: the check below says for which tensor.
         found = False
     if not found:
-        inputs = ((call.name(i), tensor) for i, tensor in enumerate(call.inputs))
-        for name, tensor in itertools.chain(inputs, others):
+        named = ((call.name(i), tensor) for i, tensor in enumerate(inputs))
+        for name, tensor in itertools.chain(named, others):
             check_memory_of(name, tensor)
     check_memory(call, others)
 
@@ -103,10 +102,12 @@ def locate(call: Call) -> None:
 def _bound(call: Call, table: AddressTable | None = None) -> Run:
     if not launcher.on_triton(call.out):
         return dispatch.bind(call)
-    with launcher.device_guard(call.out):
-        if call.function in _LISTS_ON_TRITON:
-            return _LISTS_ON_TRITON[call.function](call, table or AddressTable(planned=False))
-        return _OTHERS_ON_TRITON[call.function](call)
+    if (guard := launcher.elsewhere(call.out)) is not None:
+        with guard:
+            return _bound(call, table)
+    if call.function in _LISTS_ON_TRITON:
+        return _LISTS_ON_TRITON[call.function](call, table or AddressTable(planned=False))
+    return _OTHERS_ON_TRITON[call.function](call)
 
 
 def check_memory(call: Call, others: list[tuple[str, Tensor]]) -> None:

@@ -20,12 +20,12 @@ def check_gram(
     precise: bool,
 ) -> Call:
     """Check the arguments of `gram`; makes the matrices where `out` is None."""
-    inputs = check_equals(tensors)
+    inputs, addresses = check_equals(tensors)
     bounds = check_segments(segments, inputs[0].numel())
     count, device = len(bounds) - 1, inputs[0].device
     shape = (count, len(inputs), len(inputs))
     target = _check_written("out", out, (*shape, 2) if precise else shape, device)
-    return Call("gram", inputs, target, bounds, made=out is None)
+    return Call("gram", inputs, target, bounds, made=out is None, addresses=addresses)
 
 
 def check_adasum_coefficients(
@@ -67,14 +67,16 @@ def check_weighted_sum(
     findings: Findings,
 ) -> Call:
     """Check the arguments of `weighted_sum`; makes the output where `out` is None."""
-    inputs = check_equals(tensors)
+    inputs, addresses = check_equals(tensors)
     target = check_target(out, "tensors[0]", inputs[0], any_dtype=False)
     bounds = check_segments(segments, target.numel())
     check_table("coefficients", coefficients, (len(bounds) - 1, len(inputs)), target.device)
     findings.check(target.device, target.dtype)
-    made = out is None
     return Call(
-        "weighted_sum", inputs, target, bounds, findings, coefficients=coefficients, made=made
+        *("weighted_sum", inputs, target, bounds, findings),
+        coefficients=coefficients,
+        made=out is None,
+        addresses=addresses,
     )
 
 

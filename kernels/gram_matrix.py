@@ -323,6 +323,6 @@ def _stacked(
     tensors: Sequence[Tensor], segments: Sequence[int] | None
 ) -> tuple[Tensor, tuple[int, ...]]:
     """The tensors in float64 and flat, as rows, and the segments' boundaries."""
-    checked = check_equals(tensors)
+    checked, _ = check_equals(tensors)
     bounds = check_segments(segments, checked[0].numel())
     return torch.stack([one.detach().double().view(-1) for one in checked]), bounds

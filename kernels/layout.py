@@ -12,12 +12,14 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling as is_compiling
 
-from kernels.validation import DTYPES, check_dtype, check_each, check_tensors, read_list, tracing
+from kernels.validation import DTYPES, check_dtype, check_each, read_list, tracing
 
 # In bytes: what cudaMalloc aligns to, and torch's allocator on the CPU (a cache line).
 CUDA_ALIGNMENT = 256
 CPU_ALIGNMENT = 64
+_itemsize = operator.attrgetter("itemsize")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,16 @@ class Layout:
     def in_c(self) -> tuple[array[int], array[int]]:
         """The elements of each tensor, and the boundaries of the slots, as int64."""
         return array("q", self.numels), array("q", self.segments)
+
+    @cached_property
+    def content(self) -> bytes:
+        """That of `in_c`, by which tables are looked up: Python hashes bytes once."""
+        return b"".join(self.in_c)
+
+    @cached_property
+    def smallest(self) -> int:
+        """The elements of the smallest tensor; 0 without tensors."""
+        return min(self.numels, default=0)
 
     @cached_property
     def largest(self) -> int:
@@ -118,10 +130,18 @@ def layout_of(
         >>> layout.offsets, layout.numel
         ((0, 16), 32)
     """
-    checked = check_tensors("tensors", tensors)
+    given = read_list("tensors", tensors)
+    return _lay_out(given, check_each("tensors", given)[0], dtype, alignment)
+
+
+def _lay_out(
+    tensors: list[Tensor],
+    dtypes: list[torch.dtype],
+    dtype: torch.dtype | None,
+    alignment: int | None = None,
+) -> Layout:
     if dtype is None:
-        dtypes = [tensor.dtype for tensor in checked] or [torch.float32]
-        dtype = dtypes[0]
+        dtype = dtypes[0] if tensors else torch.float32
         for i, other in enumerate(dtypes):
             if other != dtype:
                 raise TypeError(
@@ -130,18 +150,18 @@ def layout_of(
                 )
     check_dtype("dtype", dtype)
     if alignment is None:
-        alignment = CUDA_ALIGNMENT if checked and checked[0].is_cuda else CPU_ALIGNMENT
+        alignment = CUDA_ALIGNMENT if tensors and tensors[0].is_cuda else CPU_ALIGNMENT
     if type(alignment) is not int or alignment <= 0 or alignment % dtype.itemsize:
         raise ValueError(
             f"alignment is {alignment!r}: pass a positive multiple of the {dtype.itemsize} bytes "
             f"of one {dtype}"
         )
     step = alignment // dtype.itemsize
-    numels = tuple(map(Tensor.numel, checked))
+    numels = tuple(map(Tensor.numel, tensors))
     ends = [0, *itertools.accumulate([-(-numel // step) * step for numel in numels])]
     return Layout(
         dtype=dtype,
-        shapes=tuple([tuple(tensor.shape) for tensor in checked]),
+        shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
         numels=numels,
         offsets=tuple(ends[:-1]),
         numel=ends[-1],
@@ -157,8 +177,16 @@ class PackedList:
     dtypes: list[torch.dtype]
 
     @cached_property
-    def kinds(self) -> dict[torch.dtype, tuple[int, ...]]:
-        """By dtype, the indices of its tensors, without empty ones."""
+    def one_dtype(self) -> torch.dtype | None:
+        """That of all tensors; None if they differ, or there are none."""
+        alike = self.dtypes and self.dtypes.count(self.dtypes[0]) == len(self.dtypes)
+        return self.dtypes[0] if alike else None
+
+    @cached_property
+    def kinds(self) -> dict[torch.dtype, Sequence[int]]:
+        """By dtype, the indices of its tensors, without empty ones; a range where it is of all."""
+        if self.one_dtype is not None and self.layout.smallest > 0:
+            return {self.one_dtype: range(len(self.dtypes))}
         kinds: dict[torch.dtype, list[int]] = {}
         for i, (numel, dtype) in enumerate(zip(self.layout.numels, self.dtypes, strict=True)):
             if numel > 0:
@@ -168,34 +196,36 @@ class PackedList:
     @cached_property
     def sizes(self) -> array[int]:
         """Bytes of each tensor, as uint64."""
-        itemsizes = [dtype.itemsize for dtype in self.dtypes]
-        return array("Q", map(operator.mul, self.layout.numels, itemsizes))
+        one = self.one_dtype
+        each = map(_itemsize, self.dtypes) if one is None else itertools.repeat(one.itemsize)
+        return array("Q", map(operator.mul, self.layout.numels, each))
 
 
 def check_packed(
     tensors: object, layout: Layout | None, dtype: torch.dtype | None
-) -> tuple[list[Tensor], PackedList]:
+) -> tuple[list[Tensor], PackedList, array[int]]:
     """Check that the tensors can be read and fit `layout`, or lay them out in `dtype`.
 
     Returns:
-        The tensors, and how they are packed.
+        The tensors, how they are packed, and their addresses or none.
 
     Raises:
         TypeError: A tensor or the layout has another type or dtype.
         ValueError: A tensor cannot be read, or the layout has other shapes.
     """
     given = read_list("tensors", tensors)
-    if layout is None:
-        layout = layout_of(given, dtype=dtype)
-    else:
+    if layout is not None:
         check_layout(layout)
-        shapes = tuple([tensor.shape for tensor in check_each("tensors", given)])
-        if shapes != layout.shapes:
-            raise ValueError(
-                f"layout holds {len(layout.shapes)} tensors of other shapes than the "
-                f"{len(given)} given: call kernels.layout_of on these tensors"
-            )
-    return given, PackedList(layout, [tensor.dtype for tensor in given])
+    dtypes, addresses = check_each("tensors", given, None if layout is None else layout.shapes)
+    if layout is None:
+        layout = _lay_out(given, dtypes, dtype)
+    # dynamo knows no length of an array.
+    elif (is_compiling() or not addresses) and tuple([one.shape for one in given]) != layout.shapes:
+        raise ValueError(
+            f"layout holds {len(layout.shapes)} tensors of other shapes than the "
+            f"{len(given)} given: call kernels.layout_of on these tensors"
+        )
+    return given, PackedList(layout, dtypes), addresses
 
 
 def packed_within(

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from torch import Tensor, UntypedStorage
 
 # Up to so many numbers, a loop in Python takes less time than one call of numpy.
-_FEW = 16
+FEW = 16
 # Addresses above this are those of memory. A tensor without memory has the address 0, and a view of
 # it the offset in bytes, which is less than this. A lower address of memory is checked more slowly.
 _FAR = 2**40
 _nbytes, _itemsize = operator.attrgetter("nbytes"), operator.attrgetter("itemsize")
 
 
-def reach_in_memory(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool:
+def reach_in_memory(
+    tensors: Sequence[Tensor], addresses: Iterable[int], sizes: Sequence[int] = ()
+) -> bool:
     """Whether contiguous tensors have memory at these addresses, up to their last element.
 
     Runs on every call, and is quick instead of exact: False may be a false alarm, on which
     `check_memory_of` decides. Raises NotImplementedError if torch has no storage for a tensor.
+    sizes: The bytes of the first tensors, as far as they are known.
     """
-    if len(tensors) <= _FEW:
+    if len(tensors) <= FEW:
         for tensor, address in zip(tensors, addresses, strict=True):
             start = tensor.storage_offset()
             before = start * tensor.itemsize if start else 0
@@ -32,13 +36,12 @@ def reach_in_memory(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool
         return True
     if min(addresses) < _FAR:
         return False
-    held = list(map(UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors)))
-    ends = list(map(_nbytes, tensors))
+    held = map(UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))
+    ends: Iterable[int] = itertools.chain(sizes, map(_nbytes, tensors[len(sizes) :]))
     if any(map(Tensor.storage_offset, tensors)):
         starts = map(operator.mul, map(Tensor.storage_offset, tensors), map(_itemsize, tensors))
-        ends = list(map(operator.add, ends, starts))
-    # Equality is the usual case, and quicker: each tensor has a storage of its own.
-    return held == ends or all(map(operator.ge, held, ends))
+        ends = map(operator.add, ends, starts)
+    return all(map(operator.ge, held, ends))
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:
@@ -63,7 +66,7 @@ def check_disjoint(name: str, addresses: array[int], sizes: array[int]) -> None:
         addresses: The tensors' addresses, as uint64.
         sizes: Their bytes, as uint64.
     """
-    if len(addresses) > _FEW:
+    if len(addresses) > FEW:
         starts, ends = _numbers(addresses).copy(), _numbers(addresses) + _numbers(sizes)
         # Disjoint tensors end in the order in which they start, so both can be sorted separately.
         starts.sort()
@@ -95,7 +98,7 @@ def near(addresses: array[int], reach: int, buffer: Tensor) -> list[int]:
     """
     low, high = byte_range(buffer)
     low -= reach
-    if len(addresses) <= _FEW:
+    if len(addresses) <= FEW:
         return [i for i, start in enumerate(addresses) if low < start < high]
     starts = _numbers(addresses)
     found: list[int] = ((starts < high) & (starts > max(low, 0))).nonzero()[0].tolist()

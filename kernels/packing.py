@@ -158,8 +158,8 @@ def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | 
         >>> kernels.unpack_bytes(torch.ones(32), [torch.ones(2), torch.ones(1)])  # 12 and 12
         24
     """
-    _, packed = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)
-    itemsize = packed.layout.dtype.itemsize
+    layout = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)[1].layout
+    itemsize = layout.dtype.itemsize
     return sum(tensor.numel() * (tensor.element_size() + itemsize) for tensor in tensors)
 
 

@@ -10,7 +10,6 @@ A direct call, such as `kernels.pack`, is bound in the same way and run once.
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,6 +23,7 @@ from kernels.gradients import refuse_followed
 from kernels.validation import (
     EQUAL,
     MANY,
+    UNREAD,
     all_like,
     check_all_writable,
     check_like,
@@ -110,8 +110,10 @@ class Plan:
         call = self._call
         _refuse_outside_eager(call.function)
         inputs = read_list("tensors", tensors)
-        known = self._dtypes, self._shapes, self._device
-        if len(inputs) < MANY or not all_like(inputs, *known):
+        known, addresses = (self._dtypes, self._shapes, self._device), None
+        if len(inputs) >= MANY:
+            addresses = all_like(inputs, *known)
+        if addresses is None:
             self._check_equal(inputs)
         target = self.out if self._in_place is None else inputs[self._in_place]
         if call.function == "unpack":
@@ -121,7 +123,8 @@ class Plan:
             # The buffer that is unpacked is only read.
             if call.function != "unpack":
                 check_writable("out", out)
-        changed = {"inputs": inputs, "out": target, "addresses": array("Q"), "rebound": True}
+        addresses = addresses or UNREAD
+        changed = {"inputs": inputs, "out": target, "addresses": addresses, "rebound": True}
         if target is not self.out:
             changed["made"] = False
         # Not by `replace`, which takes twice the time.

@@ -211,7 +211,7 @@ def sum_n_reference(
         >>> kernels.sum_n_reference([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])])
         tensor([4., 6.], dtype=torch.float64)
     """
-    checked = check_equals(tensors)
+    checked, _ = check_equals(tensors)
     scale = check_scalar("scale", scale)
     check_order(order)
     check_accumulate(accumulate, checked[0].dtype)

@@ -100,16 +100,13 @@ def stubbed_launches() -> Iterator[None]:
         def started(*_: Any, stream: int) -> None:
             """Stand for a compiled kernel."""
 
-        return launcher.Launch("stub", None, started, (*arguments, *constants.values()))
-
-    def stream() -> int:
-        # A mock in its place would take most of the time.
-        return 0
+        # A mock of its stream would take most of the time.
+        given = *arguments, *constants.values()
+        return launcher.Launch("stub", -1, lambda device: 0, started, given)
 
     with (
         mock.patch.object(launcher.Kernel, "bind", bind),
         mock.patch.object(launcher, "_emulated", True),
-        mock.patch.object(launcher, "current_stream", stream),
         mock.patch.object(launcher, "chip_of", return_value=launcher.Chip(132, 50 << 20)),
     ):
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from kernels.gpu import launcher
 from kernels.gpu.device_tables import TABLES, AddressTable, upload
 from kernels.gpu.launcher import Kernel, Launch, jit, tl
 from kernels.gpu.tiles import load_tile, part_of, report, rescale, store_tile
-from kernels.layout import PackedList
+from kernels.layout import Layout
 
 # Of float32, in which a larger factor is infinite.
 _LARGEST = torch.finfo(torch.float32).max
@@ -120,20 +121,28 @@ class Copies:
 
     def __init__(self, call: Call, table: AddressTable) -> None:
         assert call.packed is not None
-        self._call, self._packed, device = call, call.packed, call.out.device
+        self._call, layout, kinds = call, call.packed.layout, call.packed.kinds
         # The key says whether there is a scale, and whether it is finite in float32 and in float64.
         self._launches: dict[tuple[bool, bool, bool], list[Launch]] = {}
-        # Those of one dtype follow each other.
-        order = list(itertools.chain.from_iterable(call.packed.kinds.values()))
-        if order:
+        # Of each dtype: the addresses and the table, tiles, tensors, and a tile's elements and
+        # warps. Uploaded now: the first run may be captured, and a table that is uploaded in a
+        # capture is filled by replays alone.
+        self._kinds: dict[torch.dtype, tuple[Tensor, Tensor, int, int, int, int]] = {}
+        ordered, done = call.addresses, 0
+        if len(kinds) > 1 or len(ordered) > sum(map(len, kinds.values())):
+            # Those of one dtype follow each other.
+            order = itertools.chain.from_iterable(kinds.values())
             ordered = array("Q", [call.addresses[i] for i in order])
-            self._addresses = table.write(ordered, device)
-        # Uploaded now: the first run may be captured, and a table that is uploaded in a capture is
-        # filled by replays alone.
-        self._tables = [
-            _table(call.packed, chosen, self._block(dtype)[0], device)
-            for dtype, chosen in call.packed.kinds.items()
-        ]
+        addresses = table.write(ordered, call.out.device) if kinds else None
+        for dtype, chosen in kinds.items():
+            assert addresses is not None
+            size = max(dtype.itemsize, layout.dtype.itemsize)
+            block, warps = launcher.block_of(layout.numel, size)
+            rows, tiles = _table(layout, chosen, block, call.out.device)
+            count = len(chosen)
+            own = addresses[done : done + count] if len(kinds) > 1 else addresses
+            self._kinds[dtype] = own, rows, tiles, count, block, warps
+            done += count
 
     def __call__(self, scale: float) -> None:
         """Launch the copies with this scale."""
@@ -145,52 +154,42 @@ class Copies:
         for launch in launches:
             launch(bits)
 
-    def _block(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Elements of a tile and its warps, for tensors of a dtype."""
-        layout = self._packed.layout
-        return launcher.block_of(layout.numel, max(dtype.itemsize, layout.dtype.itemsize))
-
     def _bind(self, scaled: bool, fits_float: bool, finite: bool) -> list[Launch]:
-        layout, launches, done = self._packed.layout, [], 0
-        for (dtype, chosen), (table, tiles) in zip(
-            self._packed.kinds.items(), self._tables, strict=True
-        ):
-            block, warps = self._block(dtype)
-            wide = compute_dtype(dtype, layout.dtype)
-            with launcher.device_guard(self._call.out):
-                launch = _copy_kernel.bind(
-                    tiles,
-                    (0,),
-                    table,
-                    self._addresses[done : done + len(chosen)],
-                    self._call.out,
-                    self._call.findings,
-                    len(chosen),
-                    TENSOR=dtype,
-                    BUFFER=layout.dtype,
-                    WIDE=wide,
-                    PACK=self._call.packing,
-                    SCALED=scaled,
-                    FINITE=finite if wide == torch.float64 else fits_float,
-                    BLOCK=block,
-                    num_warps=warps,
-                )
+        launches, out = [], self._call.out
+        if (guard := launcher.elsewhere(out)) is not None:
+            with guard:
+                return self._bind(scaled, fits_float, finite)
+        for dtype, (addresses, table, tiles, count, block, warps) in self._kinds.items():
+            wide = compute_dtype(dtype, out.dtype)
+            launch = _copy_kernel.bind(
+                tiles,
+                (0,),
+                table,
+                addresses,
+                out,
+                self._call.findings,
+                count,
+                TENSOR=dtype,
+                BUFFER=out.dtype,
+                WIDE=wide,
+                PACK=self._call.packing,
+                SCALED=scaled,
+                FINITE=finite if wide == torch.float64 else fits_float,
+                BLOCK=block,
+                num_warps=warps,
+            )
             launches.append(launch)
-            done += len(chosen)
         return launches
 
 
 def _table(
-    packed: PackedList, chosen: tuple[int, ...], block: int, device: torch.device
+    layout: Layout, chosen: Sequence[int], block: int, device: torch.device
 ) -> tuple[Tensor, int]:
     """The device table of the chosen tensors for tiles of `block` elements, and the tiles."""
-    layout = packed.layout
 
     def make(pinned: Tensor | None) -> tuple[Tensor, Tensor, int]:
-        index = np.array(chosen)
-        offsets = np.array(layout.offsets, dtype=np.int64)[index]
-        slots = np.array(layout.slots, dtype=np.int64)[index]
-        sizes = np.array(layout.numels, dtype=np.int64)[index]
+        index, (numels, edges) = np.array(chosen), map(np.array, layout.in_c)
+        offsets, slots, sizes = edges[:-1][index], np.diff(edges)[index], numels[index]
         tiles = -(-slots // block)
         ends = np.cumsum(tiles)
         rows = np.stack([offsets, sizes, slots, ends - tiles])
@@ -198,6 +197,6 @@ def _table(
         table, host = upload(np.concatenate([owners, rows.T.reshape(-1)]), device, pinned)
         return table, host, int(ends[-1])
 
-    key = ("copy", block, chosen, layout.numels, layout.offsets, layout.numel)
+    key = ("copy", block, chosen, layout.content)
     table, _, tiles = TABLES.fetch(key, device, make)
     return table, tiles

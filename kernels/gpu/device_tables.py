@@ -148,7 +148,8 @@ class AddressTable:
             RuntimeError: A graph is being captured, which would write them at each replay.
         """
         new = self._table is None or len(addresses) != len(self._table)
-        if new and (self._planned or _is_capturing(device)):
+        capturing = _is_capturing(device)
+        if new and (self._planned or capturing):
             key = ("addresses", addresses.tobytes())
 
             def make(pinned: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -156,19 +157,18 @@ class AddressTable:
 
             self._table, self._own = TABLES.fetch(key, device, make)[0], False
             return self._table
-        if _is_capturing(device):
+        if capturing:
             raise RuntimeError("a plan cannot be bound to other tensors while a graph is captured")
-        host = torch.from_numpy(np.array(addresses, dtype=np.int64))
-        if device.type != "cuda":
-            self._table = host
-            return host
-        if new or not self._own:
-            self._table, self._own = torch.empty_like(host, device=device), True
-        assert self._table is not None
+        host = torch.frombuffer(addresses, dtype=torch.int64)
         # Of up to 64 KiB CUDA has taken its own copy on return. torch keeps pinned memory that is
         # copied from until the copy is done.
-        staged = host if host.nbytes <= _COPIED_AT_ONCE else host.pin_memory()
-        self._table.copy_(staged, non_blocking=True)
+        on_gpu = device.type == "cuda"
+        if on_gpu and 8 * len(addresses) > _COPIED_AT_ONCE:
+            host = host.pin_memory()
+        if self._table is None or new or not self._own:
+            self._table, self._own = host.to(device, non_blocking=True), on_gpu
+        else:
+            self._table.copy_(host, non_blocking=True)
         return self._table
 
 
@@ -184,16 +184,16 @@ class Scratch:
         self._kept: dict[Hashable, tuple[int, int, tuple[Tensor, Tensor]]] = {}
 
     def fetch(
-        self, use: Hashable, device: torch.device, stream: int, floats: int, counters: int
+        self, use: Hashable, device: torch.device, floats: int, counters: int, stream: int
     ) -> tuple[Tensor, Tensor]:
         """Return float64 and int64 memory, the latter zero before its first use.
 
         Args:
             use: Tells kernels apart that leave the counters in different states.
             device: Where it lies.
-            stream: The current one.
             floats: How many float64 there are at least.
             counters: How many int64 there are at least.
+            stream: The current one.
         """
         if _is_capturing(device):
             return _scratch(device, floats, counters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import torch
@@ -157,12 +158,8 @@ def made_precise(call: Call, chunks: Chunks, addresses: Tensor) -> Callable[[], 
         num_warps=max(4, warps_of(size)),
     )
     floats = n * (n + 1) * chunks.chunks
-
-    def run() -> None:
-        stream = launcher.current_stream()
-        launch(*_SCRATCH.fetch("precise gram", device, stream, floats, segments))
-
-    return run
+    scratch = partial(_SCRATCH.fetch, "precise gram", device, floats, segments)
+    return partial(launch, scratch=scratch)
 
 
 @jit

@@ -22,6 +22,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -307,13 +308,12 @@ def gram(call: Call, table: AddressTable) -> Callable[[], None]:
     )
     floats = len(ranges) * chunks.chunks * pairs
     counters = len(ranges) * (chunks.chunks + segments)
+    scratch = partial(_SCRATCH.fetch, "gram", device, floats, counters)
     then = made_precise(call, chunks, addresses) if call.precise else launcher.nothing
 
     def run() -> None:
         aligned.refresh()
-        with launcher.device_guard(call.out):
-            stream = launcher.current_stream()
-            launch(*_SCRATCH.fetch("gram", device, stream, floats, counters))
-            then()
+        launch(scratch=scratch)
+        then()
 
     return run

@@ -9,7 +9,7 @@ import inspect
 import struct
 import threading
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ except ImportError:
 
 # True while tests run the compiled kernels on CPU tensors: tests/ptx_emulator.
 _emulated = False
-_NOTHING = nullcontext()
 # Held while a kernel is compiled. Reentrant, because Triton's hooks, a signal handler or a
 # finalizer may launch another kernel in the same thread meanwhile.
 _compiling = threading.RLock()
@@ -44,24 +43,38 @@ jit: Any = triton.jit if triton else lambda fn: fn
 class Launch:
     """A launch whose kernel is compiled and whose arguments are bound.
 
-    name: The kernel's. device: torch's number of the GPU; None while a test emulates one.
+    name: The kernel's. device: torch's number of the GPU; negative while a test emulates one.
+    stream_of: Returns the handle of a device's current stream.
     """
 
-    __slots__ = ("_arguments", "_device", "_run", "name")
+    __slots__ = ("_arguments", "_device", "_run", "_stream_of", "name")
 
     def __init__(
-        self, name: str, device: int | None, run: Callable[..., Any], arguments: tuple[Any, ...]
+        self,
+        name: str,
+        device: int,
+        stream_of: Callable[[int], Any],
+        run: Callable[..., Any],
+        arguments: tuple[Any, ...],
     ) -> None:
-        self.name, self._device, self._run, self._arguments = name, device, run, arguments
+        self.name, self._device, self._stream_of = name, device, stream_of
+        self._run, self._arguments = run, arguments
 
-    def __call__(self, *leading: Tensor | int) -> None:
-        """Launch on the current stream, with what the kernel takes first."""
+    def __call__(
+        self, *leading: Tensor | int, scratch: Callable[[int], tuple[Tensor, ...]] | None = None
+    ) -> None:
+        """Launch on the current stream, with what the kernel takes first.
+
+        scratch: Returns what it takes behind that, for a stream.
+        """
         device = self._device
-        if device is not None and device != torch.cuda.current_device():
+        if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self._run(*leading, *self._arguments, stream=current_stream(device))
-        else:
-            self._run(*leading, *self._arguments, stream=current_stream(device))
+                self(*leading, scratch=scratch)
+            return
+        stream = self._stream_of(device)
+        more = () if scratch is None else scratch(stream)
+        self._run(*leading, *more, *self._arguments, stream=stream)
 
 
 class Kernel:
@@ -99,12 +112,13 @@ class Kernel:
             arguments: Those that follow and are no constants.
             constants: The others, and options of Triton's, always in one order; a dtype is torch's.
         """
-        device = triton.runtime.driver.active.get_current_device()
+        driver = triton.runtime.driver.active
+        device = driver.get_current_device()
         findings = tuple([_kind(one) for one in arguments if isinstance(one, Findings)])
         key = (device, *findings, *constants.values())
         found = self._compiled.get(key)
         name = self.function.__name__
-        torch_device = torch.cuda.current_device() if device >= 0 else None
+        known = name, device, driver.get_current_stream
         if found is None:
             given = {name: _in_triton(value) for name, value in constants.items()} | OPTIONS
             given["num_warps"] = _warps(given["num_warps"])
@@ -112,13 +126,11 @@ class Kernel:
             if compiled is None:
                 # Triton's interpreter knows no streams.
                 interpreted = self.function[(programs,)]
-                return Launch(
-                    name, torch_device, lambda *a, stream: interpreted(*a, **given), arguments
-                )
+                return Launch(*known, lambda *a, stream: interpreted(*a, **given), arguments)
             names = self.function.arg_names[len(leading) + len(arguments) :]
             found = self._compiled[key] = compiled, tuple([given[name] for name in names])
         compiled, values = found
-        return Launch(name, torch_device, compiled[programs, 1, 1], (*arguments, *values))
+        return Launch(*known, compiled[programs, 1, 1], (*arguments, *values))
 
     def _compile(
         self, programs: int, arguments: tuple[Tensor | int | Findings, ...], given: dict[str, Any]
@@ -164,12 +176,6 @@ def _unaligned(findings: Findings) -> Findings:
     return Findings(*made)
 
 
-def current_stream(device: int | None = None) -> int:
-    """Return the handle of the current stream on a device, the current one if None."""
-    driver = triton.runtime.driver.active
-    return int(driver.get_current_stream(driver.get_current_device() if device is None else device))
-
-
 def _in_triton(value: Hashable) -> Any:
     """Return a constant as Triton takes it: a dtype of torch's becomes Triton's of that name."""
     if isinstance(value, torch.dtype):
@@ -194,10 +200,10 @@ def on_triton(tensor: Tensor) -> bool:
     return True
 
 
-def device_guard(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Make the tensor's device current: Triton launches on the current one."""
+def elsewhere(tensor: Tensor) -> AbstractContextManager[Any] | None:
+    """Return what makes the tensor's device current, where it is not: Triton launches there."""
     if not tensor.is_cuda or (device := tensor.get_device()) == torch.cuda.current_device():
-        return _NOTHING
+        return None
     return torch.cuda.device(device)
 
 

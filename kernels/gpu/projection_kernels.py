@@ -9,7 +9,7 @@ never from the device: the one-launch and the two-launch path cut alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ from kernels.gpu.tiles import (
 )
 
 _SCRATCH = Scratch()
+# Tells the dtype of scratch memory where a launch is bound.
+_FLOAT64 = torch.empty(1, dtype=torch.float64, device="cpu")
 
 
 @Kernel
@@ -199,14 +201,12 @@ def _with_scratch(
 
     use: what decides how the counters are left behind.
     """
-    a, floats = aligned.tensors[0], 3 * (chunks.chunks + chunks.segments)
+    device, floats = aligned.tensors[0].device, 3 * (chunks.chunks + chunks.segments)
+    scratch = partial(_SCRATCH.fetch, use, device, floats, counters)
 
     def run(*factors: float) -> None:
         aligned.refresh()
-        with launcher.device_guard(a):
-            stream = launcher.current_stream()
-            bits = map(launcher.float_bits, factors)
-            launch(*bits, *_SCRATCH.fetch(use, a.device, stream, floats, counters))
+        launch(*map(launcher.float_bits, factors), scratch=scratch)
 
     return run
 
@@ -215,27 +215,33 @@ def dot_and_norms(call: Call) -> Callable[[], None]:
     """Bind out = float64 rows of the segments, in one launch."""
     if len(call.bounds) == 1:
         return launcher.nothing
-    aligned, chunks = Aligned(*call.inputs), chunks_of(call.inputs[0], call.bounds)
+    return _dots(call, chunks_of(call.inputs[0], call.bounds), call.out)
+
+
+def _dots(call: Call, chunks: Chunks, out: Tensor) -> Callable[[], None]:
+    aligned = Aligned(*call.inputs)
     launch = _dots_kernel.bind(
         chunks.chunks,
-        (call.out, chunks.table),
+        (out, chunks.table),
         *aligned.tensors,
         chunks.table,
-        call.out,
+        out,
         **_meta(call.inputs[0], chunks),
     )
     return _with_scratch(launch, aligned, "dots", chunks, chunks.segments)
 
 
-def combine(call: Call, dependent: bool = False) -> Callable[[float, float], None]:
-    """Bind out from the dots and the factors of the squared norms, in one launch.
-
-    dependent: whether to launch it while the kernel ahead on the stream ends, where the GPU can.
-    """
-    (a, b), dots = call.inputs, call.dots
-    assert dots is not None
-    if a.numel() == 0:
+def combine(call: Call) -> Callable[[float, float], None]:
+    """Bind out from the dots and the factors of the squared norms, in one launch."""
+    assert call.dots is not None
+    if call.inputs[0].numel() == 0:
         return launcher.nothing
+    return _blend(call, call.dots, dependent=False)
+
+
+def _blend(call: Call, dots: Tensor, *, dependent: bool) -> Callable[[float, float], None]:
+    """dependent: whether to launch while the kernel ahead on the stream ends, where the GPU can."""
+    a, b = call.inputs
     chunks = chunks_of(a, call.bounds, summed=False)
     dependent = dependent and launcher.chip_of(a.device).dependent_launch
     launch = _combine_kernel.bind(
@@ -278,11 +284,11 @@ def adasum(call: Call) -> Callable[[float, float], None]:
     chunks = chunks_of(a, call.bounds)
     programs = _programs(a, chunks) if call.cooperative else 0
     if programs == 0 or out.data_ptr() % 16 != 0:
-        return _in_two(call)
+        return _in_two(call, chunks)
     aligned = Aligned(a, b)
     launch = _one_launch_kernel.bind(
         programs,
-        (0, 0, torch.empty(1, dtype=torch.float64, device=a.device), chunks.table),
+        (0, 0, _FLOAT64, chunks.table),
         *aligned.tensors,
         chunks.table,
         out,
@@ -298,17 +304,15 @@ def adasum(call: Call) -> Callable[[float, float], None]:
     return _with_scratch(launch, aligned, use, chunks, chunks.segments + 1)
 
 
-def _in_two(call: Call) -> Callable[[float, float], None]:
+def _in_two(call: Call, chunks: Chunks) -> Callable[[float, float], None]:
     """Bind the dots and, behind them, what combines.
 
     The second launch is set up while the last programs of the first end. No program of the dots
     lets it begin sooner: a kernel of another thread, launched so and not waiting, could then come
     between, end before the dots and be all that the second launch waits for.
     """
-    count, device = len(call.bounds) - 1, call.out.device
-    dots = torch.empty(count, 3, dtype=torch.float64, device=device)
-    first = dot_and_norms(replace(call, out=dots))
-    second = combine(replace(call, dots=dots), dependent=True)
+    dots = torch.empty(chunks.segments, 3, dtype=torch.float64, device=call.out.device)
+    first, second = _dots(call, chunks, dots), _blend(call, dots, dependent=True)
 
     def run(factor_a: float, factor_b: float) -> None:
         first()

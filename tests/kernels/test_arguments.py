@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,41 @@ def test_dtypes_are_named(dtype):
         kernels.sum_n([X, bad])
     with pytest.raises(TypeError, match=rf"tensors\[0\] has dtype {dtype}"):
         kernels.pack([bad])
+
+
+ODD = {
+    "sparse": (lambda x: x.to_sparse(), ValueError, "is torch.sparse_coo, not dense"),
+    "rows": (lambda x: x.view(2, 4).to_sparse_csr(), ValueError, "is torch.sparse_csr, not dense"),
+    "mkldnn": (lambda x: x.to_mkldnn(), ValueError, "is torch._mkldnn, not dense"),
+    "nested": (lambda x: torch.nested.nested_tensor([x, x]), ValueError, "is a nested tensor"),
+    "negative": (lambda x: torch.complex(x, x).conj().imag[:1], ValueError, "is a negative view"),
+    "strided": (lambda x: x[::2], ValueError, "is not contiguous"),
+    "elsewhere": (lambda x: x.to("meta"), ValueError, "is on meta"),
+    "integers": (lambda x: x.int(), TypeError, "has dtype torch.int32"),
+    "list": (lambda x: x.tolist(), TypeError, "must be a torch.Tensor, not list"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested|CSR)")
+@pytest.mark.parametrize("count", [2, 5, 40])
+@pytest.mark.parametrize("odd", ODD)
+def test_one_bad_tensor_of_a_list_is_named_before_shapes_are_compared(odd, count):
+    """Whatever its place; many tensors are first read together."""
+    make, error, words = ODD[odd]
+    layout, buffer = kernels.layout_of([X] * count), torch.ones(64 * count)
+    for place in (1, count - 1):
+        tensors = [X] * count
+        tensors[place] = make(X)
+        words_of = re.escape(f"tensors[{place}] {words}")
+        # The layout is of fewer tensors, or of other shapes.
+        for one in (layout, kernels.layout_of([X[:4]] * count), kernels.layout_of([X])):
+            with pytest.raises(error, match=words_of):
+                kernels.pack(tensors, layout=one)
+            with pytest.raises(error, match=words_of):
+                kernels.unpack(buffer, tensors, layout=one)
+        for call in (kernels.pack, kernels.sum_n, kernels.gram):
+            with pytest.raises(error, match=words_of):
+                call(tensors)
 
 
 @pytest.mark.parametrize("call", PAIRS)

@@ -83,15 +83,18 @@ def watch(device: Device) -> None:
         if name == _DEPENDENT and constants["DEPENDENT"]:
             names.add("dependent")
 
-        def run(*given: Tensor | int) -> None:
-            passed = tuple(_numbers((*given, *arguments)))
+        run, count = launch._run, len(leading) + len(arguments)
+
+        def compared(*given: Tensor | int, stream: int) -> None:
+            passed = tuple(_numbers(given[:count]))
             device.expected.bound = Bound(name, programs, threads, frozenset(names), passed)
             try:
-                launch(*given)
+                run(*given, stream=stream)
             finally:
                 device.expected.bound = None
 
-        return run
+        launch._run = compared
+        return launch
 
     def computed(call: Any, table: Any = None) -> Any:
         launch = bound(call, table)

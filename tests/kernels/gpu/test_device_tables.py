@@ -101,16 +101,16 @@ def test_upload_in_a_capture_reads_the_part_that_another_graph_reads(
 
 def test_scratch_is_one_for_each_use_and_stream_and_grows() -> None:
     scratch = Scratch(limit=3)
-    first = scratch.fetch("dots", CPU, 1, 6, 2)
-    assert scratch.fetch("dots", CPU, 1, 3, 1) is first
-    others = [scratch.fetch("dots", CPU, 2, 6, 2), scratch.fetch(8, CPU, 1, 6, 2)]
+    first = scratch.fetch("dots", CPU, 6, 2, 1)
+    assert scratch.fetch("dots", CPU, 3, 1, 1) is first
+    others = [scratch.fetch("dots", CPU, 6, 2, 2), scratch.fetch(8, CPU, 6, 2, 1)]
     assert len({each[0].data_ptr() for each in (first, *others)}) == 3
-    larger = scratch.fetch("dots", CPU, 1, 3, 5)
+    larger = scratch.fetch("dots", CPU, 3, 5, 1)
     assert len(larger[0]) >= 6 and len(larger[1]) == 5 and not larger[1].any()
-    assert scratch.fetch("dots", CPU, 1, 6, 5) is larger
+    assert scratch.fetch("dots", CPU, 6, 5, 1) is larger
     # A fourth takes the place of all.
-    scratch.fetch("dots", CPU, 3, 6, 2)
-    assert scratch.fetch("dots", CPU, 1, 6, 5) is not larger
+    scratch.fetch("dots", CPU, 6, 2, 3)
+    assert scratch.fetch("dots", CPU, 6, 5, 1) is not larger
 
 
 def test_scratch_of_a_graph_is_its_own(

@@ -31,9 +31,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     log: list[str] = []
     run = Launch.__call__
 
-    def counted(launch: Launch, *leading: Any) -> None:
+    def counted(launch: Launch, *leading: Any, **given: Any) -> None:
         log.append(launch.name)
-        run(launch, *leading)
+        run(launch, *leading, **given)
 
     with monkeypatch.context() as patch:
         patch.setattr(Launch, "__call__", counted)
@@ -238,7 +238,7 @@ def test_a_launch_finds_the_code_that_triton_would(on_triton, monkeypatch):
 
     monkeypatch.setattr(Kernel, "bind", compared)
     # What is bound is not run: that takes the emulator seconds.
-    monkeypatch.setattr(Launch, "__call__", lambda launch, *leading: None)
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *leading, scratch=None: None)
     calls(on_triton.device)
     assert len(found) == 10
 
