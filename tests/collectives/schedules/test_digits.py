@@ -23,6 +23,12 @@ from tests.collectives.schedules.simulation import answers, cost, one_level, two
 DIRECT = AllReduceSpec("direct", 1, -1)
 
 
+@pytest.fixture(autouse=True)
+def _one_object_each() -> None:
+    """Schedules are compared as objects: none is kept here that its maker has let go."""
+    schedule_of.cache_clear()
+
+
 def on_nodes(size: int, local: int) -> Schedule:
     return one_level("direct", 1, Topology(size, local), one_tree=True)
 
