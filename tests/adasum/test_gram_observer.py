@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import adasum
 from adasum import AdasumReducer, orthogonality
@@ -17,6 +17,7 @@ from adasum.orthogonality import Recorder, Row
 from collectives import Group, Sum, calls, run_threads
 from collectives.schedules.folding import balanced_tree
 from tests.adasum.definition import tree
+from tests.adasum.gradient_recorder.small import make_model
 
 SHAPES = [(5, 7), (), (1000,), (0,), (3,)]
 EPS = torch.finfo(torch.float64).eps
@@ -211,15 +212,6 @@ def test_a_rank_that_has_joined_has_rows_of_zeros(algorithm: str) -> None:
             [math.sqrt(2), 0, math.sqrt(2), math.sqrt(2)]
         )
         assert gram.products[0, 0, 3].item() == 4e5 and gram.products[0, 1].count_nonzero() == 0
-
-
-def make_model() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
-    # Ranks are threads, which share torch's own generator.
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter.data, generator=generator)
-    return model
 
 
 def train(group: Group, observer: object, steps: int, **options: Any) -> list[list[Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from tests.fakes.fake_nccl import FakeNccl
 from tests.fakes.nccl_machine import Machine, all_good, full, make_machine, swap, told
 
 NUMEL = 5
+Launch = Callable[[str, float], None]
 
 
 @pytest.fixture
@@ -30,6 +31,13 @@ def _swaps(machine: Machine, transport: nccl.NcclTransport, mine: Any, got: Any)
     for step in range(3):
         swap(transport, mine, got, f"step {step}")
         machine.put(lambda: mine.add_(got.as_subclass(torch.Tensor)), 0.002)
+
+
+def _captured(machine: Machine, transport: nccl.NcclTransport) -> Launch:
+    """Those of two ranks that are connected, as a graph."""
+    mine, got = full(NUMEL, 1.0), full(NUMEL, 0.0)
+    swap(transport, mine, got, "the first message connects")
+    return transport.capture(lambda: _swaps(machine, transport, mine, got))
 
 
 def test_a_launch_moves_what_is_there_then_between_other_messages(machine: Machine) -> None:
@@ -74,9 +82,7 @@ def test_graphs_that_are_kept_end_before_the_communicators(machine: Machine) -> 
     kept = []
 
     def work(transport: nccl.NcclTransport) -> None:
-        mine, got = full(NUMEL, 1.0), full(NUMEL, 0.0)
-        swap(transport, mine, got, "the first message connects")
-        kept.append(transport.capture(lambda: _swaps(machine, transport, mine, got)))
+        kept.append(_captured(machine, transport))
         kept[-1]("a launch", 10.0)
 
     all_good(machine.run(2, work))
@@ -89,9 +95,7 @@ def test_a_launch_is_a_step_that_is_watched(machine: Machine) -> None:
     """A peer that never launches is a timeout, which names it and the call; all is over then."""
 
     def work(transport: nccl.NcclTransport) -> Any:
-        mine, got = full(NUMEL, 1.0), full(NUMEL, 0.0)
-        swap(transport, mine, got, "the first message connects")
-        launch = transport.capture(lambda: _swaps(machine, transport, mine, got))
+        launch = _captured(machine, transport)
         if transport.rank == 1:
             done.wait(20.0)
             return None
@@ -110,9 +114,7 @@ def test_a_launch_is_a_step_that_is_watched(machine: Machine) -> None:
 
 def test_an_abort_from_another_thread_ends_a_launch(machine: Machine) -> None:
     def work(transport: nccl.NcclTransport) -> None:
-        mine, got = full(NUMEL, 1.0), full(NUMEL, 0.0)
-        swap(transport, mine, got, "the first message connects")
-        launch = transport.capture(lambda: _swaps(machine, transport, mine, got))
+        launch = _captured(machine, transport)
         if transport.rank == 0:
             launch("a launch", 20.0)
             began = time.monotonic()
