@@ -47,7 +47,7 @@ _FINDINGS = {"checked": {"findings": ("found_inf",)}, "max_abs": {"findings": ("
 _CAST = {"fp16": "fp32", "fp32": "fp16"}
 _COPY = Kernel(
     copy_kernel._copy_kernel.function,
-    launcher.block_of,
+    partial(launcher.block_of, most=copy_kernel.TILE_BYTES),
     {"PACK": True, "SCALED": False, "FINITE": True},
     {
         "scaled": {"SCALED": True},

@@ -21,6 +21,11 @@ from kernels.layout import Layout
 
 # Of float32, in which a larger factor is infinite.
 _LARGEST = torch.finfo(torch.float32).max
+# Bytes of a tile in the narrower dtype: two vectors a thread, with which an H200 copied 1 GiB 5 %
+# faster than with eight.
+TILE_BYTES = 4096
+# Bytes of a line of the caches of GPUs, whose parts of 32 bytes are written one by one.
+LINE = 128 if tl is None else tl.constexpr(128)
 
 
 @jit
@@ -105,10 +110,24 @@ def _copy_kernel(
                 SOURCE, TARGET, WIDE, SCALED, FINITE, False, VECTOR,
             )  # fmt: skip
     else:
+        # Tiles but the first begin with a line of the target, so that none is written in two parts
+        # by two programs: the first one ends earlier, the last one takes what is left. Other tiles
+        # of this tensor are moved by vectors if its addresses allow it.
+        early = (target.to(tl.uint64) % LINE // TARGET_BYTES).to(tl.int64)
+        early = tl.where((source | target) % 16 == 0, 0, early)
+        back = tl.where(first > 0, early, 0)
+        limit = BLOCK - early + back
+        if tl.load(row + 2) - first <= BLOCK:
+            limit = BLOCK + back
+        reads = tl.minimum(tl.maximum(tl.load(row + 1) - first, 0) + back, limit)
+        writes = reads
+        if PACK:
+            writes = tl.minimum(tl.load(row + 2) - first + back, limit)
+        source -= back * SOURCE_BYTES
+        target -= back * TARGET_BYTES
         # In parts, rolled up: see scalar_pointer.
-        PART: tl.constexpr = part_of(BLOCK, 4)
-        for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
-            done = part * PART
+        PART: tl.constexpr = part_of(BLOCK, 2)
+        for done in tl.range(0, writes, PART, loop_unroll_factor=1):
             _move(
                 source + done * SOURCE_BYTES, target + done * TARGET_BYTES,
                 reads - done, writes - done, scale_bits, findings,
@@ -136,8 +155,8 @@ class Copies:
         addresses = table.write(ordered, call.out.device) if kinds else None
         for dtype, chosen in kinds.items():
             assert addresses is not None
-            size = max(dtype.itemsize, layout.dtype.itemsize)
-            block, warps = launcher.block_of(layout.numel, size)
+            narrower = min(dtype.itemsize, layout.dtype.itemsize)
+            block, warps = launcher.block_of(layout.numel, narrower, TILE_BYTES)
             rows, tiles = _table(layout, chosen, block, call.out.device)
             count = len(chosen)
             own = addresses[done : done + count] if len(kinds) > 1 else addresses

@@ -222,13 +222,14 @@ def power_of_two_above(value: int) -> int:
 
 
 @functools.lru_cache
-def block_of(numel: int, itemsize: int) -> tuple[int, int]:
+def block_of(numel: int, itemsize: int, most: int = 16384) -> tuple[int, int]:
     """Return (elements a tile, warps) of an elementwise kernel, from size and dtype alone.
 
-    128 threads with up to eight 16-byte accesses each; less for small inputs, to use more cores.
+    128 threads with up to `most` bytes in 16-byte accesses, by default eight each; less for small
+    inputs, to use more cores.
     """
     nbytes = numel * itemsize
-    tile_bytes = min(16384, max(2048, power_of_two_above(nbytes // 256)))
+    tile_bytes = min(most, max(2048, power_of_two_above(nbytes // 256)))
     return tile_bytes // itemsize, 4
 
 

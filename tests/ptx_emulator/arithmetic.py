@@ -220,9 +220,12 @@ def _permute_bytes(a: Array, b: Array, selector: Array) -> Array:
 
 def _bit_field(a: Array, start: Array, length: Array) -> Array:
     """Return `length` bits of `a` from bit `start`; only eight bits of both count."""
-    skipped, kept = (np.minimum(x & 255, 32).astype(np.uint64) for x in (start, length))
-    mask = (np.uint64(1) << kept) - np.uint64(1)
-    return ((a.astype(np.uint64) >> skipped) & mask).astype(np.uint32)
+    width, one = 8 * a.dtype.itemsize, a.dtype.type(1)
+    skipped, kept = ((x & 255).astype(a.dtype) for x in (start, length))
+    # numpy, as C, says nothing of shifts by the width.
+    field = np.where(skipped < width, a >> np.minimum(skipped, width - 1), 0)
+    mask = (one << np.minimum(kept, width - 1)) - one
+    return np.where(kept < width, field & mask, field).astype(a.dtype)
 
 
 def _signed_bit_field(a: Array, start: Array, length: Array) -> Array:
@@ -296,7 +299,8 @@ def _list_integers() -> None:
         )
     _list("neg", _SIGNED, np.negative, 1)
     _list("abs", _SIGNED, np.abs, 1)
-    _list("bfe", ("u32",), _bit_field, 3)
+    for kind in ("u32", "u64"):
+        OPERATIONS[f"bfe.{kind}", 3] = Operation((kind, "u32", "u32"), kind, _bit_field)
     OPERATIONS["bfe.s32", 3] = Operation(("s32", "u32", "u32"), "s32", _signed_bit_field)
 
 

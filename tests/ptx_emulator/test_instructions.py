@@ -144,7 +144,7 @@ mul.hi.u32 %r1, %r2, %r2
 mul24.lo.u32 %r1, %r2, %r2
 mul.wide.s64 %rd1, %rd2, %rd2
 mad.hi.s32 %r1, %r2, %r2, %r2
-bfe.u64 %rd1, %rd2, %r2, %r2
+bfe.s64 %rd1, %rd2, %r2, %r2
 prmt.b32.f4e %r1, %r2, %r2, %r2
 shf.l.wrap.b32 %r1, %r2, %r2, %r2
 lop3.b32 %r1, %r2, %r2, %r2, 150
