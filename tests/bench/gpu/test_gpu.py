@@ -59,8 +59,9 @@ def test_stages_come_in_the_order_of_their_worth_and_share_a_gpu_where_nccl_can(
     parts = ("reduction", "gpu", "compile", "projection", "others")
     assert [*STAGES] == [
         *("check", *(f"tests-{part}" for part in parts), *(f"answers-{file}" for file in rows)),
-        *("goals-projection", "goals-gram", "ranks-bench", "goals-packing", "goals-reduction"),
-        *(f"ranks-{part}" for part in ("one_gpu", "nccl", "torch_nccl")),
+        *("goals-projection", "goals-gram"),
+        *(f"ranks-{part}" for part in ("bench", "one_gpu", "nccl", "torch_nccl")),
+        *("goals-packing", "goals-reduction"),
         *("memcheck", "racecheck", *(f"others-{file}" for file in rows)),
     ]
     # What is timed has the device for itself.
