@@ -113,6 +113,17 @@ def test_misaligned_tensors_fill_the_sectors_they_touch(emulator, name, dtype, e
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unpacking_to_misaligned_tensors_stores_whole_lines(emulator, dtype):
+    tensors = [misaligned(random(NUMEL, dtype, "cpu", seed)) for seed in range(4)]
+    CALLS["unpack"].run(tensors)
+    (launched,) = emulator.launches
+    stored = launched.traffic.store_sectors[dtype.itemsize] * SECTOR
+    # Of the first tile each warp's request touches one sector more, and of all the two ends do.
+    requests = LEAST_TILE // (32 * dtype.itemsize)
+    assert _whole(tensors) <= stored <= _whole(tensors) + len(tensors) * (requests + 2) * SECTOR
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_odd_segments_cost_their_own_edges(emulator, dtype):
     a, b = (random(NUMEL, dtype, "cpu", seed) for seed in (1, 2))
     kernels.adasum(a, b, (0, THIRD, NUMEL // 2 + 1, NUMEL))
