@@ -26,6 +26,8 @@ from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
 from collectives.schedules.algorithm import ONE_TENSOR, RoundRobin
 from collectives.schedules.auto import sum_algorithm
+from collectives.schedules.partition import split_bounds
+from collectives.schedules.reduced_slices import reduced_slices
 from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
@@ -37,6 +39,8 @@ from collectives.transport.process_groups import has_nccl
 
 Tensor = torch.Tensor
 Specs = tuple[AllReduceSpec, ...]
+# The first element, the one behind the last, and ranks.
+Held = tuple[int, int, tuple[int, ...]]
 # What gives its tensors back, and takes as many buffers at each start.
 _REPLAYED = ("all_reduce", "grouped_all_reduce", "run")
 
@@ -140,7 +144,8 @@ class Runner:
         *,
         schedule: Schedule | None = None,
         prescale: float | None = None,
-    ) -> None:
+        gather: bool = True,
+    ) -> tuple[Held, ...]:
         """Reduce a 1-D tensor over all ranks, in place.
 
         Args:
@@ -151,23 +156,33 @@ class Runner:
             schedule: What runs; what the options choose unless given.
             prescale: Factor of this rank's contribution; the options' and the operator's unless
                 given.
+            gather: Whether all ranks get the result. Else it may end where it was made, and other
+                elements have no meaning.
+
+        Returns:
+            Which ranks hold the result of which elements, in ascending order.
         """
         if prescale is None:
             prescale = options.prescale * op.prescale(flat.dtype, self.size)
         algorithm, phases = self._phases(flat, op, options, schedule)
         with call_span(label, op, algorithm, flat):
             multiply(flat, prescale * phases.prescale)
-            context, buffer = self.context(label), flat
+            context, buffer, stop = self.context(label), flat, None
+            held: tuple[Held, ...] = ((0, flat.numel(), tuple(range(self.size))),)
             if phases.library is not None or phases.host:
                 buffer = self._before_schedule(phases, flat, context)
             if phases.schedule is not None:
                 inner = op if op.ordered else Sum
                 reducers = (inner, op) if phases.two_levels else op
-                execute(phases.schedule, buffer, reducers, context, segments=options.segments)
+                if not gather and buffer is flat and phases.library is None:
+                    stop, held = _held(phases.schedule, flat.numel())
+                segments = options.segments
+                execute(phases.schedule, buffer, reducers, context, segments=segments, stop=stop)
             if buffer is not flat:
                 flat.copy_(buffer)
             op.finish(flat, self.size)
         multiply(flat, options.postscale)
+        return held
 
     def _phases(
         self, flat: Tensor, op: Reducer, options: AllReduceOptions, schedule: Schedule | None
@@ -346,6 +361,13 @@ def grouped_all_reduce(runner: Runner, call: Call) -> Sequence[Tensor]:
     for options, tensors in AllReduceOptions.of(call).by_range(call.tensors):
         runner.all_reduce_packed(tensors, call.op, options, call.label)
     return call.tensors
+
+
+def _held(schedule: Schedule, numel: int) -> tuple[int, tuple[Held, ...]]:
+    """Return how many steps reduce, and which ranks hold which elements of a buffer then."""
+    count, holders = reduced_slices(schedule)
+    bounds = split_bounds(numel, schedule.chunks)
+    return count, tuple([(bounds[start], bounds[stop], ranks) for start, stop, ranks in holders])
 
 
 def _count(segments: Sequence[int] | None) -> int:

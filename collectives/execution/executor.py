@@ -28,6 +28,7 @@ def execute(
     segments: Sequence[int] | None = None,
     bounds: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
+    stop: int | None = None,
 ) -> None:
     """Run this rank's steps of `schedule` in place on `buffer` (1-D, contiguous).
 
@@ -42,6 +43,7 @@ def execute(
             does no more than that.
         ranks: The transport's ranks that stand for the schedule's ranks 0, 1, ...; all of them
             unless given.
+        stop: How many steps to run; all unless given.
     """
     transport = call.transport
     members = tuple(range(transport.size) if ranks is None else ranks)
@@ -59,7 +61,7 @@ def execute(
         whole = tuple(segments) if segments is not None and schedule.whole_segments else None
         steps = lower_evenly(schedule, rank, buffer.numel(), whole, members)
     posts_ahead = transport.posts_ahead(buffer.device)
-    for step in steps:
+    for step in steps[:stop]:
         label = f"{step.name} of {call.label}"
         scratch = call.workspace.take(step.staged, buffer) if step.staged else buffer
         sends, recvs = [], []

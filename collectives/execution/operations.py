@@ -21,10 +21,10 @@ from collectives.execution.all_reduce import (
     grouped_all_reduce,
 )
 from collectives.execution.call import Call
-from collectives.execution.owned_trees import reduce_trees_to_owners
+from collectives.execution.owned_trees import reduce_trees_to_owners, send_to_owners
 from collectives.execution.owned_vectors import owned_vectors, owners_of
 from collectives.execution.vectors import flatten, multiply
-from collectives.reducers import TREE_RANKS, Reducer, Sum
+from collectives.reducers import Reducer, Sum
 from collectives.schedules import binomial_tree, bruck, direct, ring
 from collectives.schedules.auto import all_gather_schedule, reduce_schedule
 from collectives.schedules.partition import split_bounds
@@ -93,10 +93,12 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
     rows = split_bounds(tensor.shape[0] if by_rows else flat.numel(), size)
     width = flat.numel() // rows[-1] if rows[-1] else 0
     bounds = [row * width for row in rows]
-    schedule = _reduce_scatter_schedule(runner, op, flat)
+    schedule = _reduce_scatter_schedule(op, size)
     if schedule is None:
         options = AllReduceOptions.of(call)._replace(specs=parse_all_reduce_spec("auto"))
-        runner.all_reduce(flat, op, options, call.label)
+        held = runner.all_reduce(flat, op, options, call.label, gather=False)
+        slots = [(owner, *ends) for owner, ends in enumerate(pairwise(bounds))]
+        send_to_owners(runner, call, flat, held, slots)
     else:
         multiply(flat, runner.factor(call, flat.dtype))
         runner.execute(call, schedule, flat, op, bounds)
@@ -113,17 +115,13 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
     return call.out
 
 
-def _reduce_scatter_schedule(runner: Runner, op: Reducer, flat: Tensor) -> Schedule | None:
-    """Return what leaves each rank its reduced piece; None where that is cut from an all-reduce."""
+def _reduce_scatter_schedule(op: Reducer, size: int) -> Schedule | None:
+    """Return what leaves each rank its piece; None where that is a part of an all-reduce."""
     if op.associative:
-        return ring.reduce_scatter(runner.size)
+        return ring.reduce_scatter(size)
     if op.ordered or (op.operands == "all" and not op.needs_one_tree):
-        return direct.reduce_scatter(runner.size)
-    if not op.reads_tree_of(flat.dtype) or runner.size > TREE_RANKS[-1]:
-        return None
-    # Where latency decides it does for half the bytes, too.
-    small = runner.choose(flat, op).outer == "rd"
-    return None if small else direct.reduce_scatter(runner.size)
+        return direct.reduce_scatter(size)
+    return None
 
 
 def _all_gather(runner: Runner, call: Call) -> Tensor:

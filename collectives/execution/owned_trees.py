@@ -1,29 +1,30 @@
-"""Tensors reduced onto their owners by an operator that reads trees, to the bits of an all-reduce.
+"""Reductions onto owners, to the bits of an all-reduce whose elements depend on each other.
 
-Where that goes by `direct`, all tensors of a kind are one vector, cut into the same slices. Each
-rank reduces its slice and sends its parts to their owners, where an all-reduce gathers them on all
-ranks: about half the bytes. Where it does not (little data, float64, two ranks or many) it is that
-all-reduce. In shared memory a rank copies from the buffers only what it owns.
+All tensors of a kind are one vector, as in that all-reduce. It ends where it has reduced: each rank
+then holds a slice of the result, of which it sends the parts to their owners. So about half the
+bytes travel of those of an all-reduce, which sends the slices to all ranks; where it goes by `rd`,
+each rank holds all of it, and there is nothing to send. In shared memory a rank copies from the
+buffers only what it owns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from operator import itemgetter
 
 import torch
 
-from collectives.execution.all_reduce import AllReduceOptions, Runner
+from collectives.execution.all_reduce import AllReduceOptions, Held, Runner
 from collectives.execution.call import Call
-from collectives.execution.executor import execute
-from collectives.execution.vectors import Vector, multiply, vector_of
-from collectives.schedules import direct
-from collectives.schedules.partition import split_bounds
+from collectives.execution.vectors import Vector, vector_of
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.transport.base import Message
 
 Tensor = torch.Tensor
+# An owner, the first element of what it owns, and the one behind the last.
+Slot = tuple[int, int, int]
 
 
 def reduce_trees_to_owners(runner: Runner, call: Call, owners: Sequence[int]) -> None:
@@ -31,53 +32,58 @@ def reduce_trees_to_owners(runner: Runner, call: Call, owners: Sequence[int]) ->
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, tensor in enumerate(call.tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(i)
+    options = AllReduceOptions.of(call)._replace(specs=parse_all_reduce_spec("auto"))
     for chosen in kinds.values():
         tensors = [call.tensors[i].detach() for i in chosen]
-        options = AllReduceOptions.of(call)._replace(specs=parse_all_reduce_spec("auto"))
-        if runner.reduces_by_tree(tensors, call.op, options):
-            _reduce(runner, call, tensors, [owners[i] for i in chosen])
-        else:
+        vector = None if runner.size == 1 else vector_of(tensors, None)
+        if vector is None:
             runner.all_reduce_packed(tensors, call.op, options, call.label)
+        else:
+            _reduce(runner, call, vector, [owners[i] for i in chosen])
 
 
-def _reduce(runner: Runner, call: Call, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-    """Reduce this rank's slice of a vector, and exchange what slices hold of owners' tensors."""
-    vector = vector_of(tensors, None)
-    assert vector is not None
-    factor = runner.factor(call, vector.dtype)
-    if vector.layout is None:
-        flat = vector.tensors[0]
-        multiply(flat, factor)
-    else:
-        flat = runner.packed.take(vector.numel, tensors[0])
+def _reduce(runner: Runner, call: Call, vector: Vector, owners: Sequence[int]) -> None:
+    """Reduce a vector, and exchange what ranks hold of others' tensors."""
+    factor, options = runner.factor(call, vector.dtype), AllReduceOptions.of(call)
+    packed = vector.layout is not None
+    flat = vector.tensors[0]
+    if packed:
+        flat = runner.packed.take(vector.numel, flat)
         vector.fill(flat, factor)
-    schedule = direct.reduce_scatter(runner.size)
-    execute(schedule, flat, call.op, runner.context(call.label), segments=vector.segments)
-    slices = split_bounds(vector.numel, runner.size)
-    call.op.finish(flat[slices[runner.rank] : slices[runner.rank + 1]], runner.size)
-    sends, recvs = [], []
-    for holder, owner, low, high in _parts(vector, slices, owners):
-        if holder == runner.rank != owner:
-            sends.append(Message(owner, flat[low:high]))
-        elif owner == runner.rank != holder:
-            recvs.append(Message(holder, flat[low:high]))
-    where = f"the owners' parts of {call.label}"
-    runner.transport.exchange(sends, recvs, where, runner.timeout)
-    runner.transport.steps += 1
-    mine = [i for i, owner in enumerate(owners) if owner == runner.rank]
-    vector.store_some(flat, mine, call.options["postscale"])
-
-
-def _parts(
-    vector: Vector, slices: Sequence[int], owners: Sequence[int]
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield who holds, and who is to have, which elements, in ascending order."""
+    chosen = AllReduceOptions(parse_all_reduce_spec("auto"), vector.segments)
+    prescale = 1.0 if packed else factor
+    held = runner.all_reduce(flat, call.op, chosen, call.label, prescale=prescale, gather=False)
     segments = (0, vector.numel) if vector.segments is None else vector.segments
-    slots = zip(owners, segments[:-1], segments[1:], strict=True)
+    slots = list(zip(owners, segments[:-1], segments[1:], strict=True))
+    send_to_owners(runner, call, flat, held, slots)
+    mine = [i for i, owner in enumerate(owners) if owner == runner.rank]
+    vector.store_some(flat, mine, options.postscale)
+
+
+def send_to_owners(
+    runner: Runner, call: Call, flat: Tensor, held: Sequence[Held], slots: Sequence[Slot]
+) -> None:
+    """Send each owner what it does not hold of its slots, which lie in ascending order."""
+    sends, recvs = [], []
+    for holder, owner, low, high in _parts(held, slots):
+        if holder == runner.rank:
+            sends.append(Message(owner, flat[low:high]))
+        elif owner == runner.rank:
+            recvs.append(Message(holder, flat[low:high]))
+    if sends or recvs:
+        where = f"the owners' parts of {call.label}"
+        runner.transport.exchange(sends, recvs, where, runner.timeout)
+    runner.transport.steps += 1
+
+
+def _parts(held: Sequence[Held], slots: Iterable[Slot]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield who sends, and to whom, which elements, in ascending order."""
+    starts = [start for start, _, _ in held]
     for owner, run in groupby(slots, key=itemgetter(0)):
         (_, first, last), *others = run
-        stop = others[-1][2] if others else last
-        for holder, (start, end) in enumerate(pairwise(slices)):
-            low, high = max(first, start), min(stop, end)
-            if low < high:
-                yield holder, owner, low, high
+        last = others[-1][2] if others else last
+        at = max(bisect_right(starts, first) - 1, 0)
+        for start, stop, ranks in held[at : bisect_right(starts, last)]:
+            low, high = max(first, start), min(last, stop)
+            if low < high and owner not in ranks:
+                yield min(ranks, key=lambda rank: abs(rank - owner)), owner, low, high

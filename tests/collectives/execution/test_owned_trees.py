@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adasum import Adasum, AdasumReducer
 from collectives import FusedBuffer, Group, calls, reducers, run_threads
+from collectives.schedules.partition import split_bounds
 from tests.adasum.test_direct import BOUNDS, NARROW, check, defined, vectors
 from tests.collectives.consistency.ranks import everywhere, run
 
@@ -129,6 +130,39 @@ def test_owners_and_slices_have_horovods_definition_within_100_eps(
         check(torch.cat(got), nodes, (kind, dtype, "reduce_scatter"))
 
 
+# On one level, on nodes of 2 and 4 ranks in levels, by pairs of vectors, and little data by `rd`.
+@pytest.mark.parametrize(
+    ("size", "local"),
+    [
+        (2, 2),
+        (3, 3),
+        (8, 4),
+        *(pytest.param(*n, marks=pytest.mark.slow) for n in [(5, 5), (16, 2)]),
+    ],
+)
+def test_a_reduce_scatter_is_the_slice_of_the_all_reduce(
+    size: int, local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
+
+    def job(group: Group) -> None:
+        generator = torch.Generator().manual_seed(group.rank)
+        drawn = torch.randn(70_001, 3, generator=generator, dtype=torch.float64)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            for rows in (1, 70_001):
+                mine, op = drawn[:rows].to(dtype), UNWEIGHTED if rows > 1 else Adasum
+                want = group.all_reduce(mine.clone(), op, postscale=0.5)
+                got = group.reduce_scatter(mine, op, by_rows=True, postscale=0.5)
+                bounds = split_bounds(rows, size)
+                assert torch.equal(got, want[bounds[group.rank] : bounds[group.rank + 1]])
+                flat = group.reduce_scatter(mine.view(-1), op, postscale=0.5)
+                bounds = split_bounds(3 * rows, size)
+                whole = want.view(-1)[bounds[group.rank] : bounds[group.rank + 1]]
+                assert torch.equal(flat, whole)
+
+    run_threads(size, job, local_size=local)
+
+
 def sent_by(group: Group, call: Any) -> dict[str, int]:
     """Return the bytes that a call sends, by the names of its steps."""
     sent: dict[str, int] = {}
@@ -147,25 +181,45 @@ def sent_by(group: Group, call: Any) -> dict[str, int]:
     return sent
 
 
-@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize(
+    ("size", "local", "dtype"),
+    [(3, 3, torch.float32), (8, 8, torch.float32), (8, 4, torch.float32), (4, 4, torch.float64)],
+    ids=str,
+)
 def test_bytes_are_those_of_the_slices_and_what_owners_lack(
-    size: int, monkeypatch: pytest.MonkeyPatch
+    size: int, local: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """N (n - 1) for the slices of all ranks, at most N more for the owners; not 2 N (n - 1)."""
+    """N (n - 1) for the slices of all ranks, at most N more for the owners; not 2 N (n - 1).
+
+    So it is by pairs, as float64 goes, and in levels nearly.
+    """
     monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
     numel = 64 * 1024 * size
 
-    def job(group: Group) -> tuple[int, int]:
-        halves = [torch.ones(numel // 2) for _ in range(2)]
+    def job(group: Group) -> tuple[int, int, int]:
+        halves = [torch.ones(numel // 2, dtype=dtype) for _ in range(2)]
         owners = [0, size - 1]
-        onto = sent_by(group, lambda: group.reduce_to_owners(halves, Adasum, owners=owners))
-        whole = sent_by(group, lambda: group.grouped_all_reduce(halves, Adasum))
-        tables = sum(n for step, n in onto.items() if "tables" in step)
-        assert tables == sum(n for step, n in whole.items() if "tables" in step) > 0
-        return sum(onto.values()) - tables, sum(whole.values()) - tables
+        made = (
+            lambda: group.reduce_to_owners(halves, Adasum, owners=owners),
+            lambda: group.grouped_all_reduce(halves, Adasum),
+            lambda: group.reduce_scatter(torch.cat(halves), Adasum),
+        )
+        sent = [sent_by(group, call) for call in made]
+        # Beside the vectors' parts there are tables, which all ways send alike.
+        small = numel // size
+        onto, whole, piece = (sum(n for n in each.values() if n > small) for each in sent)
+        return onto, whole, piece
 
-    onto, whole = (sum(each) for each in zip(*run_threads(size, job), strict=True))
-    nbytes = 4 * numel
-    assert whole == 2 * (size - 1) * nbytes
-    # The owners have their own slices.
-    assert onto == (size - 1) * nbytes + nbytes - 2 * nbytes // size
+    found = zip(*run_threads(size, job, local_size=local), strict=True)
+    onto, whole, piece = (sum(each) for each in found)
+    nbytes = dtype.itemsize * numel
+    slices = (size - 1) * nbytes
+    assert whole == 2 * slices
+    if local == size and dtype == torch.float32:
+        # The owners have their own slices, and rank r slice r.
+        assert onto == slices + nbytes - 2 * nbytes // size
+        assert piece == slices
+    # The last of two levels exchanges whole slices, N more of all ranks together.
+    most = slices + nbytes * (1 if local == size else 2)
+    assert slices <= piece <= most
+    assert slices < onto <= most
