@@ -1,8 +1,10 @@
 """Memory on a device that kernels read or write beside tensors: tables and scratch.
 
 A table is looked up by its whole content, so that none is uploaded twice. What is kept is bounded:
-when a device has its limit of tables, the device is synchronized and they are dropped, except those
-that a CUDA graph may read at each replay. Too many of those are an error.
+when a device has its limit of tables, the device is synchronized and the half that was not used for
+longest is dropped, except what a CUDA graph may read at each replay. Too much of that is an error.
+An event would not do in the place of the synchronization: plans run on streams of which nothing is
+known here.
 """
 
 from __future__ import annotations
@@ -95,7 +97,12 @@ class DeviceTables:
             table = tables.get(key)
             if not _is_capturing(device):
                 if table is None:
-                    table = self._room(device)[key] = make(None)
+                    self._make_room(device)
+                    table = make(None)
+                else:
+                    del tables[key]
+                # The last one is the one used last.
+                tables[key] = table
                 return table
             seen, pinned = self._seen[device], self._pinned[device]
             counted = key in (pinned if table is None else seen)
@@ -113,14 +120,15 @@ class DeviceTables:
                 seen[key] = table
             return table
 
-    def _room(self, device: torch.device) -> dict[Hashable, Any]:
-        """Return the tables of a device, after dropping them where there is no room for one."""
-        tables = self._tables[device]
-        if len(tables) - len(self._seen[device]) >= self._limit:
+    def _make_room(self, device: torch.device) -> None:
+        """Drop tables of a device where there is no room for one more."""
+        tables, seen = self._tables[device], self._seen[device]
+        if len(tables) - len(seen) >= self._limit:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            tables = self._tables[device] = dict(self._seen[device])
-        return tables
+            droppable = [key for key in tables if key not in seen]
+            for key in droppable[: -(-len(droppable) // 2)]:
+                del tables[key]
 
 
 TABLES = DeviceTables()

@@ -54,6 +54,17 @@ def test_full_device_rests_and_keeps_what_graphs_have_seen(cuda: SimpleNamespace
     assert tables.fetch("dropped", ONE, made) is not dropped
 
 
+def test_what_is_used_outlives_what_is_not(cuda: SimpleNamespace) -> None:
+    tables = DeviceTables(limit=4)
+    used = tables.fetch("used", ONE, made)
+    for new in range(40):
+        tables.fetch(new, ONE, made)
+        assert tables.fetch("used", ONE, made) is used
+        assert len(tables) <= 4
+    # Two at a time are dropped, and the device rests as often.
+    assert len(cuda.rested) == 19
+
+
 def test_tables_of_graphs_are_bounded_by_an_error(cuda: SimpleNamespace) -> None:
     tables = DeviceTables(graph_limit=3)
     known = tables.fetch("known", ONE, made)
