@@ -80,10 +80,6 @@ def open_store(rank: int, timeout: float) -> dist.Store:
     tell which are missing. Rank 0's store listens only at MASTER_ADDR if that is an address of this
     host; else at every address, with a WARNING.
 
-    Args:
-        rank: This rank.
-        timeout: Seconds that connecting may take.
-
     Raises:
         CollectiveTimeoutError: No store answers in time.
         TransportError: The port is taken.
@@ -246,16 +242,8 @@ def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) ->
     """Return gloo, with NCCL if every rank can use it; a collective of the store's ranks.
 
     Hosts may differ in their GPUs: a rank with NCCL would wait for one without, for ever. And a
-    launcher may show each rank one GPU, which is another rank's as well or is not.
-
-    Args:
-        store: The store of these ranks.
-        rank: This rank.
-        size: How many ranks there are.
-        timeout: Seconds that the others may take.
-
-    Raises:
-        CollectiveTimeoutError: Names the ranks that do not come.
+    launcher may show each rank one GPU, which is another rank's as well or is not. A
+    CollectiveTimeoutError names the ranks that do not come.
     """
     # The count tells apart several agreements on one store. Each rank has its own counter: all come
     # here in the same order, so the counters agree.

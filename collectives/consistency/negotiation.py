@@ -65,12 +65,7 @@ _SAME_CALL = Outcome()
 
 
 class Negotiation:
-    """Finds out for each call of the group whether all ranks make it.
-
-    Args:
-        transport: Between the ranks.
-        timeout: Seconds that each step may wait for a peer.
-    """
+    """Finds out for each call of the group whether all ranks make it."""
 
     def __init__(self, transport: Transport, timeout: float) -> None:
         self._transport = transport

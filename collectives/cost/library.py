@@ -23,13 +23,7 @@ from collectives.schedules.topology import Topology
 
 
 def library_cost(nbytes: float, rates: LinkRates, topology: Topology) -> Cost:
-    """Return the cost of a library's own sum over all ranks.
-
-    Args:
-        nbytes: Length of each rank's buffer.
-        rates: The machine; `sum.alpha` is the launch.
-        topology: Where the ranks are.
-    """
+    """Return the cost of a library's own sum over all ranks; `rates.sum.alpha` is the launch."""
     if topology.size == 1:
         return Cost(rates.call, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
     costs = [way(nbytes, rates, topology) for way in (_ring, _trees)]

@@ -42,15 +42,7 @@ _REPLAYED = ("all_reduce", "grouped_all_reduce", "run")
 
 
 class AllReduceOptions(NamedTuple):
-    """How to reduce.
-
-    Attributes:
-        specs: The algorithm for each range of sizes.
-        segments: Element boundaries that operators work by; None for one segment.
-        prescale: Factor of every rank's contribution.
-        postscale: Factor of the result.
-        packed: Whether the tensors of a grouped call count as one where a range is chosen.
-    """
+    """How to reduce: arguments of `Group.grouped_all_reduce`; `specs` are the algorithm's."""
 
     specs: Specs
     segments: Sequence[int] | None = None
@@ -143,14 +135,8 @@ class Runner:
     ) -> None:
         """Reduce a 1-D tensor over all ranks, in place.
 
-        Args:
-            flat: What is reduced.
-            op: The operator.
-            options: How.
-            label: What errors call the call.
-            schedule: What runs; what the options choose unless given.
-            prescale: Factor of this rank's contribution; the options' and the operator's unless
-                given.
+        schedule: What runs; what the options choose unless given. prescale: Factor of this rank's
+        contribution; the options' and the operator's unless given.
         """
         if prescale is None:
             prescale = options.prescale * op.prescale(flat.dtype, self.size)

@@ -50,11 +50,7 @@ class CallQueue:
         self.closed = False
 
     def run(self, call: Call, function: Callable[[], Any], *, async_op: bool = False) -> Any:
-        """Run `function`, which carries out the call, when its turn comes.
-
-        Returns:
-            What it returns; with `async_op` a Work.
-        """
+        """Run `function`, which carries out the call, when its turn comes; `async_op`: its Work."""
         self._check_usable(call.kind)
         guarded = self._guarded(call, function)
         if not async_op:

@@ -37,11 +37,9 @@ def execute(
         reducer: What REDUCE means, one for all phases or one a phase.
         call: Between which ranks, and for what.
         segments: Element boundaries that operators work by; one segment unless given.
-        bounds: Element boundaries of the schedule's chunks; nearly equal pieces unless given, of
-            whole segments where the schedule asks for them. With them a schedule that gathers
-            does no more than that.
-        ranks: The transport's ranks that stand for the schedule's ranks 0, 1, ...; all of them
-            unless given.
+        bounds: Element boundaries of the schedule's chunks; nearly equal pieces, or whole segments,
+            unless given. With them a schedule that gathers does no more than that.
+        ranks: The transport's ranks that stand for the schedule's; all of them unless given.
     """
     transport = call.transport
     members = tuple(range(transport.size) if ranks is None else ranks)

@@ -24,9 +24,6 @@ class OwnedVector:
     """Tensors as one vector, in which each owner's lie side by side.
 
     Attributes:
-        runner: What carries the call out.
-        call: The call.
-        vector: The tensors in the order of their owners.
         order: The ranks in the order in which what they own lies in the vector.
         bounds: Boundaries of the owners' pieces, in that order.
         mine: Which of the vector's tensors this rank owns.

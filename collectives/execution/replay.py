@@ -94,11 +94,8 @@ class Replay:
     def start(self, runner: Runner, call: Call, least: int | None, work: Callable[[], Any]) -> Any:
         """Carry out a start, and return its result.
 
-        Args:
-            runner: The rank's.
-            call: The request's call.
-            least: The least of the ranks' stages; None where all are this one's.
-            work: What carries the call out, a step after the other.
+        least: The least of the ranks' stages; None where all are this one's. work: What carries the
+        call out, a step after the other.
         """
         try:
             if least is None and call.stage >= CAPTURED:

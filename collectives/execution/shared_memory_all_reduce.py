@@ -111,12 +111,6 @@ class SharedMemoryAllReduce:
     It holds the tensors, and may be run any number of times.
 
     Attributes:
-        vector: What all ranks reduce.
-        op: The operator.
-        method: How it is carried out.
-        postscale: Factor of the result.
-        runner: What has memory for results.
-        memory: The buffers of the ranks.
         owners: Which rank gets the result of each tensor; None for all of all.
         bound: What reduces each set of buffers; calls take turns with two of them, each known by
             where its first vector lies.

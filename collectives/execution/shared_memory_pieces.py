@@ -35,14 +35,8 @@ _CACHE_LINE = 64
 class SharedMemoryPieces:
     """One all-reduce of one rank's tensors: `fill`, then once all ranks have signalled, `reduce`.
 
-    Attributes:
-        vector: What all ranks reduce.
-        op: The operator, which works element by element.
-        at_once: Whether it is handed all ranks' operands at once, as by `direct`; else pairs, in
-            the order of `rechd`.
-        postscale: Factor of the result.
-        runner: What has memory for tensors that are packed.
-        memory: The buffers of the ranks.
+    The operator works element by element; `at_once` it is handed all ranks' operands at once, as by
+    `direct`, else pairs, in the order of `rechd`.
     """
 
     vector: Vector

@@ -22,7 +22,6 @@ class Vector:
     Attributes:
         tensors: One that is the vector, or several of which each has a slot in it.
         numel: Number of elements, with the padding between slots.
-        dtype: The tensors' dtype.
         segments: Element boundaries that operators work by; None for one segment.
         layout: Where the slots lie; None where one tensor is the vector.
     """

@@ -94,11 +94,7 @@ def failed(
 ) -> None:
     """Note a call's error and write the rank's file; never raises.
 
-    Args:
-        group: The call's.
-        record: The call's.
-        error: The error.
-        code: Returns a hash of what ranks compare of the call.
+    record: The call's. code: Returns a hash of what ranks compare of the call.
     """
     if not group.on:
         return

@@ -74,9 +74,8 @@ class Recorder:
     def add(self, group: GroupRecord, name: str) -> str:
         """Keep a group's last call, and forget the oldest of many closed groups.
 
-        Returns:
-            The name; with a number where there was a group of this name. All members of a group
-            have made equally many of its name.
+        Return the name; with a number where there was a group of this name. All members of a group
+        have made equally many of its name.
         """
         closed = [each for each in self.groups if each.queue() is None]
         for each in closed[: max(0, len(closed) - _CLOSED)]:
@@ -136,10 +135,7 @@ class GroupRecord:
     def attach(self, recorder: Recorder, name: str, ranks: Sequence[int] = ()) -> None:
         """Record from now on as one of a rank's groups, before the first call.
 
-        Args:
-            recorder: The rank's.
-            name: Of the group.
-            ranks: The members' numbers in the job, where they are not their names.
+        ranks: The members' numbers in the job, where they are not their names.
         """
         self.ranks = tuple(ranks) or self.ranks
         self.recorder, self.ring = recorder, recorder.ring

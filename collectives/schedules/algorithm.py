@@ -67,7 +67,6 @@ class Level(NamedTuple):
     """The ranks that an all-reduce runs over: all of them, those of one node, or one a node.
 
     Attributes:
-        size: Number of ranks.
         shards: As in `name#shards`.
         topology: Where the ranks are; None where there is one a node.
         one_tree: Whether the operator needs the same expression tree for every element.
@@ -201,20 +200,14 @@ class Algorithm:
     def most_shards(self, size: int, local_size: int) -> int | None:
         """Return the most shards that it takes, None for any number.
 
-        Args:
-            size: Number of ranks that it runs over.
-            local_size: Ranks of a node of the whole topology.
+        size: Number of ranks that it runs over. local_size: Ranks of a node of the whole topology.
         """
         if self.shards is Shards.PER_RANK:
             return size
         return local_size if self.shards is Shards.PER_LOCAL_RANK and size > 1 else None
 
     def check_shards(self, shards: int, size: int, local_size: int) -> None:
-        """Check a number of shards; size and local_size are as for `most_shards`.
-
-        Raises:
-            ValueError: It is less than 1, or more than the algorithm takes.
-        """
+        """Raise ValueError for less than 1 shard, or more than `most_shards`."""
         most = self.most_shards(size, local_size)
         if shards < 1:
             raise ValueError(f"{self.name} takes at least 1 shard, got {shards}")

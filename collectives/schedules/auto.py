@@ -140,13 +140,9 @@ def key_of(device: str, topology: Topology) -> Key:
 def sum_algorithm(
     device: str, nbytes: int, topology: Topology, library: str | None = None
 ) -> AllReduceSpec:
-    """Return the algorithm of a sum.
+    """Return the algorithm of a sum of so many bytes a rank, on "cpu" or "cuda".
 
-    Args:
-        device: "cpu" or "cuda".
-        nbytes: Length of each rank's buffer.
-        topology: Where the ranks are.
-        library: The name of a library's own all-reduce of the same; None where there is none.
+    library: The name of a library's own all-reduce of the same; None where there is none.
     """
     limits, specs = _row(device, topology, library)
     return specs[bisect_left(limits, nbytes)]
@@ -235,14 +231,9 @@ def _limited(row: str) -> tuple[Sequence[int], Sequence[AllReduceSpec]]:
 
 
 def all_gather_schedule(device: str, nbytes: int, topology: Topology) -> Schedule:
-    """Return Bruck's all-gather or the ring's; both send as many bytes.
+    """Return Bruck's all-gather or the ring's of so many bytes in all; both send as many.
 
     Where all links are alike that is Bruck's, of fewer steps.
-
-    Args:
-        device: "cpu" or "cuda".
-        nbytes: Length of all ranks' pieces together.
-        topology: Where the ranks are.
     """
     alike = 1 in (topology.num_nodes, topology.local_size)
     if alike or nbytes <= BRUCK_BYTES[device]:

@@ -76,17 +76,8 @@ def schedule_of(
 
     Of two levels the inner reductions are phase 0 and the outer ones phase 1; the leaves of an
     outer tree are the nodes in their order. An inner algorithm that is a library's runs before the
-    schedule, which starts from its result.
-
-    Args:
-        spec: The algorithms.
-        topology: Where the ranks are.
-        one_tree: As for levels_of.
-        at_once: As for levels_of.
-        round_robin: As for levels_of.
-
-    Raises:
-        ValueError: As for levels_of, or the only level or the outer one is a library's.
+    schedule, which starts from its result. Arguments and errors are those of `levels_of`; it is a
+    ValueError, too, where the only level or the outer one is a library's.
     """
     near, far = levels_of(
         spec, topology, one_tree=one_tree, at_once=at_once, round_robin=round_robin

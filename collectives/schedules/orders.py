@@ -64,11 +64,7 @@ def joins_of(op: Reducer) -> Joins:
 
 @lru_cache(maxsize=64)
 def tree_of(spec: AllReduceSpec, topology: Topology, joins: Joins, one_tree: bool = False) -> Any:
-    """Return the tree of `order_of` of an algorithm on a topology.
-
-    Raises:
-        ValueError: As `order_of`.
-    """
+    """Return the tree of `order_of` of an algorithm on a topology; ValueError as there."""
     schedule = schedule_of(spec, topology, one_tree=one_tree)
     tree = verify(schedule, joins=joins).tree
     if tree is None:

@@ -56,16 +56,10 @@ def scatter_gather(
     tensors: int = 1,
     first: int = 0,
 ) -> ScatterGather:
-    """Return the shuffle of regions to as many gather ranks and back.
+    """Return the shuffle of regions of `tensors`, each in `shards`, to as many ranks and back.
 
-    Args:
-        size: Number of ranks.
-        shards: Of each tensor, from 1 to `size`.
-        name: What it is called.
-        whole_segments: Whether regions hold whole segments, so that a gather rank reduces them by
-            itself with any operator.
-        tensors: How many the buffer holds.
-        first: The first region's gather rank.
+    whole_segments: Whether regions hold whole segments, so that a gather rank reduces them by
+    itself with any operator. first: The first region's gather rank.
     """
     owners = _owners(size, min(size, shards * tensors), first)
     scatter = partial(_scatter, size, owners, whole_segments)

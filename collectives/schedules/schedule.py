@@ -253,10 +253,8 @@ def sharded(schedule: Schedule, shards: int) -> Schedule:
 
     All pieces of a message are sent at once, so that a transport with several channels to a peer
     can use them. Bytes, steps and memory stay as they are; latency is paid for `shards` times the
-    messages. What a rank reduces in a step stays one range.
-
-    Raises:
-        ValueError: `shards` is less than 1, or the schedule has exactly one chunk a rank.
+    messages. What a rank reduces in a step stays one range. A schedule of exactly one chunk a rank
+    is a ValueError.
     """
     if _is_one(shards):
         return schedule

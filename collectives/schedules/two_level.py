@@ -38,11 +38,8 @@ def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule)
         inner: Of topology.local_size ranks. None where a library has done the inner all-reduce, so
             that the local ranks start with their node's sum: the schedule then has no phase 0 and
             ends with a ring all-gather in the node.
-        outer: An all-reduce of topology.num_nodes ranks. The schedule wants whole segments where
-            `outer` does, and has groups where `outer` has them.
-
-    Raises:
-        ValueError: The sizes do not fit the topology, or `outer` reduces whole buffers.
+        outer: An all-reduce of topology.num_nodes ranks, which does not reduce whole buffers. The
+            schedule wants whole segments where `outer` does, and has groups where `outer` has them.
     """
     local_size, nodes = topology.local_size, topology.num_nodes
     node = inner or ring.scatter_gather(local_size, topology.node().ring_orders())

@@ -41,12 +41,7 @@ class VerifiedSchedule(NamedTuple):
 
 
 def verified(schedule: Schedule, rank: int, size: int) -> VerifiedSchedule:
-    """Verify an all-reduce of `size` ranks; kept for the latest schedules.
-
-    Args:
-        schedule: The user's.
-        rank: Whose steps are to be run.
-        size: How many ranks there are.
+    """Verify an all-reduce of `size` ranks, of which `rank` is to be run; the latest are kept.
 
     Raises:
         TypeError: It is no Schedule, or yields something else than Steps.
@@ -138,9 +133,7 @@ def _plain(transfers: tuple[Transfer, ...], *, receives: bool = False) -> list[t
 def _checked_steps(schedule: Schedule, rank: int) -> Iterator[Step]:
     """Yield a rank's steps with every number an int.
 
-    Raises:
-        TypeError: One is no Step, or is made of other things than a Step is.
-        ValueError: There are too many, or they have too many messages.
+    TypeError for what is no Step, or made of other things; ValueError for too many, or messages.
     """
     where = f"schedule {schedule.name!r}, rank {rank}"
     left = MAX_MESSAGES

@@ -153,20 +153,13 @@ def leaf_weights(schedule: Schedule) -> LeafWeights:
 
     Of the receive `schedule.steps(rank)[step].recvs[i]` it is entry [rank][step][i]: (p, q) with p
     ranks behind the receiver's own value before the step and q behind the message.
-
-    Raises:
-        ScheduleError: As `verify`, of all ranks' steps.
     """
     return verify(schedule).leaves
 
 
 @lru_cache(maxsize=256)
 def with_leaves(schedule: Schedule) -> Schedule:
-    """Return the schedule, of which every REDUCE receive says its `leaves`.
-
-    Raises:
-        ScheduleError: As `verify`.
-    """
+    """Return the schedule, of which every REDUCE receive says its `leaves`."""
     found = leaf_weights(schedule)
 
     def steps(rank: int) -> Iterator[Step]:

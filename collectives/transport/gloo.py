@@ -16,13 +16,7 @@ from collectives.transport.process_groups import extend_timeout, failed, leave, 
 
 
 class GlooTransport(Transport):
-    """Point-to-point messages over a `torch.distributed` process group, of CPU tensors only.
-
-    Args:
-        process_group: The process group.
-        owned: Whether closing this transport destroys it.
-        names: As `Transport.names`.
-    """
+    """Messages of CPU tensors over a torch.distributed process group, which it ends if `owned`."""
 
     process_group: dist.ProcessGroup
 

@@ -42,10 +42,8 @@ def neighbours(rank: int, size: int) -> set[int]:
 def descriptors_of(near: int, far: int) -> int:
     """Return how many descriptors a rank's connections need at most.
 
-    Args:
-        near: How many peers share memory with it. Each takes two: the socket's, and the memory's,
-            which mmap duplicates.
-        far: How many peers are connected over TCP.
+    Each of the `near` peers, which share memory with it, takes two: the socket's, and the memory's,
+    which mmap duplicates. The `far` ones are connected over TCP.
     """
     return 2 * near + far + _BESIDE
 

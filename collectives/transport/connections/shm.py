@@ -56,16 +56,13 @@ _CACHE_LINE = 64
 
 
 class ShmConnection(Connection):
-    """This rank's end. Messages of one direction arrive in the order in which they were posted.
+    """This rank's end: `Connection`.
 
     Args:
         peer: The other rank.
-        sock: A SOCK_SEQPACKET socket, connected to it.
+        sock: A SOCK_SEQPACKET socket, connected to it; OSError where the system's are too small.
         rings: Memory of 2 * RING_BYTES that both ranks share.
         outgoing: Which half of it this rank writes: 0 on one rank and 1 on the other.
-
-    Raises:
-        OSError: The system's sockets are too small.
     """
 
     shares_memory = True

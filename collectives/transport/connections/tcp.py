@@ -45,12 +45,9 @@ _HELLO = -1
 
 
 class TcpConnection(Connection):
-    """This rank's end.
+    """This rank's end: `Connection`. Its socket may still be connecting.
 
-    Args:
-        peer: The other rank.
-        sock: A socket that is connected to the peer, or connecting; None if the peer is to connect.
-        hello: Bytes to send before anything else.
+    hello: Bytes to send before anything else.
     """
 
     def __init__(self, peer: int, sock: socket.socket | None = None, hello: bytes = b"") -> None:

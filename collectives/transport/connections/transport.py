@@ -57,14 +57,8 @@ class ConnectionTransport(Transport):
     After a failed exchange it is unusable, and the peers get the reason, so that they fail with it
     at once instead of waiting. In a forked child it is unusable; the parent's is not affected.
 
-    Args:
-        other: A transport between all ranks.
-        timeout: Seconds that a peer's answer may take.
-        kinds: As `open_connections` takes them.
-        store_host: Likewise.
-        near: Likewise.
-        through: The transport over which ranks tell each other how to connect; `other` unless
-            given.
+    Ranks tell each other how to connect over `through`, `other` unless given; the other arguments
+    are those of `open_connections`.
 
     Attributes:
         connected_peers: The ranks to which there is a connection, open already or not.

@@ -39,14 +39,7 @@ class NcclTransport(Transport):
     ranks alike, after a first run outside of a graph (NCCL connects ranks at their first message).
     docs/groups.md says what holds if torch has communicators of its own on the device.
 
-    Args:
-        host: The transport of CPU tensors between the same ranks.
-        backend: The back end that calls NCCL.
-        timeout: Seconds that making it may take.
-
-    Raises:
-        CollectiveTimeoutError: A rank does not come.
-        TransportError: NCCL fails.
+    Making one takes at most `timeout` seconds, and raises what `Transport.exchange` does.
     """
 
     def __init__(self, host: Transport, backend: Backend, *, timeout: float) -> None:
@@ -104,10 +97,8 @@ class NcclTransport(Transport):
     ) -> Callable[[], None]:
         """Put the messages on the communication stream, after those posted before.
 
-        Returns:
-            A function to call before the messages are used: it makes the caller's stream wait for
-            them. Work that the stream gets before that runs at the same time as the messages. CPU
-            tensors have arrived already.
+        What it returns makes the caller's stream wait for them. Work that the stream gets before
+        that runs at the same time as the messages. CPU tensors have arrived already.
         """
         device = _device_of(sends, recvs)
         if device is None:
