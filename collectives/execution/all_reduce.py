@@ -115,13 +115,7 @@ class Runner:
 
     def context(self, label: str) -> CallContext:
         """Return what a call's steps have in common. label: what an error calls it."""
-        return CallContext(
-            self.transport,
-            label,
-            self.timeout,
-            self.workspace,
-            self.topology,
-        )
+        return CallContext(self.transport, label, self.timeout, self.workspace, self.topology)
 
     def all_reduce(
         self,
@@ -186,7 +180,7 @@ class Runner:
             options = options._replace(segments=vector.segments)
             self.all_reduce(vector.tensors[0], op, options, label)
         else:
-            buffer = self.packed.take(vector.numel, tensors[0])
+            buffer = vector.buffer(self.packed)
             prescale = op.prescale(buffer.dtype, self.size)
             vector.fill(buffer, options.prescale * prescale)
             packed = AllReduceOptions(options.specs, vector.segments)

@@ -17,7 +17,7 @@ import torch
 from collectives.execution.all_reduce import AllReduceOptions, Runner
 from collectives.execution.call import Call
 from collectives.execution.executor import execute
-from collectives.execution.vectors import Vector, multiply, vector_of
+from collectives.execution.vectors import Vector, vector_of
 from collectives.schedules import direct
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.spec import parse_all_reduce_spec
@@ -44,13 +44,8 @@ def _reduce(runner: Runner, call: Call, tensors: Sequence[Tensor], owners: Seque
     """Reduce this rank's slice of a vector, and exchange what slices hold of owners' tensors."""
     vector = vector_of(tensors, None)
     assert vector is not None
-    factor = runner.factor(call, vector.dtype)
-    if vector.layout is None:
-        flat = vector.tensors[0]
-        multiply(flat, factor)
-    else:
-        flat = runner.packed.take(vector.numel, tensors[0])
-        vector.fill(flat, factor)
+    flat = vector.buffer(runner.packed)
+    vector.fill(flat, runner.factor(call, vector.dtype))
     schedule = direct.reduce_scatter(runner.size)
     execute(schedule, flat, call.op, runner.context(call.label), segments=vector.segments)
     slices = split_bounds(vector.numel, runner.size)

@@ -172,9 +172,7 @@ class SharedMemoryAllReduce:
 
         Between them stand buffers aligned alike on every rank, so that all get the same bits.
         """
-        op, size, out = self.op, len(vectors), self.vector.tensors[0]
-        if self.vector.layout is not None:
-            out = self.runner.packed.take(self.vector.numel, out)
+        op, size, out = self.op, len(vectors), self.vector.buffer(self.runner.packed)
         if op.operands == "all" or op.ordered:
             steps = [_bind_all(vectors, out, 0, op, self.vector)]
         else:

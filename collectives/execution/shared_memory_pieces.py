@@ -62,8 +62,7 @@ class SharedMemoryPieces:
     def fill(self) -> None:
         """Pack what has to be, and copy the first piece to this rank's buffer of the next call."""
         if self.vector.layout is not None:
-            packed = self.runner.packed.take(self.vector.numel, self.vector.tensors[0])
-            self.vector.fill(packed, self._prescale())
+            self.vector.fill(self._whole(), self._prescale())
         buffer = self.memory.next_buffer(SLOTS * self.piece, self.vector.dtype)
         self._fill(buffer, 0)
 
@@ -88,9 +87,7 @@ class SharedMemoryPieces:
 
     def _whole(self) -> Tensor:
         """Return this rank's vector, which the result replaces."""
-        if self.vector.layout is None:
-            return self.vector.tensors[0]
-        return self.runner.packed.take(self.vector.numel, self.vector.tensors[0])
+        return self.vector.buffer(self.runner.packed)
 
     def _prescale(self) -> float:
         return self.op.prescale(self.vector.dtype, self.runner.transport.size)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from collectives.execution.context import Workspace
 from collectives.fused_buffer import buffer_of, memory_of
 from collectives.reducers import as_real, kernels
 from kernels import Layout
@@ -37,10 +38,17 @@ class Vector:
         """Number of bytes."""
         return self.numel * self.dtype.itemsize
 
+    def buffer(self, packed: Workspace) -> Tensor:
+        """Return what is reduced in place: the one tensor, or memory to be filled."""
+        first = self.tensors[0]
+        return first if self.layout is None else packed.take(self.numel, first)
+
     def fill(self, buffer: Tensor, scale: float = 1.0) -> None:
-        """Copy the vector to `buffer` and scale it there."""
+        """Copy the vector to `buffer`, unless it is that already, and scale it there."""
         if self.layout is not None:
             kernels.pack(self.tensors, layout=self.layout, scale=scale, out=buffer)
+        elif buffer is self.tensors[0]:
+            multiply(buffer, scale)
         elif scale == 1.0:
             buffer.copy_(self.tensors[0])
         else:

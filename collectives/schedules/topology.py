@@ -91,6 +91,15 @@ class Topology:
         return _ring_orders(self.num_nodes, shards, self.local_order)
 
 
+def topology_of(size: int, nodes: int) -> Topology:
+    """Return `size` ranks on equal nodes; TypeError or ValueError where they do not fill them."""
+    validation.integer("size", size, 1)
+    validation.integer("nodes", nodes, 1)
+    if size % nodes:
+        raise ValueError(f"nodes must divide size {size}, got {nodes}")
+    return Topology(size, size // nodes)
+
+
 def ring_permutations(
     num_nodes: int, shards: int, local_order: Sequence[int]
 ) -> tuple[list[list[int]], list[list[int]]]:

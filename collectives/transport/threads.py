@@ -170,12 +170,6 @@ class ThreadTransport(Transport):
         why = self._world.aborted.get(peer)
         return f"rank {self.name(peer)} has ended" + (f": {why}" if why else "")
 
-    def interrupt(self, reason: str) -> None:
-        """Make this rank's waits raise: `Transport.interrupt`."""
-        super().interrupt(reason)
-        if self.symmetric_memory is not None:
-            self.symmetric_memory.withdraw()
-
     def abort(self, reason: str) -> None:
         """Withdraw from the call, and make the ranks that wait for this one fail at once."""
         # The reason first: whoever finds this rank among `ended` looks it up.

@@ -294,9 +294,6 @@ class ConnectionTransport(Transport):
     def interrupt(self, reason: str) -> None:
         """Make this rank's waits raise: `Transport.interrupt`."""
         super().interrupt(reason)
-        memory = self.symmetric_memory
-        if memory is not None:
-            memory.withdraw()
         self._other.interrupt(reason)
 
     def abort(self, reason: str) -> None:

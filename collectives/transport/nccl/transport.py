@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -259,12 +260,10 @@ class NcclTransport(Transport):
         """Make the communicators, on all ranks together, at the first use of a GPU."""
         if device in self._opened or cuda.is_current_stream_capturing():
             return
-        self._with_all(lambda: self._backend.open(self._host, device, timeout), step, timeout)
+        # All take part, so that errors name them all.
+        join = partial(self._backend.open, self._host, device, timeout)
+        self._bounded(join, self._others, step, timeout)
         self._opened.add(device)
-
-    def _with_all(self, job: Callable[[], Any], step: str, timeout: float) -> Any:
-        """Return what a job returns in which all ranks take part; errors then name them all."""
-        return self._bounded(job, self._others, step, timeout)
 
     def _bounded(
         self, job: Callable[[], Any], peers: tuple[int, ...], step: str, timeout: float
