@@ -13,7 +13,7 @@ import torch
 
 from collectives import validation
 from collectives.consistency.negotiation import Joined, Negotiation
-from collectives.execution.all_reduce import AllReduceOptions, Runner
+from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
 from collectives.execution.call import Call
 from collectives.execution.call_queue import CallQueue
 from collectives.execution.operations import OPERATIONS
@@ -105,7 +105,7 @@ class Calls:
     def _start(self, call: Call) -> Work:
         self.queue.check_thread(call)
         carry_out = partial(self._carry_out, call)
-        if call.shared is not None and call.shared.nbytes <= _BEGIN_BYTES:
+        if call.shared is not None and call.shared.vector.nbytes <= _BEGIN_BYTES:
             return self.queue.begin(call, partial(self._begin, call), carry_out)
         on_gpu = any(tensor.is_cuda for tensor in call.tensors)
         if on_gpu and torch.cuda.is_current_stream_capturing():
@@ -144,10 +144,11 @@ class Calls:
         # A rank that has joined fills no buffer: the call then runs by messages, and it sends zeros
         # in them.
         if call.shared is not None and not outcome.joined:
-            with call.shared.span(call.label) if watched else NOTHING:
-                call.shared.reduce(call.label)
-            if call.shared.owners is not None:
-                return [*call.shared.owners]
+            plan, first = call.shared, call.shared.vector.tensors[0]
+            with call_span(call.label, call.op, plan.method, first) if watched else NOTHING:
+                plan.reduce(call.label)
+            if plan.owners is not None:
+                return [*plan.owners]
             return call.tensors[0] if call.kind == "all_reduce" else call.tensors
         # The call's number, which is the same on all ranks, since they make the same calls.
         self._runner.first = self._count - 1

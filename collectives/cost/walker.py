@@ -72,7 +72,7 @@ def walk_levels(spec: AllReduceSpec, topology: Topology, op: str, tensors: int =
     """Return the profile of an all-reduce by one or two levels, walking each level by itself.
 
     That is what `walk` finds of the whole schedule, many times as fast: all nodes do the same.
-    Arguments are those of `cost.profile`. A ValueError as of `levels_of`.
+    op: "sum" or "adasum". tensors: How many lie in the buffer. ValueError as of `levels_of`.
     """
     profiler, samples = Profiler(topology), max(_FEWEST_SAMPLES, _PIPELINE_CELLS // topology.size)
     near, far = levels_of(spec, topology, one_tree=op == "adasum", round_robin=RoundRobin(tensors))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from collectives.errors import CollectiveError
 from collectives.execution.all_reduce import Runner
-from collectives.execution.call import Call, RequestReplay
+from collectives.execution.call import Call
 from collectives.trace import span
 
 # How far a rank is: its host puts the work on the stream; it does so once more, and captures it; it
@@ -151,10 +151,10 @@ class Replay:
             self._launch, self.stage = None, NEW
 
     @staticmethod
-    def of(runner: Runner, call: Call) -> RequestReplay | None:
+    def of(runner: Runner, call: Call) -> Replay | None:
         """Return the call's, a new one where its buffers are others; None where there is none."""
         addresses = tuple(map(Tensor.data_ptr, call.memory))
-        known = call.replay
+        known = call.replay if isinstance(call.replay, Replay) else None
         if known is not None and known.addresses == addresses:
             return known
         if not (enabled() and runner.replays(call)):

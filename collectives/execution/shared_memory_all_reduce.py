@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
-from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
-from collectives.execution.call import Call, SharedMemoryPlan
+from collectives.execution.all_reduce import AllReduceOptions, Runner
+from collectives.execution.call import Call
 from collectives.execution.owned_vectors import owners_of
 from collectives.execution.phases import auto_of, for_dtype
 from collectives.execution.shared_memory_levels import Share, TreeLevel, pairs, tree_levels
@@ -58,7 +57,9 @@ _ROW_BYTES = 24
 _CACHE_LINE = 64
 
 
-def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryPlan | None:
+def plan_shared_memory_all_reduce(
+    runner: Runner, call: Call
+) -> SharedMemoryAllReduce | SharedMemoryPieces | None:
     """Return how a call runs in shared memory; None where it goes by messages.
 
     Every rank concludes the same from equal calls.
@@ -126,11 +127,6 @@ class SharedMemoryAllReduce:
     bound: dict[int, Callable[[str], Tensor]] = field(default_factory=dict)
 
     @property
-    def nbytes(self) -> int:
-        """Number of bytes that each rank copies to its buffer."""
-        return self.vector.nbytes
-
-    @property
     def by_tree(self) -> bool:
         """Whether the operator is handed all ranks' operands with their tree."""
         return self.method == "direct" and self.op.reads_tree
@@ -152,10 +148,6 @@ class SharedMemoryAllReduce:
             return
         mine = [i for i, owner in enumerate(self.owners) if owner == self.memory.rank]
         self.vector.store_some(result, mine, self.postscale)
-
-    def span(self, label: str) -> AbstractContextManager[object]:
-        """Return a context that is the reduction's range in timelines."""
-        return call_span(label, self.op, self.method, self.vector.tensors[0])
 
     def _bind(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
         """Return what reduces these buffers and returns the result, by the label of the call."""

@@ -14,12 +14,11 @@ has the figures).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 
-from collectives.execution.all_reduce import Runner, call_span
+from collectives.execution.all_reduce import Runner
 from collectives.execution.shared_memory_levels import pairs
 from collectives.execution.vectors import Vector
 from collectives.reducers import Operands, Piece, Reducer, as_real
@@ -45,13 +44,9 @@ class SharedMemoryPieces:
     postscale: float
     runner: Runner
     memory: SymmetricMemory
+    method: str = field(default="in pieces", init=False)
     by_tree: bool = field(default=False, init=False)
     owners: list[int] | None = field(default=None, init=False)
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that each rank copies to its buffer."""
-        return self.vector.nbytes
 
     @property
     def piece(self) -> int:
@@ -80,10 +75,6 @@ class SharedMemoryPieces:
             self.memory.barrier(f"step {number + 1} of {label}", self.runner.timeout)
             whole[start:following].copy_(buffers[0][slot:][:length])
         self.vector.store(whole, self.postscale)
-
-    def span(self, label: str) -> AbstractContextManager[object]:
-        """Return a context that is the reduction's range in timelines."""
-        return call_span(label, self.op, "in pieces", self.vector.tensors[0])
 
     def _whole(self) -> Tensor:
         """Return this rank's vector, which the result replaces."""

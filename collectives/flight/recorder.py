@@ -91,16 +91,11 @@ recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 of_process = Recorder()
 
 
-class Queue(Protocol):
-    """The part of a group's CallQueue that a dump asks. Any thread may."""
+class _Queue(Protocol):
+    """The part of a group's `CallQueue` that a dump asks. Any thread may."""
 
-    def wait(self) -> Wait | None:
-        """Return the wait of the thread that carries out a call, if it has waited for long."""
-        ...
-
-    def queued(self) -> list[tuple[str, str | None, int]]:
-        """Return kind, name and time of the asynchronous calls that have not ended."""
-        ...
+    def wait(self) -> Wait | None: ...
+    def queued(self) -> list[tuple[str, str | None, int]]: ...
 
 
 class GroupRecord:
@@ -128,7 +123,7 @@ class GroupRecord:
         self.last = UNRECORDED
         self.error = ""
         self.on = folder() is not None
-        self.queue: Callable[[], Queue | None] = lambda: None
+        self.queue: Callable[[], _Queue | None] = lambda: None
         # A rank of its own, as a thread is, unless it is said whose group this is.
         self.attach(Recorder(), "group")
 

@@ -115,7 +115,9 @@ class Connection(ABC):
         except PeerGone as gone:
             return gone
         except (OSError, TransportError):
-            # Nothing more can be read: the peer ended without a reason.
+            # Nothing more can be read, or what is left is no message, as after a receive of ours
+            # that was interrupted. That the peer has ended is known all the same, and is the error;
+            # only its reason is not.
             pass
         return PeerGone(self.peer, self.name)
 

@@ -84,28 +84,14 @@ class RanksDiffer(Exception):
     """Another rank has signalled another call."""
 
 
-class Peers(Protocol):
-    """The part of the transport that symmetric memory uses."""
+class _Peers(Protocol):
+    """The part of `Transport`, which is above, that symmetric memory uses."""
 
-    def gone(self) -> int | None:
-        """Return a rank that has closed its end, if any."""
-        ...
-
-    def why_gone(self, peer: int) -> str:
-        """Return the text for errors of why a rank that is gone has closed its end."""
-        ...
-
-    def name(self, rank: int) -> int:
-        """Return a rank's number in errors."""
-        ...
-
-    def named(self, ranks: Iterable[int]) -> str:
-        """Return the names of ranks in errors."""
-        ...
-
-    def abort(self, reason: str) -> None:
-        """Withdraw, become unusable, and give the other ranks the reason, if possible."""
-        ...
+    def gone(self) -> int | None: ...
+    def why_gone(self, peer: int) -> str: ...
+    def name(self, rank: int) -> int: ...
+    def named(self, ranks: Iterable[int]) -> str: ...
+    def abort(self, reason: str) -> None: ...
 
 
 class SymmetricMemory:
@@ -121,7 +107,7 @@ class SymmetricMemory:
     """
 
     def __init__(
-        self, memory: memoryview, rank: int, size: int, peers: Peers, *, cores: Collection[int]
+        self, memory: memoryview, rank: int, size: int, peers: _Peers, *, cores: Collection[int]
     ) -> None:
         words = memory.cast("B").cast("Q")[: (size + 1) * _PAD]
         self._mine = words[rank * _PAD : (rank + 1) * _PAD]
