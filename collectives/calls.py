@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -56,7 +57,7 @@ class Calls:
         self.queue = CallQueue(runner.transport, runner.timeout, record)
         self._negotiation = Negotiation(runner.transport, runner.timeout)
         self._count = 0
-        self._requests = 0
+        self._requests = itertools.count(1)
 
     def run(self, call: Call, *, async_op: bool = False) -> Any:
         """Carry out a direct call; return the result of its operation, or its Work if async."""
@@ -84,7 +85,8 @@ class Calls:
 
     def number(self, call: Call) -> Call:
         """Negotiate the making of a request and number it; return the call that a start makes."""
-        making = replace(call, kind=f"{call.kind}_init", instead=self._next_request)
+        # All ranks count it in the same negotiated call, and get the same number.
+        making = replace(call, kind=f"{call.kind}_init", instead=self._requests.__next__)
         self.queue.check_thread(making)
         number: int = self.queue.run(making, partial(self._carry_out, making))
         return replace(call, request=number)
@@ -206,11 +208,6 @@ class Calls:
         self._runner.first = self._count - 1
         with nullcontext() if call.kind in _WITH_RANGES else span(lambda: call.title):
             OPERATIONS[call.kind](self._runner, call)
-
-    def _next_request(self) -> int:
-        """Count a request. All ranks do so in the same negotiated call, and get the same number."""
-        self._requests += 1
-        return self._requests
 
     def _next_label(self, call: Call) -> str:
         """Count and record a call; return the text that names it in errors."""

@@ -18,11 +18,7 @@ import torch.distributed as dist
 import kernels
 from collectives import validation
 from collectives.bootstrap.launchers import local_ranks, world_size
-from collectives.bootstrap.rendezvous import (
-    agree_on_backend,
-    keeps_store,
-    start_torch_distributed,
-)
+from collectives.bootstrap.rendezvous import agree_on_backend, keeps_store, start_torch_distributed
 from collectives.bootstrap.report import report
 from collectives.bootstrap.settings import TIMEOUT, Settings, TransportName, check_process_group
 from collectives.bootstrap.transport_selection import (
@@ -328,11 +324,7 @@ def default_group() -> Group:
 
 
 def run_threads(
-    size: int,
-    fn: Callable[[Group], T],
-    *,
-    timeout: float = 60.0,
-    local_size: int | None = None,
+    size: int, fn: Callable[[Group], T], *, timeout: float = 60.0, local_size: int | None = None
 ) -> list[T]:
     """Run `fn(group)` on ranks that are threads of this process; return the results by rank.
 

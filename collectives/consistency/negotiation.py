@@ -81,9 +81,8 @@ class Negotiation:
     def wait(self, mine: Call | Joined) -> Outcome:
         """Return when all ranks that have not joined make the same call, or all have joined.
 
-        Raises:
-            CollectiveMismatchError: The calls differ, or a joined rank cannot take part. Raised on
-                every rank with the same text.
+        If calls differ, or a joined rank cannot take part, every rank raises the same
+        CollectiveMismatchError.
         """
         if self._transport.size == 1:
             return _SAME_CALL

@@ -87,14 +87,4 @@ def profile(spec: str, topology: Topology, op: str = "sum", tensors: int = 1) ->
     return walk_levels(ranges[0], topology, op, tensors)
 
 
-__all__ = [
-    "ASSUMED",
-    "OPS",
-    "Cost",
-    "LinkRates",
-    "Profile",
-    "Rate",
-    "estimate",
-    "profile",
-    "walk",
-]
+__all__ = ["ASSUMED", "OPS", "Cost", "LinkRates", "Profile", "Rate", "estimate", "profile", "walk"]

@@ -63,14 +63,10 @@ def _cost(
 ) -> Cost:
     seconds = rates.call + rates.host + rates.sum.alpha
     seconds += inside * rates.intra.alpha + crossing * rates.inter.alpha
-    seconds += _transfer(within, between, rates, local)
-    return Cost(seconds, 1, *total, within, between, 0.0)
-
-
-def _transfer(within: float, between: float, rates: LinkRates, local: int) -> float:
-    """Return the time of what a rank passes on inside its node and its node to others."""
+    # What a rank passes on inside its node, and its node to others.
     intra, inter = (
         rate.seconds(np.zeros(1), np.array([nbytes])).item()
         for rate, nbytes in ((rates.intra, within), (rates.inter, between / local))
     )
-    return float(max(intra, inter, (rates.nic or 0.0) * between))
+    seconds += max(intra, inter, (rates.nic or 0.0) * between)
+    return Cost(seconds, 1, *total, within, between, 0.0)

@@ -190,13 +190,7 @@ class Profiler:
         )
 
     def _add_round(
-        self,
-        table: Floats,
-        times: int,
-        reduction: str,
-        *,
-        dots: bool,
-        passes: float = 1.0,
+        self, table: Floats, times: int, reduction: str, *, dots: bool, passes: float = 1.0
     ) -> None:
         local = self._topology.local_size
         if self._in_order is not None:

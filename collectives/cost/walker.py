@@ -39,12 +39,9 @@ _SUM_LAUNCHES, _COEFFICIENTS_LAUNCHES = 9, 2
 
 
 def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("sum",)) -> Profile:
-    """Return the profile of `schedule` on `topology`, walking every rank.
+    """Return the profile of `schedule`, of as many ranks as `topology`, walking every rank.
 
     reductions: "sum" or "adasum" by phase of the steps; the last is for all later phases.
-
-    Raises:
-        ValueError: The schedule is for another number of ranks.
     """
     if schedule.size != topology.size:
         raise ValueError(f"schedule is for {schedule.size} ranks, topology has {topology.size}")

@@ -191,10 +191,8 @@ class CallQueue:
     def close(self) -> None:
         """Take no more calls; let the queued ones finish, and end the communication thread.
 
-        Raises:
-            TransportError: Calls were lost: they failed, or nothing came of them for longer than a
-                step may take, or this is called inside a call, behind which they wait. Not after
-                `abort`.
+        TransportError where calls were lost: they failed, or nothing came of them for longer than a
+        step may take, or this is called inside a call, behind which they wait. Not after `abort`.
         """
         self.closed = True
         lost = self._worker.close(self._timeout, lambda: self._transport.steps)

@@ -31,15 +31,11 @@ def execute(
 ) -> None:
     """Run this rank's steps of `schedule` in place on `buffer` (1-D, contiguous).
 
-    Args:
-        schedule: What all ranks run.
-        buffer: This rank's data.
-        reducer: What REDUCE means, one for all phases or one a phase.
-        call: Between which ranks, and for what.
-        segments: Element boundaries that operators work by; one segment unless given.
-        bounds: Element boundaries of the schedule's chunks; nearly equal pieces, or whole segments,
-            unless given. With them a schedule that gathers does no more than that.
-        ranks: The transport's ranks that stand for the schedule's; all of them unless given.
+    reducer: What REDUCE means, one for all phases or one a phase. segments: Element boundaries that
+    operators work by; one segment unless given. bounds: Element boundaries of the schedule's
+    chunks; nearly equal pieces, or whole segments, unless given. With them a schedule that gathers
+    does no more than that. ranks: The transport's ranks that stand for the schedule's; all of them
+    unless given.
     """
     transport = call.transport
     members = tuple(range(transport.size) if ranks is None else ranks)

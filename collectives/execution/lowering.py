@@ -34,8 +34,6 @@ class Reduction(NamedTuple):
         before: Numbers of the step's receives, in the order of the reduction, up to the rank's own
             value.
         after: Those behind it.
-        low: The first element.
-        high: Behind the last element.
         leaves: How many ranks stand behind each operand, in the order of the reduction; None where
             the schedule does not say.
     """

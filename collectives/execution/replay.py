@@ -40,11 +40,7 @@ _logger = logging.getLogger(__name__)
 
 @functools.cache
 def enabled() -> bool:
-    """Return whether requests may be captured: ADASUM_CUDA_GRAPHS, read once, is not 0.
-
-    Raises:
-        ValueError: The variable is neither 0 nor 1.
-    """
+    """Return whether requests may be captured: ADASUM_CUDA_GRAPHS, read once, is not 0 (but 1)."""
     text = os.environ.get(_VARIABLE) or "1"
     if text not in ("0", "1"):
         raise ValueError(f"{_VARIABLE} must be 0 or 1, got {text!r}")

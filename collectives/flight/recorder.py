@@ -99,17 +99,13 @@ class _Queue(Protocol):
 
 
 class GroupRecord:
-    """What is recorded of one rank's part in a group.
-
-    Args:
-        ranks: The members' names.
-        rank: This rank's place among them.
-        hosts: By member, a number for its host.
+    """What is recorded of one rank's part in a group; `rank` is its place among the members.
 
     Attributes:
         name: The same on all members, and another one for each group of the rank.
         names: The members' names in errors.
         ranks: Their numbers in the job.
+        hosts: By member, a number for its host.
         last: The call that was begun last; `UNRECORDED` if none was.
         error: The text of the first error that made the group unusable.
         on: Whether calls are recorded.

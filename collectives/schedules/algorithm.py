@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.schedules.schedule import ScatterGather, Schedule
+from collectives.schedules.schedule import ScatterGather, Schedule, sharded
 from collectives.schedules.topology import Topology
 
 Ints = NDArray[np.int64]
@@ -98,6 +98,11 @@ class Needs(NamedTuple):
     ordered: bool = False
 
 
+def by_size(make: Callable[[int], Schedule]) -> Callable[[Level], Schedule]:
+    """Return what makes the all-reduce of a level, in its shards, where that goes by size."""
+    return lambda level: sharded(make(level.size), level.shards)
+
+
 class BulkStep(NamedTuple):
     """The messages of one step, of all ranks at once: arrays with an entry a message.
 
@@ -109,9 +114,7 @@ class BulkStep(NamedTuple):
             pairs), 0 for a copy; a number stands for all.
         times: How many such steps follow each other.
         groups: The groups of the step's reductions, one a row, in an array for each length.
-        phase: As in a Step.
-        by_tree: Whether the step says a tree of what meets in its reductions.
-        digits: As in a Step.
+        by_tree: Whether the step says a tree of what meets. Phase and digits: as in a Step.
     """
 
     source: Ints

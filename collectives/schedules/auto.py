@@ -182,17 +182,11 @@ def range_for(
     """Return the range of a specification that is for a buffer, of `auto` what it stands for.
 
     That is what goes by messages: sums on GPUs leave most sizes to NCCL where it is there, and
-    ranks that share memory reduce in it.
+    ranks that share memory reduce in it. Limits count elements of 4 bytes.
 
-    Args:
-        text: The specification, whose limits count elements of 4 bytes.
-        topology: Where the ranks are.
-        nbytes: Length of each rank's buffer; None will do for one range that is not `auto`.
-        device: "cpu" or "cuda", or None where the range is not `auto`.
-        one_tree: Whether the operator needs one tree, as Adasum does; else it is a sum.
-
-    Raises:
-        ValueError: It is no specification, or it goes by what is not given.
+    nbytes, the length of each rank's buffer, and the device, "cpu" or "cuda", may be None where the
+    one range is not `auto`; else that is a ValueError. one_tree: Whether the operator needs one
+    tree, as Adasum does; else it is a sum.
     """
     specs = parse_all_reduce_spec(text)
     if nbytes is None and (len(specs) > 1 or specs[0].outer == "auto"):

@@ -33,9 +33,8 @@ def levels_of(
         round_robin: The call's, for both levels.
 
     Raises:
-        ValueError: A name is unknown, may not stand on its level, or takes fewer shards; the
-            operator needs one tree, which the algorithm does not have; or there are two levels and
-            the nodes are no equal runs of ranks.
+        ValueError: A name may not stand on its level, takes fewer shards, or has not the one tree
+            that is needed; or there are two levels and the nodes are no equal runs of ranks.
     """
     outer, size = algorithm(spec.outer), topology.size
     if one_tree and not (outer.is_library or outer.order):

@@ -29,10 +29,8 @@ _MAX_ENTRIES = 64
 class VerifiedSchedule(NamedTuple):
     """A user's all-reduce that was proved right.
 
-    Attributes:
-        schedule: With this rank's steps as they were verified.
-        proof: What `verify` found.
-        digest: A hash of all ranks' steps, the same in every process.
+    The schedule has this rank's steps as they were verified; the digest, a hash of all ranks'
+    steps, is the same in every process.
     """
 
     schedule: Schedule
@@ -43,9 +41,8 @@ class VerifiedSchedule(NamedTuple):
 def verified(schedule: Schedule, rank: int, size: int) -> VerifiedSchedule:
     """Verify an all-reduce of `size` ranks, of which `rank` is to be run; the latest are kept.
 
-    Raises:
-        TypeError: It is no Schedule, or yields something else than Steps.
-        ValueError: It is for other ranks, no all-reduce, or wrong; the text says where.
+    TypeError where it is no Schedule, or yields something else than Steps; ValueError, which says
+    where, for other ranks, no all-reduce, or a wrong one.
     """
     validation.instance("schedule", schedule, Schedule, "a Schedule")
     if schedule.collective is not Collective.ALL_REDUCE or schedule.replicas > 1:

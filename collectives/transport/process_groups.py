@@ -64,11 +64,8 @@ def subgroup(
 
     A collective of exactly these ranks. If they make several groups, all make them in one order.
     With `lazy` gloo connects two ranks when they first exchange a message, instead of all ranks
-    now, if this version of torch can.
-
-    Raises:
-        CollectiveTimeoutError: A rank does not come, or the ranks' store has ended.
-        TransportError: `parent` was destroyed, or this rank's system is out of memory.
+    now, if this version of torch can. CollectiveTimeoutError where a rank does not come, or the
+    ranks' store has ended; TransportError where `parent` was destroyed, or memory is short.
     """
     store = store_of(parent)
     names = [dist.get_global_rank(parent, rank) for rank in ranks]

@@ -49,10 +49,8 @@ _ABORTED = "its NCCL communicator was aborted"
 def load_nccl() -> Any:
     """Return the module `cupy.cuda.nccl`.
 
-    Raises:
-        RuntimeError: torch sees no GPU.
-        ImportError: cupy or NCCL's library is missing, too old or for another CUDA than torch's;
-            the text says what to install.
+    RuntimeError if torch sees no GPU. ImportError, which says what to install, if cupy or NCCL's
+    library is missing, too old or for another CUDA than torch's.
     """
     major = 12 if (torch.version.cuda or "").startswith("12.") else 13
     if not cuda.is_available():

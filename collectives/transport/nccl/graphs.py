@@ -33,11 +33,8 @@ class Graphs:
     def capture(self, work: Callable[[], Any], stream: cuda.Stream) -> Graph:
         """Return a graph of what `work` puts on the current stream, which is not the default one.
 
-        stream: Another stream on which it puts work.
-
-        Raises:
-            RuntimeError: What it does cannot be captured.
-            TransportError: CUDA has ended the capture, or `reset` was called.
+        stream: Another stream on which it puts work. RuntimeError where that cannot be captured,
+        TransportError where CUDA has ended the capture, or `reset` was called.
         """
         with self._lock:
             pool = next((pool for each in self._graphs if (pool := each.pool())), None)

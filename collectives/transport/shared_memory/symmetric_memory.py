@@ -200,12 +200,9 @@ class SymmetricMemory:
         return False
 
     def wait(self, step: str, timeout: float) -> None:
-        """Return when all ranks have signalled this call.
+        """Return when all ranks have signalled this call; RanksDiffer if one has signalled another.
 
-        Raises:
-            RanksDiffer: A rank has signalled another call.
-            CollectiveTimeoutError: Names the ranks that are missing after `timeout` seconds, or one
-                that is gone.
+        A CollectiveTimeoutError as of `barrier`.
         """
         if self.size > 1 and not self.all_signalled():
             word = self._calls % 2
