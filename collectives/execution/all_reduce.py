@@ -42,7 +42,7 @@ _REPLAYED = ("all_reduce", "grouped_all_reduce", "run")
 
 
 class AllReduceOptions(NamedTuple):
-    """How to reduce: arguments of `Group.grouped_all_reduce`; `specs` are the algorithm's."""
+    """How to reduce: arguments of `Group`'s all-reduces; `specs` are the algorithm's ranges."""
 
     specs: Specs
     segments: Sequence[int] | None = None

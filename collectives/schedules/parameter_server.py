@@ -51,7 +51,7 @@ def scatter_gather(
     tensors: int = 1,
     first: int = 0,
 ) -> ScatterGather:
-    """Return the shuffle of regions of `tensors`, each in `shards`, to as many ranks and back.
+    """Return the shuffle of `tensors`, each in `shards`, to gather ranks and back.
 
     whole_segments: Whether regions hold whole segments, so that a gather rank reduces them by
     itself with any operator. first: The first region's gather rank.

@@ -26,7 +26,7 @@ def interface() -> str:
 
 
 def of_interface(name: str) -> str:
-    """Return an interface's IPv4 address, else an IPv6 one not link-local; else an OSError."""
+    """Return an interface's IPv4 address, else an IPv6 one not link-local; OSError without one."""
     try:
         import fcntl
     except ImportError:

@@ -84,20 +84,16 @@ class ShmConnection(Connection):
         self._taken = self._reported = 0
 
     def send(self, data: Bytes) -> None:
-        """Post a message, whose data must not change while the connection is busy."""
         self._sends.extend(Queued(piece) for piece in _pieces(data))
 
     def receive(self, target: Bytes) -> None:
-        """Post a receive of exactly the message's length."""
         self._recvs.extend(Queued(piece) for piece in _pieces(target))
 
     @property
     def busy(self) -> bool:
-        """Whether a posted message has not ended, or slots have to be returned."""
         return super().busy or self._owing()
 
     def advance(self) -> bool:
-        """Do what can be done without waiting: `Connection.advance`."""
         moved = super().advance()
         return (self._owing() and self._hand_back()) or moved
 

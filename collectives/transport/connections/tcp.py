@@ -177,7 +177,6 @@ class TcpConnection(Connection):
             self._arriving, self._incoming = None, [self._header]
 
     def send_reason(self, text: str) -> bool:
-        """Send `text` and nothing after it: `Connection.send_reason`."""
         # The rest of a message that is sent in part goes before it. If it is not known how much was
         # sent, no reason is sent: the peer would take it for the message's data.
         return self._unsure or super().send_reason(text)

@@ -116,11 +116,9 @@ class ConnectionTransport(Transport):
         return f"ConnectionTransport({', '.join(peers)})"
 
     def check_device(self, device: torch.device) -> None:
-        """Raise ValueError if `other` does not carry the device's tensors."""
         self._other.check_device(device)
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
-        """Exchange a step's messages: `Transport.exchange`."""
         if self._unusable:
             raise TransportError(f"the connections cannot be used in {step}: {self._unusable}")
         active: dict[int, Connection] = {}
@@ -252,7 +250,6 @@ class ConnectionTransport(Transport):
         return next((peer for fd, peer in found.items() if fd in closed), None)
 
     def why_gone(self, peer: int) -> str:
-        """Return the text for errors of why a peer that is gone has closed its end."""
         connection = self._connections.get(peer)
         if connection is None or not connection.is_open:
             return str(PeerGone(peer, self.name(peer)))
@@ -292,7 +289,6 @@ class ConnectionTransport(Transport):
                 raise TransportError(f"rank {members.name(rank)} cannot split its group: {missing}")
 
     def interrupt(self, reason: str) -> None:
-        """Make this rank's waits raise: `Transport.interrupt`."""
         super().interrupt(reason)
         self._other.interrupt(reason)
 

@@ -64,7 +64,6 @@ class NcclTransport(Transport):
 
     @property
     def symmetric_memory(self) -> SymmetricMemory | None:
-        """The host transport's."""
         return self._host.symmetric_memory
 
     def __repr__(self) -> str:
@@ -83,7 +82,6 @@ class NcclTransport(Transport):
             )
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
-        """Exchange a step's messages: `Transport.exchange`."""
         if _device_of(sends, recvs) is None:
             self._host.exchange(sends, recvs, step, timeout)
             return
@@ -126,7 +124,6 @@ class NcclTransport(Transport):
         step: str,
         timeout: float,
     ) -> None:
-        """Sum a contiguous CUDA tensor in place by NCCL's sum: `Transport.all_reduce`."""
         by_torch = not (among is None or isinstance(among, tuple))
         if by_torch is self.sums_on_gpu:
             self._host.all_reduce(flat, among, step, timeout)
@@ -150,7 +147,6 @@ class NcclTransport(Transport):
         return device.type == "cuda" and not self._backend.shared
 
     def capture(self, work: Callable[[], Any]) -> Callable[[str, float], None]:
-        """Capture messages and what is between them in a CUDA graph: `Transport.capture`."""
         ours = self._backend.stream(cuda.current_stream().device)
         with self._backend.turn:
             graph = self._graphs.capture(work, ours)
@@ -173,15 +169,12 @@ class NcclTransport(Transport):
         self._host.check_streams()
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
-        """Return a rank that has closed its end, as far as the host's transport knows."""
         return self._host.gone(peers)
 
     def why_gone(self, peer: int) -> str:
-        """Return the text for errors of why a rank that is gone has closed its end."""
         return self._host.why_gone(peer)
 
     def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
-        """Return a transport with communicators of its own: `Backend.split`."""
         host = self._host.split(ranks, timeout)
         with ExitStack() as failed:
             # Otherwise what it has opened, such as a listener, would live as long as the error.
