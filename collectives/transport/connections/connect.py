@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from collectives.transport.base import Transport
 from collectives.transport.byte_gathering import gather_objects
@@ -47,21 +47,8 @@ def descriptors_of(near: int, far: int) -> int:
     return 2 * near + far + _BESIDE
 
 
-class Opened(NamedTuple):
-    """What `open_connections` returns.
-
-    Attributes:
-        connections: The open connections by peer.
-        memory: Memory that all ranks share, zeros at first; on all ranks or on none. It needs
-            connections through memory between all ranks, and the system to provide it.
-        unopened: The connections that are opened when they are first used, if any.
-        complete: Whether every rank has a connection to every other one, or can open it.
-    """
-
-    connections: dict[int, Connection]
-    memory: memoryview | None
-    unopened: Unopened | None
-    complete: bool
+Opened: TypeAlias = tuple[dict[int, Connection], memoryview | None, Unopened | None, bool]
+"""The attributes of an `_Opening`, in their order."""
 
 
 def open_connections(
@@ -100,11 +87,19 @@ def open_connections(
     for peer, connection in opening.connections.items():
         connection.name = other.name(peer)
     connections = dict(sorted(opening.connections.items()))
-    return Opened(connections, opening.memory, opening.unopened, opening.complete)
+    return connections, opening.memory, opening.unopened, opening.complete
 
 
 class _Opening:
-    """What one rank has opened so far; attributes are those of `Opened`."""
+    """What one rank has opened so far.
+
+    Attributes:
+        connections: The open connections by peer.
+        memory: Memory that all ranks share, zeros at first; on all ranks or on none. It needs
+            connections through memory between all ranks, and the system to provide it.
+        unopened: The connections that are opened when they are first used, if any.
+        complete: Whether every rank has a connection to every other one, or can open it.
+    """
 
     def __init__(self, other: Transport, timeout: float) -> None:
         self.connections: dict[int, Connection] = {}
