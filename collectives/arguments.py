@@ -105,21 +105,14 @@ class Arguments:
         return Call("run", name, compared, [tensor], op, schedule=known.schedule)
 
     def reduce(
-        self,
-        tensor: Tensor,
-        dst: int,
-        op: Reducer,
-        name: str | None,
-        order: Literal["tree"] | None,
-        accumulate: torch.dtype | None,
+        self, tensor: Tensor, dst: int, op: Reducer, **options: Unpack[ScaleOptions]
     ) -> Call:
         """Check and describe a reduce."""
         validation.tensor("tensor", tensor)
         validation.rank("dst", dst, self._transport.size)
-        options: ScaleOptions = {"order": order, "accumulate": accumulate}
         op, _ = self._onto_single_ranks("reduce", [tensor], op, **options)
         compared = {"op": str(op), **op.order_options, "dst": dst}
-        return Call("reduce", name, compared, [tensor], op)
+        return Call("reduce", options.get("name"), compared, [tensor], op)
 
     def reduce_to_owners(
         self,

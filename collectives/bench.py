@@ -147,11 +147,7 @@ def finish(device: torch.device) -> None:
 
 
 def operator_of(name: str) -> Reducer:
-    """Return the operator of a name, or of MODULE:NAME.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the operator of a name, or of MODULE:NAME; ValueError if there is none."""
     if name in _OPS:
         return _OPS[name]
     module, _, attribute = name.partition(":")
@@ -165,11 +161,7 @@ def operator_of(name: str) -> Reducer:
 
 
 def dtype_of(name: str) -> str:
-    """Return torch's name of a dtype, nccl-tests' being others.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return torch's name of a dtype, nccl-tests' being others; ValueError if there is none."""
     name = _ALIASES.get(name, name)
     if name not in DTYPES:
         raise ValueError(f"-d must be one of {', '.join([*DTYPES, *_ALIASES])}, got {name}")
@@ -177,11 +169,7 @@ def dtype_of(name: str) -> str:
 
 
 def sizes_of(args: argparse.Namespace) -> list[int]:
-    """Return the sizes in bytes that -b, -e and -f ask for.
-
-    Raises:
-        ValueError: A number has no meaning; the text names the flag.
-    """
+    """Return the sizes in bytes that -b, -e and -f ask for; ValueError names a wrong flag."""
     sizes = []
     for flag, text in (("-b", args.minbytes), ("-e", args.maxbytes)):
         try:

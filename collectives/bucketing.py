@@ -212,10 +212,7 @@ def unpack_small_tensors(tensors: Sequence[Tensor], packing: Packing | None) -> 
 
 
 def plan_groups(
-    tensors: Sequence[Tensor],
-    *,
-    memory_size: float | None = None,
-    groups_size: int | None = None,
+    tensors: Sequence[Tensor], *, memory_size: float | None = None, groups_size: int | None = None
 ) -> list[list[int]]:
     """Group tensors that are to be reduced together: each group has one dtype and one device.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 
 from collectives import validation
 from collectives.consistency.negotiation import Joined, Negotiation
-from collectives.execution.all_reduce import AllReduceOptions, Runner
+from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
 from collectives.execution.call import Call
 from collectives.execution.call_queue import CallQueue
 from collectives.execution.operations import OPERATIONS
@@ -56,7 +57,7 @@ class Calls:
         self.queue = CallQueue(runner.transport, runner.timeout, record)
         self._negotiation = Negotiation(runner.transport, runner.timeout)
         self._count = 0
-        self._requests = 0
+        self._requests = itertools.count(1)
 
     def run(self, call: Call, *, async_op: bool = False) -> Any:
         """Carry out a direct call; return the result of its operation, or its Work if async."""
@@ -84,7 +85,8 @@ class Calls:
 
     def number(self, call: Call) -> Call:
         """Negotiate the making of a request and number it; return the call that a start makes."""
-        making = replace(call, kind=f"{call.kind}_init", instead=self._next_request)
+        # All ranks count it in the same negotiated call, and get the same number.
+        making = replace(call, kind=f"{call.kind}_init", instead=self._requests.__next__)
         self.queue.check_thread(making)
         number: int = self.queue.run(making, partial(self._carry_out, making))
         return replace(call, request=number)
@@ -105,7 +107,7 @@ class Calls:
     def _start(self, call: Call) -> Work:
         self.queue.check_thread(call)
         carry_out = partial(self._carry_out, call)
-        if call.shared is not None and call.shared.nbytes <= _BEGIN_BYTES:
+        if call.shared is not None and call.shared.vector.nbytes <= _BEGIN_BYTES:
             return self.queue.begin(call, partial(self._begin, call), carry_out)
         on_gpu = any(tensor.is_cuda for tensor in call.tensors)
         if on_gpu and torch.cuda.is_current_stream_capturing():
@@ -144,10 +146,11 @@ class Calls:
         # A rank that has joined fills no buffer: the call then runs by messages, and it sends zeros
         # in them.
         if call.shared is not None and not outcome.joined:
-            with call.shared.span(call.label) if watched else NOTHING:
-                call.shared.reduce(call.label)
-            if call.shared.owners is not None:
-                return [*call.shared.owners]
+            plan, first = call.shared, call.shared.vector.tensors[0]
+            with call_span(call.label, call.op, plan.method, first) if watched else NOTHING:
+                plan.reduce(call.label)
+            if plan.owners is not None:
+                return [*plan.owners]
             return call.tensors[0] if call.kind == "all_reduce" else call.tensors
         # The call's number, which is the same on all ranks, since they make the same calls.
         self._runner.first = self._count - 1
@@ -205,11 +208,6 @@ class Calls:
         self._runner.first = self._count - 1
         with nullcontext() if call.kind in _WITH_RANGES else span(lambda: call.title):
             OPERATIONS[call.kind](self._runner, call)
-
-    def _next_request(self) -> int:
-        """Count a request. All ranks do so in the same negotiated call, and get the same number."""
-        self._requests += 1
-        return self._requests
 
     def _next_label(self, call: Call) -> str:
         """Count and record a call; return the text that names it in errors."""

@@ -138,11 +138,9 @@ def _slots_key(tensors: Sequence[Tensor]) -> _SlotsKey:
 
 def _flat(tensor: Tensor) -> Tensor:
     """Return a 1-D tensor of the same size and dtype, whose values do not matter."""
-    return (
-        tensor.detach().as_strided((tensor.numel(),), (1,))
-        if _dense(tensor)
-        else (tensor.new_empty(tensor.numel()))
-    )
+    if _dense(tensor):
+        return tensor.detach().as_strided((tensor.numel(),), (1,))
+    return tensor.new_empty(tensor.numel())
 
 
 def _as(slot: Tensor, tensor: Tensor) -> Tensor:

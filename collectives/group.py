@@ -313,7 +313,8 @@ class Group:
             >>> collectives.run_threads(2, lambda group: group.reduce(torch.ones(2), 0))[0]
             tensor([2., 2.])
         """
-        call = self._arguments.reduce(tensor, dst, op, name, order, accumulate)
+        options: ScaleOptions = {"name": name, "order": order, "accumulate": accumulate}
+        call = self._arguments.reduce(tensor, dst, op, **options)
         return self._calls.run(call, async_op=async_op)
 
     @overload

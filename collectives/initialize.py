@@ -18,11 +18,7 @@ import torch.distributed as dist
 import kernels
 from collectives import validation
 from collectives.bootstrap.launchers import local_ranks, world_size
-from collectives.bootstrap.rendezvous import (
-    agree_on_backend,
-    keeps_store,
-    start_torch_distributed,
-)
+from collectives.bootstrap.rendezvous import agree_on_backend, keeps_store, start_torch_distributed
 from collectives.bootstrap.report import report
 from collectives.bootstrap.settings import TIMEOUT, Settings, TransportName, check_process_group
 from collectives.bootstrap.transport_selection import (
@@ -113,14 +109,17 @@ def init(
             given.require_same(_settings)
         return group
     settings = given.checked()
+    _group, _settings = _start(settings), settings
+    return _group
+
+
+def _start(settings: Settings) -> Group:
+    """Return the group of `init`."""
     timeout, choice = settings.timeout or TIMEOUT, str(settings.transport)
-    validation.no_mode("init's messages")
-    # Called for their errors, before any rank waits for others.
-    warning_seconds()
-    kernels.backend_info()
+    _check_environment("init")
     # If we start torch.distributed ourselves, nobody else uses its communicators.
-    shares_gpu = process_group is not None or _distributed()
-    gloo = _gloo(process_group, timeout, choice)
+    shares_gpu = settings.process_group is not None or _distributed()
+    gloo = _gloo(settings.process_group, timeout, choice)
     if gloo is None:
         check_alone(choice)
         group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
@@ -130,8 +129,15 @@ def init(
         group = _over_gloo(gloo, timeout, "init", choice)
         group.transport.shares_gpu = shares_gpu
         atexit.register(shutdown)
-    _group, _settings = group, settings
     return group
+
+
+def _check_environment(kind: str) -> None:
+    """Raise what is wrong with this process, before any rank waits for others."""
+    validation.no_mode(f"{kind}'s messages")
+    # Called for their errors.
+    warning_seconds()
+    kernels.backend_info()
 
 
 def _gloo(
@@ -211,11 +217,8 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = TIM
     validation.timeout(timeout)
     group = _adopted.get(process_group)
     if group is None or group.closed:
-        validation.no_mode("from_process_group's messages")
-        # Called for their errors, before any rank waits for others.
+        _check_environment("from_process_group")
         choice = transport_choice(None)
-        warning_seconds()
-        kernels.backend_info()
         ranks = range(dist.get_world_size(process_group))
         require_room(len(ranks), None, choice, gloo=True)
         own = subgroup(process_group, ranks, _backend_of(process_group, timeout), timeout)
@@ -321,11 +324,7 @@ def default_group() -> Group:
 
 
 def run_threads(
-    size: int,
-    fn: Callable[[Group], T],
-    *,
-    timeout: float = 60.0,
-    local_size: int | None = None,
+    size: int, fn: Callable[[Group], T], *, timeout: float = 60.0, local_size: int | None = None
 ) -> list[T]:
     """Run `fn(group)` on ranks that are threads of this process; return the results by rank.
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from collectives import validation
-from collectives.cost import ASSUMED, OPS, Cost, LinkRates
+from collectives.cost import ASSUMED, Cost, LinkRates, check_op
 from collectives.cost.simulation import chrome_trace
 from collectives.cost.walker import walk
 from collectives.schedules import drawing, levels
 from collectives.schedules import schedule as plain
 from collectives.schedules.auto import range_for
 from collectives.schedules.registry import algorithm
-from collectives.schedules.topology import Topology
+from collectives.schedules.topology import topology_of
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Schedule(plain.Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _topology(self.size, self.nodes)
-        _check_op(self.op)
+        topology_of(self.size, self.nodes)
+        check_op(self.op)
 
     def draw(self, axes: Any = None, *, title: str | None = None) -> Any:
         """Draw the messages: time from left to right, a line a rank, an arrow a message.
@@ -94,7 +94,7 @@ class Schedule(plain.Schedule):
         """
         validation.nbytes(nbytes)
         validation.integer("segments", segments, 1)
-        topology = _topology(self.size, self.nodes)
+        topology = topology_of(self.size, self.nodes)
         return walk(self, topology, self._reductions()).cost(nbytes, rates, segments)
 
     def trace(self, nbytes: float, rates: LinkRates = ASSUMED, segments: int = 1) -> str:
@@ -105,7 +105,7 @@ class Schedule(plain.Schedule):
         """
         validation.nbytes(nbytes)
         validation.integer("segments", segments, 1)
-        topology = _topology(self.size, self.nodes)
+        topology = topology_of(self.size, self.nodes)
         return chrome_trace(self, topology, self._reductions(), nbytes, rates, segments)
 
     def _reductions(self) -> tuple[str, ...]:
@@ -153,8 +153,8 @@ def schedule(
         >>> schedule.draw().startswith("<svg")
         True
     """
-    topology = _topology(size, nodes)
-    _check_op(op)
+    topology = topology_of(size, nodes)
+    check_op(op)
     chosen = range_for(spec, topology, nbytes, device, one_tree=op == "adasum")
     if chosen.inner is not None and algorithm(chosen.inner).is_library:
         raise ValueError(f"{chosen.inner!r} is no schedule, so its steps are not known")
@@ -163,16 +163,3 @@ def schedule(
     # Two levels on one node reduce inside it alone, where Adasum's operands are averaged.
     inside = chosen.inner is not None and nodes == 1
     return Schedule(**made | {"name": str(chosen)}, nodes=nodes, op="sum" if inside else op)
-
-
-def _topology(size: int, nodes: int) -> Topology:
-    validation.integer("size", size, 1)
-    validation.integer("nodes", nodes, 1)
-    if size % nodes:
-        raise ValueError(f"nodes must divide size {size}, got {nodes}")
-    return Topology(size, size // nodes)
-
-
-def _check_op(op: str) -> None:
-    if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")

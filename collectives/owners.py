@@ -13,18 +13,8 @@ from collectives import validation
 def owners(numels: Sequence[int], size: int) -> list[int]:
     """Assign each variable to the rank with the least load so far; of several, to the lowest one.
 
-    The result depends on the arguments alone, so all ranks compute the same owners.
-
-    Args:
-        numels: The elements (or bytes) of each variable, in the same order on all ranks.
-        size: How many ranks there are.
-
-    Returns:
-        The owner of each variable.
-
-    Raises:
-        TypeError: `numels` is not a list of ints, or `size` is not an int.
-        ValueError: A number in `numels` is negative, or `size` is less than 1.
+    The result depends on the arguments alone, so all ranks compute the same owners. numels: The
+    elements (or bytes) of each variable, in the same order on all ranks.
     """
     validation.integer("size", size, 1)
     given: object = numels

@@ -292,13 +292,7 @@ class AverageReducer(SumReducer):
 
 
 class ElementwiseReducer(Reducer):
-    """One of torch's associative functions of two tensors, element by element.
-
-    Args:
-        name: How errors and traces call it.
-        operator: The function.
-        dtypes: Those that it takes.
-    """
+    """One of torch's associative functions of two tensors, element by element."""
 
     replays = True
     reduces_in_shared_memory = True

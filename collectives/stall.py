@@ -31,10 +31,7 @@ def warning_seconds() -> float:
     """Return the seconds after which a wait is warned of, and between two warnings.
 
     It is the environment variable ADASUM_STALL_WARNING_SECONDS, which is read once: 60 unless it is
-    set, and infinity (never) if it is 0.
-
-    Raises:
-        ValueError: The variable is not a number of seconds.
+    set, and infinity (never) if it is 0. ValueError if it is not a number of seconds.
     """
     text = os.environ.get(_VARIABLE)
     if not text:
@@ -53,10 +50,8 @@ def warning_seconds() -> float:
 class Wait(NamedTuple):
     """What is known of a thread's wait that took, or takes, long.
 
-    Attributes:
-        step: The name of the step and its call in errors.
-        late: For whom the thread waits, as when it last looked.
-        since: When the wait began, by time.monotonic().
+    step: The name of the step and its call in errors. late: For whom the thread waits, as when it
+    last looked. since: When the wait began, by time.monotonic().
     """
 
     step: str
@@ -69,14 +64,11 @@ waits: dict[int, Wait] = {}
 
 
 class Stall:
-    """One wait of a rank.
+    """One wait of a rank; it begins now, unless `since`, by time.monotonic(), is given.
 
-    Args:
-        rank: The number of this rank in errors.
-        step: The name of the step and its call in errors.
-        timeout: Seconds after which the wait is an error.
-        late: Returns for whom this rank waits, such as "rank 1, rank 3".
-        since: When the wait began, by time.monotonic(); now unless given.
+    rank: The number of this rank in errors. step: The name of the step and its call there.
+    timeout: Seconds after which the wait is an error. late: Returns for whom this rank waits, such
+    as "rank 1, rank 3".
     """
 
     def __init__(

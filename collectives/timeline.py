@@ -26,14 +26,8 @@ class Timeline:
 
     The file is one JSON array whose end may be missing, as the format allows: the file of a process
     that was killed is readable, too. Time stamps are those of the wall clock, so that the files of
-    several ranks fit together, as far as their hosts' clocks agree.
-
-    Args:
-        path: The file, which is overwritten.
-        rank: The process's number in the timeline.
-
-    Raises:
-        OSError: The file cannot be written.
+    several ranks fit together, as far as their hosts' clocks agree. An existing file is
+    overwritten; OSError where that cannot be written.
     """
 
     def __init__(self, path: str, rank: int) -> None:
@@ -92,12 +86,7 @@ class Timeline:
 
 
 def start(path: str, rank: int) -> None:
-    """Write a timeline from now on.
-
-    Raises:
-        ValueError: A timeline is being written already.
-        OSError: The file cannot be written.
-    """
+    """Write a timeline from now on; ValueError if one is being written already."""
     global current
     if current is not None:
         raise ValueError(

@@ -22,11 +22,9 @@ def recording() -> bool:
 
 
 def span(name: Callable[[], str], *, cuda: bool = False) -> AbstractContextManager[object]:
-    """Return a context that shows as a range in timelines.
+    """Return a context that shows as a range in timelines, with `cuda` an NVTX range, too.
 
-    Args:
-        name: Returns the range's name; called only while something is recording.
-        cuda: Whether to make an NVTX range, too.
+    name: Returns the range's name; called only while something is recording.
     """
     profiled = torch.autograd.profiler._is_profiler_enabled
     if not (cuda or profiled or timeline.current is not None):

@@ -33,9 +33,8 @@ _SMALL_BYTES = 256 * 1024
 class _TreeOrder(SumReducer):
     """What both have in common.
 
-    Args:
-        accumulate: The dtype that each addition is rounded to, float32; None for the tensors' own.
-        passes: How many leaves of the tree each rank has added before, by the same tree.
+    accumulate: The dtype that each addition is rounded to, float32; None for the tensors' own.
+    passes: How many leaves of the tree each rank has added before, by the same tree.
     """
 
     ordered = True
@@ -124,13 +123,9 @@ def in_order(
 
     Args:
         op: Sum or Average, where there is an order.
-        order: "tree" or None.
+        order: "tree" or None; another is a ValueError.
         accumulate: The dtype that is added in and rounded from once: torch.float32, or its name.
         passes: How many leaves each rank has added.
-
-    Raises:
-        TypeError: `order` is no str.
-        ValueError: The order is another, `op` has none, or one argument needs another.
     """
     if order is None:
         if accumulate is not None:

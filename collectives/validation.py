@@ -38,13 +38,7 @@ def no_mode(what: str) -> None:
     """Check that no mode or transform intercepts torch's operations in this thread.
 
     It would intercept the collective's own operations, on this rank alone, and tensors that are
-    kept for later calls would be made by it.
-
-    Args:
-        what: What cannot be sent, in errors.
-
-    Raises:
-        TypeError: A TorchDispatchMode, a TorchFunctionMode or a torch.func transform is active.
+    kept for later calls would be made by it. what: What cannot be sent, in errors.
     """
     # Inline, though `active_mode` asks the same: the usual call is spared a function call.
     seen = _len_torch_dispatch_stack() or _len_torch_function_stack() or peek_interpreter_stack()
@@ -72,10 +66,8 @@ def _has_function_mode() -> bool:
 def plain(argument: str, value: torch.Tensor) -> None:
     """Check that a tensor of any layout has memory of its own that holds its values.
 
-    Raises:
-        TypeError: It is of a class that changes what operators do on it, such as DTensor or
-            FakeTensor, or is wrapped by a transform of torch.func, or its storage is too short. The
-            text says what to pass.
+    A TypeError if it is of a class that changes what operators do on it, such as DTensor or
+    FakeTensor, or is wrapped by a transform of torch.func, or its storage is too short.
     """
     if type(value) not in _PLAIN:
         _check_class(argument, type(value))

@@ -20,29 +20,16 @@ from collectives.validation import active_mode
 CHECK_SECONDS = 1.0
 
 
-class Runs(Protocol):
+class _Worker(Protocol):
     """The part of `collectives.worker.Worker` that a Work uses."""
 
     check_streams: Callable[[], None]
-
-    def run_first(self, only: Work[Any] | None = None) -> bool:
-        """Run the first job in the queue: `Worker.run_first`."""
-        ...
-
-    def check_waiting(self, work: Work[Any]) -> None:
-        """Raise TransportError if `work` cannot end while this thread waits for it."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Record an error that may have left a call half done."""
-        ...
-
-    # The text of a mismatch that no wait has raised yet.
     unraised: str
 
-    def is_forked(self) -> bool:
-        """Whether this process was forked from the rank's process."""
-        ...
+    def run_first(self, only: Work[Any] | None = None) -> bool: ...
+    def check_waiting(self, work: Work[Any]) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+    def is_forked(self) -> bool: ...
 
 
 # The type that the synchronous call returns.
@@ -87,7 +74,7 @@ class Work(Generic[T_co]):
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []
         self._callbacks: deque[Callable[[], None]] = deque()
         # The worker that carries it out, and whether the first thread that waits may do so instead.
-        self._worker: Runs | None = None
+        self._worker: _Worker | None = None
         self._claimable = False
 
     def wait(self) -> T_co:

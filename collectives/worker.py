@@ -80,8 +80,7 @@ class Worker:
     def call(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor] = ()) -> Any:
         """Run `function` when it is its turn and return its result. Arguments as for `submit`.
 
-        Raises:
-            TransportError: This thread is inside a call of the group; or see `submit`.
+        TransportError where this thread is inside a call of the group; or see `submit`.
         """
         me, grad = (threading.get_ident(),), torch.is_grad_enabled()
         try:
@@ -218,15 +217,14 @@ class Worker:
     ) -> Work[Any]:
         """Queue `function`. On CUDA it runs on the group's streams, after the caller's work so far.
 
+        TransportError after `close`. RuntimeError where the system has no thread left; nothing was
+        queued.
+
         Args:
             function: The call.
             tensors: The tensors on which it works.
             now: Whether to return only when it has ended on the host; on CUDA its work is on the
                 streams by then. It runs in this thread if it is the next one.
-
-        Raises:
-            TransportError: After `close`.
-            RuntimeError: The system has no thread left; nothing was queued.
         """
         self._wait_for_room()
         # The streams, one for each device, with an event after the caller's work so far.
@@ -369,15 +367,10 @@ class Worker:
     def close(self, timeout: float, steps: Callable[[], int] = lambda: 0) -> list[Work[Any]]:
         """Refuse new calls, let queued ones finish as long as they progress, and end the thread.
 
-        Inside a call, as in a callback, it waits for nothing.
+        Inside a call, as in a callback, it waits for nothing. Return the queued calls that were not
+        carried out: they failed, or did not progress for longer than `timeout`, of a step.
 
-        Args:
-            timeout: Seconds that a step may take.
-            steps: Returns how many steps have ended so far.
-
-        Returns:
-            The queued calls that were not carried out: they failed, or did not progress for longer
-            than `timeout`.
+        steps: Returns how many steps have ended so far.
         """
         # What has ended may be there still, its error raised by its wait().
         queued = [work for work, _ in self._jobs.copy() if not work.has_ended()]

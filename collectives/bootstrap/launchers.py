@@ -30,8 +30,7 @@ _SRUN = _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID
 # ranks through srun, and horovodrun through either.
 _LAUNCHERS = (
     _Launcher(
-        "horovodrun",
-        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+        "horovodrun", *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
     ),
     _Launcher(
         "mpirun",
@@ -59,10 +58,7 @@ def world_size() -> int:
     """Return how many ranks a launcher started; 1 without one.
 
     RANK and WORLD_SIZE are used if they are set; otherwise another launcher's variables are, and
-    torchrun's six variables are set from them.
-
-    Raises:
-        ValueError: Variables are wrong or missing.
+    torchrun's six variables are set from them. ValueError where variables are wrong or missing.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
     if len(missing) == 2:
@@ -195,12 +191,9 @@ def _started_by(launcher: _Launcher) -> int:
     """Return a number that identifies the process that started this host's ranks.
 
     It is the nearest ancestor without the launcher's variables. Nearer ones, such as a shell that
-    starts a rank, have the variables, and each rank has its own.
-
-    Returns:
-        The ancestor's start time (clock ticks since boot) in the high bits and its process id in
-        the low 22 bits. The id alone is not enough: containers that share a network each have a
-        process 1.
+    starts a rank, have the variables, and each rank has its own. Its start time (clock ticks since
+    boot) is in the high bits and its process id in the low 22 bits. The id alone is not enough:
+    containers that share a network each have a process 1.
     """
     process, started = os.getppid(), 0
     # OSError where there is no /proc, or a process is another user's, which hides its environment:

@@ -37,14 +37,8 @@ def find_locality(
 ) -> Locality:
     """Find this rank's locality: from local ranks if every rank has one, else from host names.
 
-    A collective of all ranks, unless all three arguments are given. All ranks find the same nodes.
-
-    Args:
-        transport: Between the ranks.
-        timeout: Seconds that a peer may take.
-        local_rank: This rank's number on its host, if known.
-        local_size: How many ranks its host has, if known.
-        topology: The nodes that algorithms are to see; the hosts unless given.
+    A collective of all ranks, unless the last three arguments are given. All ranks find the same
+    nodes; algorithms see those of `topology`, the hosts unless given.
     """
     rank, size = transport.rank, transport.size
     given = local_rank is not None and local_size is not None

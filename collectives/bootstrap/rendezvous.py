@@ -78,15 +78,8 @@ def open_store(rank: int, timeout: float) -> dist.Store:
 
     Unlike torch's "env://" it does not wait for the other ranks: `wait_for_ranks` does, and can
     tell which are missing. Rank 0's store listens only at MASTER_ADDR if that is an address of this
-    host; else at every address, with a WARNING.
-
-    Args:
-        rank: This rank.
-        timeout: Seconds that connecting may take.
-
-    Raises:
-        CollectiveTimeoutError: No store answers in time.
-        TransportError: The port is taken.
+    host; else at every address, with a WARNING. CollectiveTimeoutError where no store answers in
+    time, TransportError where the port is taken.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     address = f"{host}:{port}"
@@ -210,10 +203,8 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
     A store may outlive ranks: torchrun's is kept over restarts, with what earlier ranks wrote. So
     every rank writes a new random token, and each confirms the name that is the hash of all tokens
     it sees. The start is complete when all ranks have confirmed one name. A name with the token of
-    a rank that has died stays incomplete, since that rank cannot confirm it.
-
-    Raises:
-        CollectiveTimeoutError: Names the ranks that have not come in `timeout` seconds.
+    a rank that has died stays incomplete, since that rank cannot confirm it. After `timeout` s a
+    CollectiveTimeoutError names the ranks that have not come.
     """
     deadline = time.monotonic() + timeout
     # The keys contain the job, so that another job with the same address is not taken for this one.
@@ -246,16 +237,8 @@ def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) ->
     """Return gloo, with NCCL if every rank can use it; a collective of the store's ranks.
 
     Hosts may differ in their GPUs: a rank with NCCL would wait for one without, for ever. And a
-    launcher may show each rank one GPU, which is another rank's as well or is not.
-
-    Args:
-        store: The store of these ranks.
-        rank: This rank.
-        size: How many ranks there are.
-        timeout: Seconds that the others may take.
-
-    Raises:
-        CollectiveTimeoutError: Names the ranks that do not come.
+    launcher may show each rank one GPU, which is another rank's as well or is not. A
+    CollectiveTimeoutError names the ranks that do not come.
     """
     # The count tells apart several agreements on one store. Each rank has its own counter: all come
     # here in the same order, so the counters agree.

@@ -19,11 +19,7 @@ _SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "64 MiB": 2**26}
 def report(transport: Transport, choice: str, hosts: Sequence[int], topology: Topology) -> str:
     """Return the line: the transport and why, `auto`'s algorithms, the CPU path, NCCL's version.
 
-    Args:
-        transport: Of the group.
-        choice: Which transport was asked for, as `transport_choice` returns it.
-        hosts: By rank, a number for its host.
-        topology: The nodes that algorithms see.
+    choice: As `transport_choice` returns it. hosts: By rank, a number for its host.
     """
     where = f"rank {transport.rank} of {transport.size} on {len(set(hosts))} host(s)"
     said = [f"transport={choice!r}: {_way(transport)}"]

@@ -18,24 +18,14 @@ TransportName: TypeAlias = Literal["auto", "gloo", "tcp", "shm", "nccl"]
 
 
 class Settings(NamedTuple):
-    """The arguments of `init`; None for one that was left out.
-
-    Attributes:
-        timeout: Seconds that a step may wait for a peer.
-        process_group: The process group whose ranks to use.
-        transport: How CPU tensors travel.
-    """
+    """The arguments of `init`; None for one that was left out."""
 
     timeout: float | None = None
     process_group: dist.ProcessGroup | None = None
     transport: str | None = None
 
     def checked(self) -> Settings:
-        """Return the arguments, with defaults for those that were left out.
-
-        Raises:
-            TypeError, ValueError: An argument is wrong; the text names it.
-        """
+        """Return the arguments, checked, with defaults for those that were left out."""
         timeout = TIMEOUT if self.timeout is None else self.timeout
         validation.timeout(timeout)
         if self.process_group is not None:

@@ -18,9 +18,7 @@ def expand(hosts: str) -> Iterator[str]:
     """Yield the hosts of a list in Slurm's notation: "a[08-10,12]x,b" is a08x, a09x, a10x, a12x, b.
 
     Of several brackets in a word the last one varies fastest, like the last digit of a number.
-
-    Raises:
-        ValueError: This is not such a list.
+    Anything else than such a list is a ValueError.
     """
     if not re.fullmatch(rf"{_WORD.pattern}(?:,{_WORD.pattern})*", hosts):
         raise ValueError(f"not a list of hosts: {hosts!r}")
@@ -51,11 +49,7 @@ def _numbers(ranges: str, hosts: str) -> Iterator[str]:
 
 
 def first_host() -> str:
-    """Return the first host of this step, on which its first task runs.
-
-    Raises:
-        ValueError: SLURM_STEP_NODELIST is missing or not a list of hosts.
-    """
+    """Return the first host of this step, on which its first task runs; ValueError without one."""
     try:
         return next(expand(os.environ.get("SLURM_STEP_NODELIST", "")))
     except ValueError as error:
@@ -77,11 +71,7 @@ def local_size() -> int | None:
 
 
 def step_number(spread: int) -> int:
-    """Return job · spread + step, of the ids that Slurm gave the job and the step.
-
-    Raises:
-        ValueError: SLURM_JOB_ID or SLURM_STEP_ID is missing or not a number.
-    """
+    """Return job · spread + step, by Slurm's ids of the two; ValueError where one is missing."""
     ids = {name: os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")}
     for name, each in ids.items():
         if not each.isdecimal():

@@ -53,11 +53,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
 
 
 def transport_choice(transport: str | None) -> str:
-    """Return the argument if given, else the environment variable ADASUM_TRANSPORT, else "auto".
-
-    Raises:
-        ValueError: The value is unknown; the text says where it came from.
-    """
+    """Return the argument, else ADASUM_TRANSPORT, else "auto"; ValueError if that is unknown."""
     source, choice = "transport", transport
     if choice is None:
         source, choice = "ADASUM_TRANSPORT", os.environ.get("ADASUM_TRANSPORT") or "auto"
@@ -69,11 +65,7 @@ def transport_choice(transport: str | None) -> str:
 def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
     """Return the transport that the ranks ask for: `gloo`, with connections and NCCL added to it.
 
-    Args:
-        gloo: A transport between the ranks.
-        timeout: Seconds that a peer may take.
-        start: The call that starts the group; its option `transport` is what `transport_choice`
-            returns.
+    The option `transport` of `start`, the call that starts the group, is a `transport_choice`.
 
     Raises:
         CollectiveMismatchError: The ranks' options differ. Raised on all ranks.
@@ -139,16 +131,11 @@ def check_alone(choice: str) -> None:
 def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:
     """Let all ranks use compiled code for CPU tensors, or all of them torch's functions.
 
-    Results of the two may differ in the last bit, and all ranks are to have the same bits.
+    Results of the two may differ in the last bit, and all ranks are to have the same bits. A
+    TransportError where a rank has no compiled code, and another's other groups rely on it.
 
-    Args:
-        ranks: For each rank `BackendInfo.cpu_path`, and whether another group of that process
-            relies on compiled code.
-        rank: This rank.
-
-    Raises:
-        TransportError: A rank has no compiled code, and another one cannot do without it because
-            its other groups rely on it.
+    ranks: For each rank `BackendInfo.cpu_path`, and whether other groups of that process rely on
+        compiled code.
     """
     global _promised
     lacking = [i for i, (path, _) in enumerate(ranks) if path != _COMPILED]
@@ -181,11 +168,8 @@ def require_room(
         size: How many ranks there are.
         local_size: How many of them are on this host, if known.
         choice: As `transport_choice` returns it.
-        gloo: Whether torch.distributed has yet to connect the ranks.
+        gloo: Whether torch.distributed has yet to connect the ranks; a TransportError if it cannot.
         store: Whether this process has yet to open the store, to which all ranks connect.
-
-    Raises:
-        TransportError: Not even torch.distributed can connect all ranks.
     """
     mesh = (size + _GLOO_BESIDE if gloo else 0) + (size + _STORE_BESIDE if store else 0)
     # No error yet if the limit is too low for our connections: `connect` checks that again, when it

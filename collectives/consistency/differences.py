@@ -14,13 +14,8 @@ def difference(
 ) -> str:
     """Describe how the lowest rank's call differs from the first one that is not like it.
 
-    Args:
-        calls: The calls by rank, at least two that differ.
-        transport: The transport between the ranks, which knows their names.
-        movable: The ranks whose call is a named asynchronous one.
-
-    Returns:
-        The text, the same on every rank.
+    The text is the same on every rank. calls: By rank, at least two that differ. movable: The ranks
+    whose call is a named asynchronous one.
     """
     lowest = min(calls)
     first = calls[lowest].entries()

@@ -65,12 +65,7 @@ _SAME_CALL = Outcome()
 
 
 class Negotiation:
-    """Finds out for each call of the group whether all ranks make it.
-
-    Args:
-        transport: Between the ranks.
-        timeout: Seconds that each step may wait for a peer.
-    """
+    """Finds out for each call of the group whether all ranks make it."""
 
     def __init__(self, transport: Transport, timeout: float) -> None:
         self._transport = transport
@@ -86,9 +81,8 @@ class Negotiation:
     def wait(self, mine: Call | Joined) -> Outcome:
         """Return when all ranks that have not joined make the same call, or all have joined.
 
-        Raises:
-            CollectiveMismatchError: The calls differ, or a joined rank cannot take part. Raised on
-                every rank with the same text.
+        If calls differ, or a joined rank cannot take part, every rank raises the same
+        CollectiveMismatchError.
         """
         if self._transport.size == 1:
             return _SAME_CALL

@@ -32,6 +32,12 @@ from collectives.schedules.topology import Topology
 OPS = ("sum", "adasum")
 
 
+def check_op(op: str) -> None:
+    """Raise ValueError for an operator that the model does not price."""
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+
+
 def estimate(
     spec: str | Schedule,
     nbytes: float,
@@ -58,8 +64,7 @@ def estimate(
         ValueError: The specification is unknown, is `auto` without a device, or is a library's
             algorithm, whose steps are not known; or the schedule is for other ranks.
     """
-    if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    check_op(op)
     if isinstance(spec, Schedule):
         return walk(spec, topology, (op,)).cost(nbytes, rates, segments)
     chosen = range_for(spec, topology, nbytes, device, one_tree=op == "adasum")
@@ -75,22 +80,11 @@ def profile(spec: str, topology: Topology, op: str = "sum", tensors: int = 1) ->
     ranges = parse_all_reduce_spec(spec)
     if len(ranges) != 1:
         raise ValueError(f"spec {spec!r} has {len(ranges)} ranges: ask for one at a time")
-    if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    check_op(op)
     for name in (ranges[0].inner, ranges[0].outer):
         if name == "auto" or (name is not None and algorithm(name).is_library):
             raise ValueError(f"{name!r} is no schedule, so its steps are not known")
     return walk_levels(ranges[0], topology, op, tensors)
 
 
-__all__ = [
-    "ASSUMED",
-    "OPS",
-    "Cost",
-    "LinkRates",
-    "Profile",
-    "Rate",
-    "estimate",
-    "profile",
-    "walk",
-]
+__all__ = ["ASSUMED", "OPS", "Cost", "LinkRates", "Profile", "Rate", "estimate", "profile", "walk"]

@@ -21,13 +21,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from collectives import validation
-from collectives.cost import ASSUMED, OPS, Cost, LinkRates, Rate, estimate
+from collectives.cost import ASSUMED, OPS, LinkRates, Rate, estimate
 from collectives.cost.library import library_cost
 from collectives.cost.thresholds import best_specification, order_table, table, tree_table
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
 
-_Row = tuple[str, str, Cost]
 _MOST_RANKS = 1024
 # A rank of `direct` sends to all others, but for Adasum: of many that is dear, and takes long to
 # price. So do its levels.

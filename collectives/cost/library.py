@@ -23,13 +23,7 @@ from collectives.schedules.topology import Topology
 
 
 def library_cost(nbytes: float, rates: LinkRates, topology: Topology) -> Cost:
-    """Return the cost of a library's own sum over all ranks.
-
-    Args:
-        nbytes: Length of each rank's buffer.
-        rates: The machine; `sum.alpha` is the launch.
-        topology: Where the ranks are.
-    """
+    """Return the cost of a library's own sum over all ranks; `rates.sum.alpha` is the launch."""
     if topology.size == 1:
         return Cost(rates.call, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
     costs = [way(nbytes, rates, topology) for way in (_ring, _trees)]
@@ -69,14 +63,10 @@ def _cost(
 ) -> Cost:
     seconds = rates.call + rates.host + rates.sum.alpha
     seconds += inside * rates.intra.alpha + crossing * rates.inter.alpha
-    seconds += _transfer(within, between, rates, local)
-    return Cost(seconds, 1, *total, within, between, 0.0)
-
-
-def _transfer(within: float, between: float, rates: LinkRates, local: int) -> float:
-    """Return the time of what a rank passes on inside its node and its node to others."""
+    # What a rank passes on inside its node, and its node to others.
     intra, inter = (
         rate.seconds(np.zeros(1), np.array([nbytes])).item()
         for rate, nbytes in ((rates.intra, within), (rates.inter, between / local))
     )
-    return float(max(intra, inter, (rates.nic or 0.0) * between))
+    seconds += max(intra, inter, (rates.nic or 0.0) * between)
+    return Cost(seconds, 1, *total, within, between, 0.0)

@@ -88,10 +88,7 @@ class Profile:
     def cost(self, nbytes: float, rates: LinkRates, segments: int = 1) -> Cost:
         """Return the cost for a buffer of nbytes, in equal pieces whatever its elements.
 
-        Args:
-            nbytes: Length of each rank's buffer.
-            rates: The machine.
-            segments: How many Adasum projects on their own.
+        segments: How many Adasum projects on their own.
         """
         sizes = np.array([nbytes, DOTS_BYTES * segments])
         seconds = rates.call + sum(
@@ -150,13 +147,9 @@ class Profiler:
         self._loads = np.zeros((2, 2, 2, topology.size))
 
     def add(self, step: BulkStep, reduction: str, *, dots: bool = False) -> None:
-        """Add a step of the schedule as often as it says.
+        """Add a step of the schedule as often as it says, reduced by "sum" or "adasum".
 
-        Args:
-            step: The messages.
-            reduction: What they are reduced with, "sum" or "adasum".
-            dots: Whether it is of partial products, which a step of the schedule needs beside its
-                own messages.
+        dots: Whether it is of partial products, which a step needs beside its own messages.
         """
         if not dots:
             self._steps += step.times
@@ -197,13 +190,7 @@ class Profiler:
         )
 
     def _add_round(
-        self,
-        table: Floats,
-        times: int,
-        reduction: str,
-        *,
-        dots: bool,
-        passes: float = 1.0,
+        self, table: Floats, times: int, reduction: str, *, dots: bool, passes: float = 1.0
     ) -> None:
         local = self._topology.local_size
         if self._in_order is not None:

@@ -85,34 +85,28 @@ def order_table() -> dict[Key, str]:
     return _table("tree sum", _topologies())
 
 
-def _table(op: str, topologies: Iterable[Topology]) -> dict[Key, str]:
+def table() -> dict[Key, str]:
+    """Return the table of `auto`: specifications whose limits count bytes."""
+    made = _table("sum", _topologies(), ("nccl",))
+    return {key: row for key, row in made.items() if row != "nccl"}
+
+
+def _table(
+    op: str, topologies: Iterable[Topology], library: tuple[str, ...] = ()
+) -> dict[Key, str]:
     rows: dict[Key, list[Topology]] = {}
     for topology in topologies:
-        for device in RECORDED:
+        for device in (*RECORDED, *library):
             rows.setdefault(key_of(device, topology), []).append(topology)
     answer = {}
     for key, alike in rows.items():
-        machines = [(each, topology) for topology in alike for each in RECORDED[key[0]]]
-        answer[key] = _specification(
-            _ranges(candidates(op, alike[0]), machines, _all_reduce(op)), 1
-        )
-    return {key: answer[key] for key in sorted(answer)}
-
-
-def table() -> dict[Key, str]:
-    """Return the table of `auto`: specifications whose limits count bytes."""
-    rows: dict[Key, list[Topology]] = {}
-    for topology in _topologies():
-        for device in ("cpu", "cuda", "nccl"):
-            rows.setdefault(key_of(device, topology), []).append(topology)
-    answer = {}
-    for key, topologies in rows.items():
-        library = ("nccl",) if key[0] == "nccl" else ()
-        names = (*library, *candidates("sum", topologies[0]))
+        names = candidates(op, alike[0])
+        if key[0] in library:
+            names = (*library, *names)
         rates = RECORDED["cpu" if key[0] == "cpu" else "cuda"]
-        machines = [(each, topology) for topology in topologies for each in rates]
-        answer[key] = _specification(_ranges(names, machines, _all_reduce("sum")), 1)
-    return {key: answer[key] for key in sorted(answer) if answer[key] != "nccl"}
+        machines = [(each, topology) for topology in alike for each in rates]
+        answer[key] = _specification(_ranges(names, machines, _all_reduce(op)), 1)
+    return {key: answer[key] for key in sorted(answer)}
 
 
 def tree_bytes(device: str) -> int:

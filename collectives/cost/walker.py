@@ -39,15 +39,9 @@ _SUM_LAUNCHES, _COEFFICIENTS_LAUNCHES = 9, 2
 
 
 def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("sum",)) -> Profile:
-    """Return the profile of `schedule` on `topology`, walking every rank.
+    """Return the profile of `schedule`, of as many ranks as `topology`, walking every rank.
 
-    Args:
-        schedule: Any, of as many ranks as the topology has.
-        topology: Where the ranks are.
-        reductions: "sum" or "adasum" by phase of the steps; the last is for all later phases.
-
-    Raises:
-        ValueError: The schedule is for another number of ranks.
+    reductions: "sum" or "adasum" by phase of the steps; the last is for all later phases.
     """
     if schedule.size != topology.size:
         raise ValueError(f"schedule is for {schedule.size} ranks, topology has {topology.size}")
@@ -75,16 +69,7 @@ def walk_levels(spec: AllReduceSpec, topology: Topology, op: str, tensors: int =
     """Return the profile of an all-reduce by one or two levels, walking each level by itself.
 
     That is what `walk` finds of the whole schedule, many times as fast: all nodes do the same.
-
-    Args:
-        spec: The algorithms.
-        topology: Where the ranks are.
-        op: "sum" or "adasum".
-        tensors: How many lie in the buffer.
-
-    Raises:
-        ValueError: A name is unknown, may not stand on its level, has no one tree for Adasum, or
-            takes fewer shards.
+    op: "sum" or "adasum". tensors: How many lie in the buffer. ValueError as of `levels_of`.
     """
     profiler, samples = Profiler(topology), max(_FEWEST_SAMPLES, _PIPELINE_CELLS // topology.size)
     near, far = levels_of(spec, topology, one_tree=op == "adasum", round_robin=RoundRobin(tensors))

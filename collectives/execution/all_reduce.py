@@ -46,15 +46,7 @@ _REPLAYED = ("all_reduce", "grouped_all_reduce", "run")
 
 
 class AllReduceOptions(NamedTuple):
-    """How to reduce.
-
-    Attributes:
-        specs: The algorithm for each range of sizes.
-        segments: Element boundaries that operators work by; None for one segment.
-        prescale: Factor of every rank's contribution.
-        postscale: Factor of the result.
-        packed: Whether the tensors of a grouped call count as one where a range is chosen.
-    """
+    """How to reduce: arguments of `Group`'s all-reduces; `specs` are the algorithm's ranges."""
 
     specs: Specs
     segments: Sequence[int] | None = None
@@ -127,13 +119,7 @@ class Runner:
 
     def context(self, label: str) -> CallContext:
         """Return what a call's steps have in common. label: what an error calls it."""
-        return CallContext(
-            self.transport,
-            label,
-            self.timeout,
-            self.workspace,
-            self.topology,
-        )
+        return CallContext(self.transport, label, self.timeout, self.workspace, self.topology)
 
     def all_reduce(
         self,
@@ -215,7 +201,7 @@ class Runner:
             options = options._replace(segments=vector.segments)
             self.all_reduce(vector.tensors[0], op, options, label)
         else:
-            buffer = self.packed.take(vector.numel, tensors[0])
+            buffer = vector.buffer(self.packed)
             prescale = op.prescale(buffer.dtype, self.size)
             vector.fill(buffer, options.prescale * prescale)
             packed = AllReduceOptions(options.specs, vector.segments)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from collectives import validation
+from collectives.execution.vectors import Vector
 from collectives.flight.recorder import UNRECORDED
 from collectives.reducers import Reducer, Sum
 from collectives.schedules.schedule import Schedule
@@ -40,60 +40,27 @@ class TensorDescription(NamedTuple):
         return torch.zeros(shape, dtype=dtype, device=where)
 
 
-class SharedMemoryPlan(Protocol):
-    """How a call runs in memory that the ranks share.
+class _Plan(Protocol):
+    """How a call runs in memory that the ranks share, as `SharedMemoryAllReduce` does."""
 
-    Attributes:
-        owners: Which rank gets the result of each tensor; None for all of all.
-    """
-
+    # Which rank gets the result of each tensor; None for all of all.
     owners: list[int] | None
+    vector: Vector
 
     @property
-    def nbytes(self) -> int:
-        """Number of bytes that each rank copies there."""
-        ...
-
+    def method(self) -> str: ...
     @property
-    def by_tree(self) -> bool:
-        """Whether the operator is handed all ranks' operands with their tree, as by `direct`."""
-        ...
-
-    def fill(self) -> None:
-        """Copy this rank's tensors to its buffer; nothing is waited for."""
-        ...
-
-    def reduce(self, label: str) -> None:
-        """Write the result to the tensors, once all ranks have signalled the call."""
-        ...
-
-    def span(self, label: str) -> AbstractContextManager[object]:
-        """Return a context that is the reduction's range in timelines."""
-        ...
+    def by_tree(self) -> bool: ...
+    def fill(self) -> None: ...
+    def reduce(self, label: str) -> None: ...
 
 
-class RequestReplay(Protocol):
-    """How far a rank is with a request on a GPU: `collectives.execution.replay`.
+class _Replay(Protocol):
+    """How far a rank is with a request on a GPU: `collectives.execution.replay.Replay`."""
 
-    Attributes:
-        addresses: Of the request's buffers.
-        left: How often it may yet be captured, or wait for other ranks with that.
-    """
-
-    addresses: Sequence[int]
-    left: int
-
-    def begin(self, held: bool) -> int:
-        """Return the stage to say in the negotiation of a start: the larger, the farther."""
-        ...
-
-    def hold(self) -> None:
-        """Hold the calling thread while the start may be captured."""
-        ...
-
-    def start(self, runner: Any, call: Call, least: int | None, work: Callable[[], Any]) -> Any:
-        """Carry out a start as far as all ranks are, and return its result."""
-        ...
+    def begin(self, held: bool) -> int: ...
+    def hold(self) -> None: ...
+    def start(self, runner: Any, call: Call, least: int | None, work: Callable[[], Any]) -> Any: ...
 
 
 @dataclass(eq=False)
@@ -139,9 +106,9 @@ class Call:
     request: int | None = None
     described: list[TensorDescription] = field(default_factory=list)
     movable: bool = False
-    shared: SharedMemoryPlan | None = None
+    shared: _Plan | None = None
     label: str = ""
-    replay: RequestReplay | None = None
+    replay: _Replay | None = None
     # No fields of the dataclass: a copy by `replace` is another call.
     record = UNRECORDED
     queued = 0

@@ -50,11 +50,7 @@ class CallQueue:
         self.closed = False
 
     def run(self, call: Call, function: Callable[[], Any], *, async_op: bool = False) -> Any:
-        """Run `function`, which carries out the call, when its turn comes.
-
-        Returns:
-            What it returns; with `async_op` a Work.
-        """
+        """Run `function`, which carries out the call, when its turn comes; `async_op`: its Work."""
         self._check_usable(call.kind)
         guarded = self._guarded(call, function)
         if not async_op:
@@ -195,10 +191,8 @@ class CallQueue:
     def close(self) -> None:
         """Take no more calls; let the queued ones finish, and end the communication thread.
 
-        Raises:
-            TransportError: Calls were lost: they failed, or nothing came of them for longer than a
-                step may take, or this is called inside a call, behind which they wait. Not after
-                `abort`.
+        TransportError where calls were lost: they failed, or nothing came of them for longer than a
+        step may take, or this is called inside a call, behind which they wait. Not after `abort`.
         """
         self.closed = True
         lost = self._worker.close(self._timeout, lambda: self._transport.steps)

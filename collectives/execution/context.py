@@ -35,15 +35,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class CallContext:
-    """What all steps of a call have in common.
-
-    Attributes:
-        transport: Between the ranks.
-        label: What an error calls the call.
-        timeout: Seconds for each step.
-        workspace: Memory for what is received.
-        topology: The nodes; one of all ranks for None.
-    """
+    """What all steps of a call have in common; without a topology all ranks are on one node."""
 
     transport: Transport
     label: str

@@ -34,8 +34,6 @@ class Reduction(NamedTuple):
         before: Numbers of the step's receives, in the order of the reduction, up to the rank's own
             value.
         after: Those behind it.
-        low: The first element.
-        high: Behind the last element.
         leaves: How many ranks stand behind each operand, in the order of the reduction; None where
             the schedule does not say.
     """
@@ -48,20 +46,13 @@ class Reduction(NamedTuple):
 
 
 class LoweredStep(NamedTuple):
-    """A step in elements. Peers and group are ranks of the transport.
+    """A step in elements. Peers and group are ranks of the transport; the rest is as in a `Step`.
 
     Attributes:
         name: What an error calls it.
-        sends: What is sent.
-        recvs: What is received.
         staged: Elements that are received but must not be in the buffer yet.
-        reductions: What is reduced.
         sent_first: Whether what a part of a message is reduced into has been sent when that part
             has arrived.
-        group: As in a `Step`.
-        phase: As in a `Step`.
-        tree: As in a `Step`.
-        digits: As in a `Step`.
     """
 
     name: str
@@ -92,11 +83,8 @@ def lower(
 ) -> tuple[LoweredStep, ...]:
     """Return the steps of the schedule's `rank`.
 
-    Args:
-        schedule: What is run.
-        rank: A rank of the schedule.
-        bounds: Element boundaries of the schedule's chunks.
-        members: The transport's ranks that stand for the schedule's ranks 0, 1, ...
+    bounds: Element boundaries of the schedule's chunks. members: The transport's ranks that stand
+    for the schedule's ranks 0, 1, ...
     """
     return tuple(
         _lower_step(f"step {number} ({schedule.name})", step, bounds, members)

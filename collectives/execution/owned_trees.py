@@ -44,20 +44,15 @@ def reduce_trees_to_owners(runner: Runner, call: Call, owners: Sequence[int]) ->
 
 def _reduce(runner: Runner, call: Call, vector: Vector, owners: Sequence[int]) -> None:
     """Reduce a vector, and exchange what ranks hold of others' tensors."""
-    factor, options = runner.factor(call, vector.dtype), AllReduceOptions.of(call)
-    packed = vector.layout is not None
-    flat = vector.tensors[0]
-    if packed:
-        flat = runner.packed.take(vector.numel, flat)
-        vector.fill(flat, factor)
-    chosen = AllReduceOptions(parse_all_reduce_spec("auto"), vector.segments)
-    prescale = 1.0 if packed else factor
-    held = runner.all_reduce(flat, call.op, chosen, call.label, prescale=prescale, gather=False)
+    flat = vector.buffer(runner.packed)
+    vector.fill(flat, runner.factor(call, vector.dtype))
+    options = AllReduceOptions(parse_all_reduce_spec("auto"), vector.segments)
+    held = runner.all_reduce(flat, call.op, options, call.label, prescale=1.0, gather=False)
     segments = (0, vector.numel) if vector.segments is None else vector.segments
     slots = list(zip(owners, segments[:-1], segments[1:], strict=True))
     send_to_owners(runner, call, flat, held, slots)
     mine = [i for i, owner in enumerate(owners) if owner == runner.rank]
-    vector.store_some(flat, mine, options.postscale)
+    vector.store_some(flat, mine, call.options["postscale"])
 
 
 def send_to_owners(

@@ -11,7 +11,7 @@ import torch
 
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call import Call
-from collectives.execution.vectors import Vector, flatten, multiply, vector_of
+from collectives.execution.vectors import Vector, flatten, vector_of
 from collectives.owners import owners
 from collectives.schedules import direct, to_owners
 from collectives.schedules.schedule import Schedule
@@ -24,9 +24,6 @@ class OwnedVector:
     """Tensors as one vector, in which each owner's lie side by side.
 
     Attributes:
-        runner: What carries the call out.
-        call: The call.
-        vector: The tensors in the order of their owners.
         order: The ranks in the order in which what they own lies in the vector.
         bounds: Boundaries of the owners' pieces, in that order.
         mine: Which of the vector's tensors this rank owns.
@@ -42,11 +39,8 @@ class OwnedVector:
     def reduce(self) -> None:
         """Reduce each piece onto its owner; what the others hold afterwards has no meaning."""
         runner, call, vector = self.runner, self.call, self.vector
-        flat = self._buffer()
-        if vector.layout is None:
-            multiply(flat, runner.factor(call, flat.dtype))
-        else:
-            vector.fill(flat, runner.factor(call, flat.dtype))
+        flat = vector.buffer(runner.packed)
+        vector.fill(flat, runner.factor(call, flat.dtype))
         at_once = call.op.operands == "all"
         self._execute((direct if at_once else to_owners).reduce_scatter(runner.size), flat)
         mine = self.order.index(runner.rank)
@@ -56,7 +50,7 @@ class OwnedVector:
 
     def broadcast(self) -> None:
         """Copy each piece from its owner to every rank."""
-        flat = self._buffer()
+        flat = self.vector.buffer(self.runner.packed)
         slots, tensors, mine = self._slots(flat), list(self.vector.tensors), self.mine
         _copy(tensors[mine], slots[mine])
         self._execute(to_owners.all_gather(self.runner.size), flat)
@@ -66,11 +60,6 @@ class OwnedVector:
     def _slots(self, flat: Tensor) -> list[Tensor]:
         """Return where the tensors lie in the buffer; nowhere if they are it."""
         return [] if self.vector.layout is None else self.vector.layout.views(flat)
-
-    def _buffer(self) -> Tensor:
-        if self.vector.layout is None:
-            return self.vector.tensors[0]
-        return self.runner.packed.take(self.vector.numel, self.vector.tensors[0])
 
     def _execute(self, schedule: Schedule, flat: Tensor) -> None:
         self.runner.execute(self.call, schedule, flat, self.call.op, self.bounds, self.order)

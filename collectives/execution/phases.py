@@ -84,8 +84,6 @@ def phases_of(
 ) -> AllReducePhases:
     """Return how to reduce with `op` by `spec` (not auto) on `topology`.
 
-    `round_robin` is what algorithms that place shards on the ranks in turn must know of the call.
-
     An operator that needs one expression tree (Adasum) runs across nodes alone on two
     levels: inside a node its operands are averaged, by a factor before the sum, so that no float16
     overflows.

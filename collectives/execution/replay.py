@@ -23,7 +23,7 @@ from torch import Tensor
 
 from collectives.errors import CollectiveError
 from collectives.execution.all_reduce import Runner
-from collectives.execution.call import Call, RequestReplay
+from collectives.execution.call import Call
 from collectives.trace import span
 
 # How far a rank is: its host puts the work on the stream; it does so once more, and captures it; it
@@ -40,11 +40,7 @@ _logger = logging.getLogger(__name__)
 
 @functools.cache
 def enabled() -> bool:
-    """Return whether requests may be captured: ADASUM_CUDA_GRAPHS, read once, is not 0.
-
-    Raises:
-        ValueError: The variable is neither 0 nor 1.
-    """
+    """Return whether requests may be captured: ADASUM_CUDA_GRAPHS, read once, is not 0 (but 1)."""
     text = os.environ.get(_VARIABLE) or "1"
     if text not in ("0", "1"):
         raise ValueError(f"{_VARIABLE} must be 0 or 1, got {text!r}")
@@ -94,11 +90,8 @@ class Replay:
     def start(self, runner: Runner, call: Call, least: int | None, work: Callable[[], Any]) -> Any:
         """Carry out a start, and return its result.
 
-        Args:
-            runner: The rank's.
-            call: The request's call.
-            least: The least of the ranks' stages; None where all are this one's.
-            work: What carries the call out, a step after the other.
+        least: The least of the ranks' stages; None where all are this one's. work: What carries the
+        call out, a step after the other.
         """
         try:
             if least is None and call.stage >= CAPTURED:
@@ -154,10 +147,10 @@ class Replay:
             self._launch, self.stage = None, NEW
 
     @staticmethod
-    def of(runner: Runner, call: Call) -> RequestReplay | None:
+    def of(runner: Runner, call: Call) -> Replay | None:
         """Return the call's, a new one where its buffers are others; None where there is none."""
         addresses = tuple(map(Tensor.data_ptr, call.memory))
-        known = call.replay
+        known = call.replay if isinstance(call.replay, Replay) else None
         if known is not None and known.addresses == addresses:
             return known
         if not (enabled() and runner.replays(call)):

@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
-from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
-from collectives.execution.call import Call, SharedMemoryPlan
+from collectives.execution.all_reduce import AllReduceOptions, Runner
+from collectives.execution.call import Call
 from collectives.execution.owned_vectors import owners_of
 from collectives.execution.phases import auto_of, for_dtype
 from collectives.execution.shared_memory_levels import Share, TreeLevel, pairs, tree_levels
@@ -58,7 +57,9 @@ _ROW_BYTES = 24
 _CACHE_LINE = 64
 
 
-def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryPlan | None:
+def plan_shared_memory_all_reduce(
+    runner: Runner, call: Call
+) -> SharedMemoryAllReduce | SharedMemoryPieces | None:
     """Return how a call runs in shared memory; None where it goes by messages.
 
     Every rank concludes the same from equal calls.
@@ -111,12 +112,6 @@ class SharedMemoryAllReduce:
     It holds the tensors, and may be run any number of times.
 
     Attributes:
-        vector: What all ranks reduce.
-        op: The operator.
-        method: How it is carried out.
-        postscale: Factor of the result.
-        runner: What has memory for results.
-        memory: The buffers of the ranks.
         owners: Which rank gets the result of each tensor; None for all of all.
         bound: What reduces each set of buffers; calls take turns with two of them, each known by
             where its first vector lies.
@@ -130,11 +125,6 @@ class SharedMemoryAllReduce:
     memory: SymmetricMemory
     owners: list[int] | None = None
     bound: dict[int, Callable[[str], Tensor]] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that each rank copies to its buffer."""
-        return self.vector.nbytes
 
     @property
     def by_tree(self) -> bool:
@@ -159,10 +149,6 @@ class SharedMemoryAllReduce:
         mine = [i for i, owner in enumerate(self.owners) if owner == self.memory.rank]
         self.vector.store_some(result, mine, self.postscale)
 
-    def span(self, label: str) -> AbstractContextManager[object]:
-        """Return a context that is the reduction's range in timelines."""
-        return call_span(label, self.op, self.method, self.vector.tensors[0])
-
     def _bind(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
         """Return what reduces these buffers and returns the result, by the label of the call."""
         if self.method == "one-shot":
@@ -178,9 +164,7 @@ class SharedMemoryAllReduce:
 
         Between them stand buffers aligned alike on every rank, so that all get the same bits.
         """
-        op, size, out = self.op, len(vectors), self.vector.tensors[0]
-        if self.vector.layout is not None:
-            out = self.runner.packed.take(self.vector.numel, out)
+        op, size, out = self.op, len(vectors), self.vector.buffer(self.runner.packed)
         if op.operands == "all" or op.ordered:
             steps = [_bind_all(vectors, out, 0, op, self.vector)]
         else:

@@ -20,9 +20,7 @@ class Share(NamedTuple):
     Attributes:
         left: The rank in whose buffer the left vector lies, and then the result.
         right: The rank in whose buffer the right vector lies.
-        start: The first chunk, of as many as the tree has leaves.
-        stop: Behind the last chunk.
-        leaf: The rank's place among the leaves of the tree.
+        leaf: The rank's place among the leaves of the tree, of which there are as many as chunks.
         behind: How many ranks stand behind the left vector, and how many behind the right one.
     """
 

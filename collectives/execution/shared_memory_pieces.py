@@ -14,12 +14,11 @@ has the figures).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 
-from collectives.execution.all_reduce import Runner, call_span
+from collectives.execution.all_reduce import Runner
 from collectives.execution.shared_memory_levels import pairs
 from collectives.execution.vectors import Vector
 from collectives.reducers import Operands, Piece, Reducer, as_real
@@ -35,14 +34,8 @@ _CACHE_LINE = 64
 class SharedMemoryPieces:
     """One all-reduce of one rank's tensors: `fill`, then once all ranks have signalled, `reduce`.
 
-    Attributes:
-        vector: What all ranks reduce.
-        op: The operator, which works element by element.
-        at_once: Whether it is handed all ranks' operands at once, as by `direct`; else pairs, in
-            the order of `rechd`.
-        postscale: Factor of the result.
-        runner: What has memory for tensors that are packed.
-        memory: The buffers of the ranks.
+    The operator works element by element; `at_once` it is handed all ranks' operands at once, as by
+    `direct`, else pairs, in the order of `rechd`.
     """
 
     vector: Vector
@@ -51,13 +44,9 @@ class SharedMemoryPieces:
     postscale: float
     runner: Runner
     memory: SymmetricMemory
+    method: str = field(default="in pieces", init=False)
     by_tree: bool = field(default=False, init=False)
     owners: list[int] | None = field(default=None, init=False)
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that each rank copies to its buffer."""
-        return self.vector.nbytes
 
     @property
     def piece(self) -> int:
@@ -68,8 +57,7 @@ class SharedMemoryPieces:
     def fill(self) -> None:
         """Pack what has to be, and copy the first piece to this rank's buffer of the next call."""
         if self.vector.layout is not None:
-            packed = self.runner.packed.take(self.vector.numel, self.vector.tensors[0])
-            self.vector.fill(packed, self._prescale())
+            self.vector.fill(self._whole(), self._prescale())
         buffer = self.memory.next_buffer(SLOTS * self.piece, self.vector.dtype)
         self._fill(buffer, 0)
 
@@ -88,15 +76,9 @@ class SharedMemoryPieces:
             whole[start:following].copy_(buffers[0][slot:][:length])
         self.vector.store(whole, self.postscale)
 
-    def span(self, label: str) -> AbstractContextManager[object]:
-        """Return a context that is the reduction's range in timelines."""
-        return call_span(label, self.op, "in pieces", self.vector.tensors[0])
-
     def _whole(self) -> Tensor:
         """Return this rank's vector, which the result replaces."""
-        if self.vector.layout is None:
-            return self.vector.tensors[0]
-        return self.runner.packed.take(self.vector.numel, self.vector.tensors[0])
+        return self.vector.buffer(self.runner.packed)
 
     def _prescale(self) -> float:
         return self.op.prescale(self.vector.dtype, self.runner.transport.size)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from collectives.execution.context import Workspace
 from collectives.fused_buffer import buffer_of, memory_of
 from collectives.reducers import as_real, kernels
 from kernels import Layout
@@ -22,7 +23,6 @@ class Vector:
     Attributes:
         tensors: One that is the vector, or several of which each has a slot in it.
         numel: Number of elements, with the padding between slots.
-        dtype: The tensors' dtype.
         segments: Element boundaries that operators work by; None for one segment.
         layout: Where the slots lie; None where one tensor is the vector.
     """
@@ -38,10 +38,17 @@ class Vector:
         """Number of bytes."""
         return self.numel * self.dtype.itemsize
 
+    def buffer(self, packed: Workspace) -> Tensor:
+        """Return what is reduced in place: the one tensor, or memory to be filled."""
+        first = self.tensors[0]
+        return first if self.layout is None else packed.take(self.numel, first)
+
     def fill(self, buffer: Tensor, scale: float = 1.0) -> None:
-        """Copy the vector to `buffer` and scale it there."""
+        """Copy the vector to `buffer`, unless it is that already, and scale it there."""
         if self.layout is not None:
             kernels.pack(self.tensors, layout=self.layout, scale=scale, out=buffer)
+        elif buffer is self.tensors[0]:
+            multiply(buffer, scale)
         elif scale == 1.0:
             buffer.copy_(self.tensors[0])
         else:

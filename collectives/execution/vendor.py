@@ -38,12 +38,7 @@ class Libraries:
         self._of_node: dist.ProcessGroup | None = None
 
     def check(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise, before anything is sent, where `name` cannot sum such tensors.
-
-        Raises:
-            ValueError: Not on this device.
-            TypeError: Not of this dtype.
-        """
+        """Raise, before anything is sent, where `name` cannot sum such tensors."""
         if dtype.to_real() not in DTYPES:
             raise TypeError(
                 f"algorithm {name!r} is a library's own sum, which cannot add {dtype}: "

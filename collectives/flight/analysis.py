@@ -31,13 +31,7 @@ _MISMATCH = "CollectiveMismatchError"
 
 
 class Wait(NamedTuple):
-    """A rank that waits, or did until it failed, in a call.
-
-    Attributes:
-        rank: The rank.
-        call: Its call.
-        targets: The ranks that it waits for.
-    """
+    """A rank that waits, or did until it failed, in a call, and the ranks that it waits for."""
 
     rank: int
     call: Call
@@ -48,7 +42,6 @@ class Culprit(NamedTuple):
     """A rank at fault.
 
     Attributes:
-        rank: The rank.
         why: What it did, or did not do, in words that follow "rank 3".
         sure: How much that says: of several culprits those that are surest count.
     """
@@ -60,9 +53,6 @@ class Culprit(NamedTuple):
 
 class Analysis:
     """What the files of a job's ranks say together.
-
-    Args:
-        dumps: The files by rank.
 
     Attributes:
         culprits: The ranks at fault; none if nothing is wrong.
@@ -268,10 +258,8 @@ class Analysis:
     def _odd(self, ways: Mapping[int, list[Call]]) -> list[int]:
         """Return the ranks that went on to another call than in earlier steps; none if all did.
 
-        First by the one call before; where that says nothing of any rank, by more and more.
-
-        Args:
-            ways: By rank, the calls of which one may be wrong.
+        First by the one call before; where that says nothing of any rank, by more and more. ways:
+        By rank, the calls of which one may be wrong.
         """
         for length in range(1, _LONGEST + 1):
             odd = [
@@ -337,12 +325,8 @@ def _kind(call: Call) -> str:
 class Slow(NamedTuple):
     """A rank to whose calls the others came first, again and again.
 
-    Attributes:
-        rank: The rank.
-        seconds: How long the others waited for it, in all.
-        of: The seconds that the calls span.
-        times: In how many of them it came last.
-        calls: How many calls there were.
+    They waited `seconds` for it, `of` the seconds that the calls span; it came last in `times` of
+    them.
     """
 
     rank: int

@@ -94,11 +94,7 @@ def failed(
 ) -> None:
     """Note a call's error and write the rank's file; never raises.
 
-    Args:
-        group: The call's.
-        record: The call's.
-        error: The error.
-        code: Returns a hash of what ranks compare of the call.
+    record: The call's. code: Returns a hash of what ranks compare of the call.
     """
     if not group.on:
         return
@@ -249,17 +245,13 @@ def _group(group: GroupRecord, clock: float) -> dict[str, Any]:
     wait = queue.wait()
     # One of an earlier call that failed may be there still.
     unfinished = last is not UNRECORDED and (not last[ENDED] or last[ERROR])
-    if unfinished and wait is not None and time.monotonic() - wait.since <= _age(last[BEGUN]):
+    age = (time.perf_counter_ns() - last[BEGUN]) / 1e9 if unfinished else 0.0
+    if unfinished and wait is not None and time.monotonic() - wait.since <= age:
         late = {int(name) for name in re.findall(r"\d+", wait.late[:_LATE_CHARACTERS])}
         both = zip(group.ranks, group.names, strict=True)
         ranks = [rank for rank, name in both if name in late]
         said["waits"] = {"step": wait.step[:CHARACTERS], "for": ranks}
     return said
-
-
-def _age(moment: int) -> float:
-    """Return how many seconds ago something was, by time.perf_counter_ns()."""
-    return (time.perf_counter_ns() - moment) / 1e9
 
 
 def _call(call: Record, clock: float) -> dict[str, Any]:

@@ -22,9 +22,7 @@ class Call:
         number: Among the group's calls, the same on all ranks.
         title: The collective and its name.
         tensors: Shapes, dtypes and devices.
-        begun: When the rank began it.
-        negotiated: When all ranks had.
-        ended: When it ended, with or without an error.
+        negotiated: When all ranks had begun it.
         error: Its error, with the class before it.
         code: What ranks compare, where the call failed.
     """
@@ -59,7 +57,6 @@ class GroupState:
     """One rank's part in a group when it wrote its file.
 
     Attributes:
-        ranks: The members.
         last: The call that it began last, if any.
         waits_for: The ranks that the transport waits for, or did when the call failed.
         step: The step in which it does.
@@ -75,16 +72,9 @@ class GroupState:
 
 @dataclass
 class Dump:
-    """One rank's file.
+    """One rank's file: its groups by name, its last calls, oldest first, and where it was.
 
-    Attributes:
-        rank: The rank.
-        job: The same in all files of a job.
-        host: Its host's name.
-        written: When.
-        groups: Its groups by name.
-        calls: Its last calls, oldest first.
-        stack: Where it was, if a signal asked for the file.
+    The job is the same in all files of one; the stack is there if a signal asked for the file.
     """
 
     rank: int
@@ -101,11 +91,7 @@ class BadInput(Exception):
 
 
 def read(paths: Sequence[str]) -> dict[int, Dump]:
-    """Read the files of one job, or those in folders, by rank.
-
-    Raises:
-        BadInput: A file cannot be read, is none of the recorder's, or there are files of two jobs.
-    """
+    """Read the files of one job, or those in folders, by rank; BadInput if they are none."""
     dumps: dict[int, Dump] = {}
     for path in _files(paths):
         dump = _read(path)

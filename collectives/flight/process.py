@@ -32,10 +32,7 @@ _installed = False
 def begin(record: GroupRecord, kind: str, ranks: Sequence[int]) -> None:
     """Record a group as one of this process, and have SIGUSR1 write the file.
 
-    Args:
-        record: The group's.
-        kind: The function that made it.
-        ranks: The members' numbers in torch.distributed.
+    kind: The function that made it. ranks: The members' numbers in torch.distributed.
     """
     if not record.on:
         return

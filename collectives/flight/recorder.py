@@ -74,9 +74,8 @@ class Recorder:
     def add(self, group: GroupRecord, name: str) -> str:
         """Keep a group's last call, and forget the oldest of many closed groups.
 
-        Returns:
-            The name; with a number where there was a group of this name. All members of a group
-            have made equally many of its name.
+        Return the name; with a number where there was a group of this name. All members of a group
+        have made equally many of its name.
         """
         closed = [each for each in self.groups if each.queue() is None]
         for each in closed[: max(0, len(closed) - _CLOSED)]:
@@ -92,30 +91,21 @@ recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 of_process = Recorder()
 
 
-class Queue(Protocol):
-    """The part of a group's CallQueue that a dump asks. Any thread may."""
+class _Queue(Protocol):
+    """The part of a group's `CallQueue` that a dump asks. Any thread may."""
 
-    def wait(self) -> Wait | None:
-        """Return the wait of the thread that carries out a call, if it has waited for long."""
-        ...
-
-    def queued(self) -> list[tuple[str, str | None, int]]:
-        """Return kind, name and time of the asynchronous calls that have not ended."""
-        ...
+    def wait(self) -> Wait | None: ...
+    def queued(self) -> list[tuple[str, str | None, int]]: ...
 
 
 class GroupRecord:
-    """What is recorded of one rank's part in a group.
-
-    Args:
-        ranks: The members' names.
-        rank: This rank's place among them.
-        hosts: By member, a number for its host.
+    """What is recorded of one rank's part in a group; `rank` is its place among the members.
 
     Attributes:
         name: The same on all members, and another one for each group of the rank.
         names: The members' names in errors.
         ranks: Their numbers in the job.
+        hosts: By member, a number for its host.
         last: The call that was begun last; `UNRECORDED` if none was.
         error: The text of the first error that made the group unusable.
         on: Whether calls are recorded.
@@ -129,17 +119,14 @@ class GroupRecord:
         self.last = UNRECORDED
         self.error = ""
         self.on = folder() is not None
-        self.queue: Callable[[], Queue | None] = lambda: None
+        self.queue: Callable[[], _Queue | None] = lambda: None
         # A rank of its own, as a thread is, unless it is said whose group this is.
         self.attach(Recorder(), "group")
 
     def attach(self, recorder: Recorder, name: str, ranks: Sequence[int] = ()) -> None:
         """Record from now on as one of a rank's groups, before the first call.
 
-        Args:
-            recorder: The rank's.
-            name: Of the group.
-            ranks: The members' numbers in the job, where they are not their names.
+        ranks: The members' numbers in the job, where they are not their names.
         """
         self.ranks = tuple(ranks) or self.ranks
         self.recorder, self.ring = recorder, recorder.ring

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.schedules.schedule import ScatterGather, Schedule
+from collectives.schedules.schedule import ScatterGather, Schedule, sharded
 from collectives.schedules.topology import Topology
 
 Ints = NDArray[np.int64]
@@ -67,7 +67,6 @@ class Level(NamedTuple):
     """The ranks that an all-reduce runs over: all of them, those of one node, or one a node.
 
     Attributes:
-        size: Number of ranks.
         shards: As in `name#shards`.
         topology: Where the ranks are; None where there is one a node.
         one_tree: Whether the operator needs the same expression tree for every element.
@@ -99,6 +98,11 @@ class Needs(NamedTuple):
     ordered: bool = False
 
 
+def by_size(make: Callable[[int], Schedule]) -> Callable[[Level], Schedule]:
+    """Return what makes the all-reduce of a level, in its shards, where that goes by size."""
+    return lambda level: sharded(make(level.size), level.shards)
+
+
 class BulkStep(NamedTuple):
     """The messages of one step, of all ranks at once: arrays with an entry a message.
 
@@ -110,9 +114,7 @@ class BulkStep(NamedTuple):
             pairs), 0 for a copy; a number stands for all.
         times: How many such steps follow each other.
         groups: The groups of the step's reductions, one a row, in an array for each length.
-        phase: As in a Step.
-        by_tree: Whether the step says a tree of what meets in its reductions.
-        digits: As in a Step.
+        by_tree: Whether the step says a tree of what meets. Phase and digits: as in a Step.
     """
 
     source: Ints
@@ -201,20 +203,14 @@ class Algorithm:
     def most_shards(self, size: int, local_size: int) -> int | None:
         """Return the most shards that it takes, None for any number.
 
-        Args:
-            size: Number of ranks that it runs over.
-            local_size: Ranks of a node of the whole topology.
+        size: Number of ranks that it runs over. local_size: Ranks of a node of the whole topology.
         """
         if self.shards is Shards.PER_RANK:
             return size
         return local_size if self.shards is Shards.PER_LOCAL_RANK and size > 1 else None
 
     def check_shards(self, shards: int, size: int, local_size: int) -> None:
-        """Check a number of shards; size and local_size are as for `most_shards`.
-
-        Raises:
-            ValueError: It is less than 1, or more than the algorithm takes.
-        """
+        """Raise ValueError for less than 1 shard, or more than `most_shards`."""
         most = self.most_shards(size, local_size)
         if shards < 1:
             raise ValueError(f"{self.name} takes at least 1 shard, got {shards}")

@@ -140,13 +140,9 @@ def key_of(device: str, topology: Topology) -> Key:
 def sum_algorithm(
     device: str, nbytes: int, topology: Topology, library: str | None = None
 ) -> AllReduceSpec:
-    """Return the algorithm of a sum.
+    """Return the algorithm of a sum of so many bytes a rank, on "cpu" or "cuda".
 
-    Args:
-        device: "cpu" or "cuda".
-        nbytes: Length of each rank's buffer.
-        topology: Where the ranks are.
-        library: The name of a library's own all-reduce of the same; None where there is none.
+    library: The name of a library's own all-reduce of the same; None where there is none.
     """
     limits, specs = _row(device, topology, library)
     return specs[bisect_left(limits, nbytes)]
@@ -186,17 +182,11 @@ def range_for(
     """Return the range of a specification that is for a buffer, of `auto` what it stands for.
 
     That is what goes by messages: sums on GPUs leave most sizes to NCCL where it is there, and
-    ranks that share memory reduce in it.
+    ranks that share memory reduce in it. Limits count elements of 4 bytes.
 
-    Args:
-        text: The specification, whose limits count elements of 4 bytes.
-        topology: Where the ranks are.
-        nbytes: Length of each rank's buffer; None will do for one range that is not `auto`.
-        device: "cpu" or "cuda", or None where the range is not `auto`.
-        one_tree: Whether the operator needs one tree, as Adasum does; else it is a sum.
-
-    Raises:
-        ValueError: It is no specification, or it goes by what is not given.
+    nbytes, the length of each rank's buffer, and the device, "cpu" or "cuda", may be None where the
+    one range is not `auto`; else that is a ValueError. one_tree: Whether the operator needs one
+    tree, as Adasum does; else it is a sum.
     """
     specs = parse_all_reduce_spec(text)
     if nbytes is None and (len(specs) > 1 or specs[0].outer == "auto"):
@@ -235,14 +225,9 @@ def _limited(row: str) -> tuple[Sequence[int], Sequence[AllReduceSpec]]:
 
 
 def all_gather_schedule(device: str, nbytes: int, topology: Topology) -> Schedule:
-    """Return Bruck's all-gather or the ring's; both send as many bytes.
+    """Return Bruck's all-gather or the ring's of so many bytes in all; both send as many.
 
     Where all links are alike that is Bruck's, of fewer steps.
-
-    Args:
-        device: "cpu" or "cuda".
-        nbytes: Length of all ranks' pieces together.
-        topology: Where the ranks are.
     """
     alike = 1 in (topology.num_nodes, topology.local_size)
     if alike or nbytes <= BRUCK_BYTES[device]:

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache, partial
 
-from collectives.schedules.algorithm import Algorithm, Order
-from collectives.schedules.schedule import Collective, Schedule, Step, Transfer, sharded
+from collectives.schedules.algorithm import Algorithm, Order, by_size
+from collectives.schedules.schedule import Collective, Schedule, Step, Transfer
 
 
 def _steps(size: int, rank: int) -> Iterator[Step]:
@@ -60,6 +60,6 @@ BRUCK = Algorithm(
     "every rank gets all vectors, for tiny messages",
     Order.LINE,
     all_at_once=True,
-    schedule=lambda level: sharded(all_reduce(level.size), level.shards),
+    schedule=by_size(all_reduce),
     outer=False,
 )

@@ -134,9 +134,8 @@ def _scatter(fold: Fold, leaf: int, radices: tuple[int, ...]) -> Iterator[Step]:
 def all_reduce(size: int, radices: tuple[int, ...]) -> Schedule:
     """Return `direct` in levels.
 
-    Args:
-        size: Number of ranks; those beyond a power of two are folded in.
-        radices: Of every digit, powers of two whose product is the largest that is at most `size`.
+    radices: Of every digit, powers of two whose product is the largest that is at most `size`; the
+    ranks beyond that are folded in.
     """
     fold, chunks = Fold(size), _split(radices)
     if prod(radices) != fold.leaves or any(k < 2 or k & (k - 1) for k in radices):

@@ -45,8 +45,6 @@ class Message(NamedTuple):
 
     Attributes:
         step: Its number, from 0.
-        source: The rank that sends.
-        target: The rank that receives.
         chunks: The ranges [start, stop) of chunks.
         share: Their part of the buffer.
         reduces: Whether the receiver reduces them.
@@ -92,10 +90,7 @@ def messages(schedule: Schedule) -> Iterator[Message]:
 def svg(schedule: Schedule, nodes: int, title: str) -> Svg:
     """Return the picture as SVG, for light and dark pages.
 
-    Args:
-        schedule: Any.
-        nodes: How many equal runs of ranks stand apart.
-        title: What stands above.
+    nodes: How many equal runs of ranks stand apart. title: What stands above.
     """
     drawn, steps = list(messages(schedule)), len(_steps(schedule))
     at = _Layout(schedule.size, nodes, steps)

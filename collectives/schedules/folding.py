@@ -86,8 +86,7 @@ def balanced_tree(size: int) -> Tree:
 def joins(operands: Sequence[tuple[int, int]]) -> Tree:
     """Return the balanced tree of a power of two of operands.
 
-    Args:
-        operands: Of each its number in the reduction, and how many ranks stand behind it.
+    operands: Of each its number in the reduction, and how many ranks stand behind it.
     """
     found: list[tuple[int, int, int, int]] = []
     while len(operands) > 1:

@@ -33,9 +33,8 @@ def levels_of(
         round_robin: The call's, for both levels.
 
     Raises:
-        ValueError: A name is unknown, may not stand on its level, or takes fewer shards; the
-            operator needs one tree, which the algorithm does not have; or there are two levels and
-            the nodes are no equal runs of ranks.
+        ValueError: A name may not stand on its level, takes fewer shards, or has not the one tree
+            that is needed; or there are two levels and the nodes are no equal runs of ranks.
     """
     outer, size = algorithm(spec.outer), topology.size
     if one_tree and not (outer.is_library or outer.order):
@@ -76,17 +75,8 @@ def schedule_of(
 
     Of two levels the inner reductions are phase 0 and the outer ones phase 1; the leaves of an
     outer tree are the nodes in their order. An inner algorithm that is a library's runs before the
-    schedule, which starts from its result.
-
-    Args:
-        spec: The algorithms.
-        topology: Where the ranks are.
-        one_tree: As for levels_of.
-        at_once: As for levels_of.
-        round_robin: As for levels_of.
-
-    Raises:
-        ValueError: As for levels_of, or the only level or the outer one is a library's.
+    schedule, which starts from its result. Arguments and errors are those of `levels_of`; it is a
+    ValueError, too, where the only level or the outer one is a library's.
     """
     near, far = levels_of(
         spec, topology, one_tree=one_tree, at_once=at_once, round_robin=round_robin

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache, partial
 
-from collectives.schedules.algorithm import Algorithm, Order
-from collectives.schedules.schedule import Collective, Schedule, Step, Transfer, sharded
+from collectives.schedules.algorithm import Algorithm, Order, by_size
+from collectives.schedules.schedule import Collective, Schedule, Step, Transfer
 
 
 def _steps(size: int, rank: int) -> Iterator[Step]:
@@ -39,6 +39,6 @@ ONE_SHOT = Algorithm(
     "every rank sends its vector to all others, in one step",
     Order.LINE,
     all_at_once=True,
-    schedule=lambda level: sharded(all_reduce(level.size), level.shards),
+    schedule=by_size(all_reduce),
     outer=False,
 )

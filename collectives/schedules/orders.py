@@ -11,7 +11,7 @@ from collectives.schedules.algorithm import Order
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 from collectives.schedules.symbolic_step import Joins
-from collectives.schedules.topology import Topology
+from collectives.schedules.topology import Topology, topology_of
 from collectives.schedules.verify import verify
 from collectives.tree_order import in_order
 
@@ -45,14 +45,11 @@ def order_of(
     """
     validation.reducer("op", op)
     op = in_order(op, order)
-    validation.integer("size", size, 1)
-    validation.integer("nodes", nodes, 1)
-    if size % nodes:
-        raise ValueError(f"nodes must divide size {size}, got {nodes}")
+    topology = topology_of(size, nodes)
     specs = parse_all_reduce_spec(algorithm)
     if len(specs) > 1 or specs[0].outer == "auto":
         raise ValueError(f"algorithm must be one algorithm, such as 'rd', got {algorithm!r}")
-    return tree_of(specs[0], Topology(size, size // nodes), joins_of(op), op.needs_one_tree)
+    return tree_of(specs[0], topology, joins_of(op), op.needs_one_tree)
 
 
 def joins_of(op: Reducer) -> Joins:
@@ -64,11 +61,7 @@ def joins_of(op: Reducer) -> Joins:
 
 @lru_cache(maxsize=64)
 def tree_of(spec: AllReduceSpec, topology: Topology, joins: Joins, one_tree: bool = False) -> Any:
-    """Return the tree of `order_of` of an algorithm on a topology.
-
-    Raises:
-        ValueError: As `order_of`.
-    """
+    """Return the tree of `order_of` of an algorithm on a topology; ValueError as there."""
     schedule = schedule_of(spec, topology, one_tree=one_tree)
     tree = verify(schedule, joins=joins).tree
     if tree is None:

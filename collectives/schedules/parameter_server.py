@@ -41,11 +41,6 @@ def _scatter(size: int, owners: tuple[int, ...], whole_segments: bool, rank: int
     yield Step(sends, recvs, group=(rank,) if recvs and whole_segments else ())
 
 
-def _owners(size: int, regions: int, first: int) -> tuple[int, ...]:
-    """Return the gather rank of every region; there are at most `size`."""
-    return tuple((first + i * size // regions) % size for i in range(regions))
-
-
 @lru_cache(maxsize=256)
 def scatter_gather(
     size: int,
@@ -56,18 +51,13 @@ def scatter_gather(
     tensors: int = 1,
     first: int = 0,
 ) -> ScatterGather:
-    """Return the shuffle of regions to as many gather ranks and back.
+    """Return the shuffle of `tensors`, each in `shards`, to gather ranks and back.
 
-    Args:
-        size: Number of ranks.
-        shards: Of each tensor, from 1 to `size`.
-        name: What it is called.
-        whole_segments: Whether regions hold whole segments, so that a gather rank reduces them by
-            itself with any operator.
-        tensors: How many the buffer holds.
-        first: The first region's gather rank.
+    whole_segments: Whether regions hold whole segments, so that a gather rank reduces them by
+    itself with any operator. first: The first region's gather rank.
     """
-    owners = _owners(size, min(size, shards * tensors), first)
+    regions = min(size, shards * tensors)
+    owners = tuple((first + i * size // regions) % size for i in range(regions))
     scatter = partial(_scatter, size, owners, whole_segments)
     return ScatterGather(
         name if shards == 1 else f"{name}#{shards}",

@@ -38,10 +38,7 @@ def segment_bounds(segments: Sequence[int], pieces: int) -> list[int]:
     """Return the boundaries of consecutive pieces of whole segments, as equal as those allow.
 
     Each boundary of `split_bounds` moves to the nearest one of a segment, so pieces may be empty.
-
-    Args:
-        segments: Element boundaries (0, ..., numel), not descending.
-        pieces: How many pieces there are.
+    segments: Element boundaries (0, ..., numel), not descending.
     """
     bounds = []
     for ideal in split_bounds(segments[-1], pieces):
@@ -53,11 +50,7 @@ def segment_bounds(segments: Sequence[int], pieces: int) -> list[int]:
 
 
 class Ranges:
-    """Half-open ranges of whole numbers, each once; made so that looking one up costs a logarithm.
-
-    Args:
-        ranges: (start, stop) of each.
-    """
+    """Half-open (start, stop), each once; made so that looking one up costs a logarithm."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         self._ranges = {*ranges}

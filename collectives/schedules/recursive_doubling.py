@@ -11,17 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from collectives.schedules.algorithm import Algorithm, Order
+from collectives.schedules.algorithm import Algorithm, Order, by_size
 from collectives.schedules.folding import Fold, fold_in, on_leaves
-from collectives.schedules.schedule import (
-    Action,
-    Collective,
-    Schedule,
-    Step,
-    Transfer,
-    back,
-    sharded,
-)
+from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer, back
 
 
 def _doubling(fold: Fold, leaf: int) -> Iterator[Step]:
@@ -51,8 +43,5 @@ def all_reduce(size: int) -> Schedule:
 
 
 RD = Algorithm(
-    "rd",
-    "recursive doubling, for small messages",
-    Order.BALANCED,
-    schedule=lambda level: sharded(all_reduce(level.size), level.shards),
+    "rd", "recursive doubling, for small messages", Order.BALANCED, schedule=by_size(all_reduce)
 )

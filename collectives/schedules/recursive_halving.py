@@ -15,17 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from collectives.schedules.algorithm import Algorithm, Order
+from collectives.schedules.algorithm import Algorithm, Order, by_size
 from collectives.schedules.folding import Fold, fold_in, on_leaves
-from collectives.schedules.schedule import (
-    Action,
-    ScatterGather,
-    Schedule,
-    Step,
-    Transfer,
-    back,
-    sharded,
-)
+from collectives.schedules.schedule import Action, ScatterGather, Schedule, Step, Transfer, back
 
 
 def _halving(fold: Fold, leaf: int) -> Iterator[Step]:
@@ -73,7 +65,7 @@ RECHD = Algorithm(
     "rechd",
     "recursive halving and doubling",
     Order.BALANCED,
-    schedule=lambda level: sharded(all_reduce(level.size), level.shards),
+    schedule=by_size(all_reduce),
     scatter_gather=lambda level: scatter_gather(level.size).sharded(level.shards),
 )
 
@@ -81,5 +73,5 @@ VHDD = Algorithm(
     "vhdd",
     "the same steps, named for Adasum",
     Order.BALANCED,
-    schedule=lambda level: sharded(all_reduce(level.size, "vhdd"), level.shards),
+    schedule=by_size(lambda size: all_reduce(size, "vhdd")),
 )

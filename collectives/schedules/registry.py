@@ -55,11 +55,7 @@ ORDERED = carriers(Needs(one_tree=True, reads_tree=True))
 
 
 def algorithm(name: str) -> Algorithm:
-    """Return the record of a name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the record of a name; ValueError if there is none."""
     if name not in ALGORITHMS:
         raise ValueError(f"{name!r} is no algorithm: use {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]

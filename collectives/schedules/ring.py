@@ -62,12 +62,8 @@ def _rings(orders: Orders, rank: int, lag: int) -> Iterator[Step]:
 def scatter_gather(size: int, orders: Orders | None = None) -> ScatterGather:
     """Return k rings at once, one for each of `orders`, each on 1/k of every rank's region.
 
-    Args:
-        size: Number of ranks.
-        orders: The ranks by their position on each ring; one ring 0, 1, ..., size - 1 unless given.
-
-    Raises:
-        ValueError: `size` is less than 1, or an order is no permutation of the ranks.
+    orders: The ranks by their position on each ring; one ring 0, 1, ..., size - 1 unless given. It
+    is a ValueError if one is no permutation of the ranks.
     """
     validation.integer("size", size, 1)
     rings = orders or (tuple(range(size)),)

@@ -131,24 +131,7 @@ def back(steps: Iterable[Step]) -> Iterator[Step]:
 class Schedule:
     """A collective over `size` ranks on a buffer of `chunks` nearly equal pieces.
 
-    Attributes:
-        name: How errors and traces call it.
-        size: Number of ranks.
-        chunks: Number of pieces.
-        collective: What it computes.
-        steps: Generates the steps of a rank, equally many for every rank.
-        root: The rank that a broadcast comes from and a reduce goes to.
-        whole_segments: Whether chunk boundaries must lie on segment boundaries, so that a rank that
-            reduces a chunk holds whole segments.
-        replicas: Each run of this many consecutive ranks starts with the same contribution (their
-            node's).
-        gathered: Whether the steps copy every rank's whole vector to every rank, which at the end
-            reduces all of them in one n-way pass in rank order. The chunks are then those of all
-            vectors, rank 0's first; each rank starts with its own.
-
-    Raises:
-        TypeError: A field has another type.
-        ValueError: A field has no meaning with the others.
+    What its fields mean is said where users get it, at `collectives.Schedule` (lab.py).
     """
 
     name: str
@@ -253,10 +236,8 @@ def sharded(schedule: Schedule, shards: int) -> Schedule:
 
     All pieces of a message are sent at once, so that a transport with several channels to a peer
     can use them. Bytes, steps and memory stay as they are; latency is paid for `shards` times the
-    messages. What a rank reduces in a step stays one range.
-
-    Raises:
-        ValueError: `shards` is less than 1, or the schedule has exactly one chunk a rank.
+    messages. What a rank reduces in a step stays one range. A schedule of exactly one chunk a rank
+    is a ValueError.
     """
     if _is_one(shards):
         return schedule

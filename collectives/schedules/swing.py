@@ -17,17 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from collectives.schedules.algorithm import Algorithm
+from collectives.schedules.algorithm import Algorithm, by_size
 from collectives.schedules.folding import Fold, fold_in, on_leaves
-from collectives.schedules.schedule import (
-    Action,
-    Collective,
-    Schedule,
-    Step,
-    Transfer,
-    back,
-    sharded,
-)
+from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer, back
 
 
 def _distance(step: int) -> int:
@@ -95,5 +87,5 @@ SWING = Algorithm(
     "swing",
     "recursive halving and doubling with nearer partners, for rings and tori of links",
     None,
-    schedule=lambda level: sharded(all_reduce(level.size), level.shards),
+    schedule=by_size(all_reduce),
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from collectives.schedules.folding import Fold
@@ -32,27 +32,16 @@ def order(size: int) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def reduce_scatter(size: int) -> Schedule:
     """Return the first half; rank i of it, which ends with chunk i, is rank `order(size)[i]`."""
-    fold = Fold(size)
-    return Schedule(
-        "rechd to owners",
-        size,
-        size,
-        Collective.REDUCE_SCATTER,
-        lambda rank: _steps(fold, rank),
-    )
+    steps = partial(_steps, Fold(size))
+    return Schedule("rechd to owners", size, size, Collective.REDUCE_SCATTER, steps)
 
 
 @lru_cache(maxsize=64)
 def all_gather(size: int) -> Schedule:
     """Return the second half: the same messages the other way. Ranks as in `reduce_scatter`."""
-    fold = Fold(size)
-    return Schedule(
-        "rechd from owners",
-        size,
-        size,
-        Collective.ALL_GATHER,
-        lambda rank: back(_steps(fold, rank)),
-    )
+    steps = reduce_scatter(size).steps
+    name, kind = "rechd from owners", Collective.ALL_GATHER
+    return Schedule(name, size, size, kind, lambda rank: back(steps(rank)))
 
 
 def _leaves(fold: Fold) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from collectives import validation
+from collectives.flight.ranks import compact
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,15 @@ class Topology:
         return _ring_orders(self.num_nodes, shards, self.local_order)
 
 
+def topology_of(size: int, nodes: int) -> Topology:
+    """Return `size` ranks on equal nodes; TypeError or ValueError where they do not fill them."""
+    validation.integer("size", size, 1)
+    validation.integer("nodes", nodes, 1)
+    if size % nodes:
+        raise ValueError(f"nodes must divide size {size}, got {nodes}")
+    return Topology(size, size // nodes)
+
+
 def ring_permutations(
     num_nodes: int, shards: int, local_order: Sequence[int]
 ) -> tuple[list[list[int]], list[list[int]]]:
@@ -150,10 +160,7 @@ def _ring_orders(
 
 def _text(ranks: Sequence[int]) -> str:
     """Return how an error names ranks, in ascending order: a run of them by its ends."""
-    starts = [i for i, rank in enumerate(ranks) if i == 0 or ranks[i - 1] != rank - 1]
-    runs = zip(starts, [*starts[1:], len(ranks)], strict=True)
-    texts = [f"{ranks[a]}" if b - a == 1 else f"{ranks[a]}-{ranks[b - 1]}" for a, b in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {compact(ranks)}"
 
 
 def _require_order(order: tuple[int, ...], size: int) -> None:

@@ -19,30 +19,17 @@ from collections.abc import Iterable, Iterator
 
 from collectives.schedules import ring
 from collectives.schedules.digits import tables_by
-from collectives.schedules.schedule import (
-    IDLE,
-    Collective,
-    ScatterGather,
-    Schedule,
-    Step,
-    Transfer,
-)
+from collectives.schedules.schedule import IDLE, Collective, ScatterGather, Schedule, Step, Transfer
 from collectives.schedules.topology import Topology
 
 
 def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule) -> Schedule:
     """Return `inner` on every node's local ranks around `outer` on the nodes.
 
-    Args:
-        topology: The nodes.
-        inner: Of topology.local_size ranks. None where a library has done the inner all-reduce, so
-            that the local ranks start with their node's sum: the schedule then has no phase 0 and
-            ends with a ring all-gather in the node.
-        outer: An all-reduce of topology.num_nodes ranks. The schedule wants whole segments where
-            `outer` does, and has groups where `outer` has them.
-
-    Raises:
-        ValueError: The sizes do not fit the topology, or `outer` reduces whole buffers.
+    inner: None where a library has done the inner all-reduce, so that the local ranks start with
+    their node's sum: the schedule then has no phase 0 and ends with a ring all-gather in the node.
+    outer: Does not reduce whole buffers. The schedule wants whole segments where `outer` does, and
+    has groups where `outer` has them.
     """
     local_size, nodes = topology.local_size, topology.num_nodes
     node = inner or ring.scatter_gather(local_size, topology.node().ring_orders())

@@ -29,10 +29,8 @@ _MAX_ENTRIES = 64
 class VerifiedSchedule(NamedTuple):
     """A user's all-reduce that was proved right.
 
-    Attributes:
-        schedule: With this rank's steps as they were verified.
-        proof: What `verify` found.
-        digest: A hash of all ranks' steps, the same in every process.
+    The schedule has this rank's steps as they were verified; the digest, a hash of all ranks'
+    steps, is the same in every process.
     """
 
     schedule: Schedule
@@ -41,16 +39,10 @@ class VerifiedSchedule(NamedTuple):
 
 
 def verified(schedule: Schedule, rank: int, size: int) -> VerifiedSchedule:
-    """Verify an all-reduce of `size` ranks; kept for the latest schedules.
+    """Verify an all-reduce of `size` ranks, of which `rank` is to be run; the latest are kept.
 
-    Args:
-        schedule: The user's.
-        rank: Whose steps are to be run.
-        size: How many ranks there are.
-
-    Raises:
-        TypeError: It is no Schedule, or yields something else than Steps.
-        ValueError: It is for other ranks, no all-reduce, or wrong; the text says where.
+    TypeError where it is no Schedule, or yields something else than Steps; ValueError, which says
+    where, for other ranks, no all-reduce, or a wrong one.
     """
     validation.instance("schedule", schedule, Schedule, "a Schedule")
     if schedule.collective is not Collective.ALL_REDUCE or schedule.replicas > 1:
@@ -138,9 +130,7 @@ def _plain(transfers: tuple[Transfer, ...], *, receives: bool = False) -> list[t
 def _checked_steps(schedule: Schedule, rank: int) -> Iterator[Step]:
     """Yield a rank's steps with every number an int.
 
-    Raises:
-        TypeError: One is no Step, or is made of other things than a Step is.
-        ValueError: There are too many, or they have too many messages.
+    TypeError for what is no Step, or made of other things; ValueError for too many, or messages.
     """
     where = f"schedule {schedule.name!r}, rank {rank}"
     left = MAX_MESSAGES

@@ -89,15 +89,8 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
         >>> proof.steps
         6
     """
-    validation.instance("schedule", schedule, Schedule, "a Schedule")
-    if joins not in ("said", "list", "tree"):
-        raise ValueError(f"joins must be 'said', 'list' or 'tree', got {joins!r}")
+    _check_arguments(schedule, joins)
     size, chunks = schedule.size, schedule.chunks
-    if size * chunks > _MAX_VALUES:
-        raise ScheduleError(
-            f"{schedule.name} of {size}: {chunks} chunks on each of {size} ranks are too many to "
-            f"be verified: {_MAX_VALUES // size} are the most"
-        )
     expressions = Expressions(size // schedule.replicas)
     state = _initial(schedule)
     grouped: dict[int, bool] = {}
@@ -111,9 +104,9 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
         reductions = run_step(steps, state, expressions, chunks, leaves, where, joins)
         _check_ranges(steps, where)
         _check_groups(steps, reductions, schedule, where)
-        for rank, (step, reduced) in enumerate(zip(steps, reductions, strict=True)):
+        for step, reduced, counted in zip(steps, reductions, leaves, strict=True):
             if reduced:
-                carried = bool(step.group) and not _is_uneven(step, leaves[rank][-1])
+                carried = bool(step.group) and not _is_uneven(step, counted[-1])
                 grouped[step.phase] = grouped.get(step.phase, True) and carried
                 if step.tree:
                     trees.add(step.phase)
@@ -122,29 +115,28 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
     if schedule.gathered:
         if grouped:
             raise ScheduleError(f"{schedule.name}: a gathered schedule reduces in a step")
-        order = Order.BALANCED if joins == "tree" else Order.LINE
-        return Proof(
-            count,
-            int(size > 1),
-            one_tree=True,
-            carries_adasum=True,
-            all_at_once=True,
-            leaves=found,
-            tree=order.tree(range(size)),
-        )
+        # All of it in one reduction at the end.
+        tree = (Order.BALANCED if joins == "tree" else Order.LINE).tree(range(size))
+        proof = Proof(count, int(size > 1), one_tree=True, carries_adasum=True, all_at_once=True)
+        return replace(proof, leaves=found, tree=tree)
     last = max(grouped, default=-1)
     one_tree = len({expressions.shape(result, last) for result in results}) < 2
-    carries_adasum = one_tree and grouped.get(last, True)
-    return Proof(
-        count,
-        last + 1,
-        one_tree,
-        carries_adasum,
-        expressions.all_at_once,
-        last in trees,
-        found,
-        expressions.tree(results.pop()) if len(results) == 1 else None,
-    )
+    carries = one_tree and grouped.get(last, True)
+    tree = expressions.tree(results.pop()) if len(results) == 1 else None
+    at_once, by_tree = expressions.all_at_once, last in trees
+    return Proof(count, last + 1, one_tree, carries, at_once, by_tree, found, tree)
+
+
+def _check_arguments(schedule: Schedule, joins: str) -> None:
+    validation.instance("schedule", schedule, Schedule, "a Schedule")
+    if joins not in ("said", "list", "tree"):
+        raise ValueError(f"joins must be 'said', 'list' or 'tree', got {joins!r}")
+    size, chunks = schedule.size, schedule.chunks
+    if size * chunks > _MAX_VALUES:
+        raise ScheduleError(
+            f"{schedule.name} of {size}: {chunks} chunks on each of {size} ranks are too many to "
+            f"be verified: {_MAX_VALUES // size} are the most"
+        )
 
 
 @lru_cache(maxsize=256)
@@ -153,20 +145,13 @@ def leaf_weights(schedule: Schedule) -> LeafWeights:
 
     Of the receive `schedule.steps(rank)[step].recvs[i]` it is entry [rank][step][i]: (p, q) with p
     ranks behind the receiver's own value before the step and q behind the message.
-
-    Raises:
-        ScheduleError: As `verify`, of all ranks' steps.
     """
     return verify(schedule).leaves
 
 
 @lru_cache(maxsize=256)
 def with_leaves(schedule: Schedule) -> Schedule:
-    """Return the schedule, of which every REDUCE receive says its `leaves`.
-
-    Raises:
-        ScheduleError: As `verify`.
-    """
+    """Return the schedule, of which every REDUCE receive says its `leaves`."""
     found = leaf_weights(schedule)
 
     def steps(rank: int) -> Iterator[Step]:

@@ -203,6 +203,9 @@ class Transport(ABC):
         messages have arrived, or at its timeout.
         """
         self._interrupted = reason
+        memory = self.symmetric_memory
+        if memory is not None:
+            memory.withdraw()
 
     def check_interrupt(self, step: str) -> None:
         """Raise TransportError if a thread has called `interrupt`. step: its name in errors."""

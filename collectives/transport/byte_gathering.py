@@ -28,12 +28,6 @@ def gather_bytes(payload: bytes, transport: Transport, step: str, timeout: float
     It takes about log2 n rounds. A rank knows the bytes of itself and of the ranks that follow it,
     and in each round their number doubles. So messages go to and from 2 log2 n ranks only, which
     are the neighbours.
-
-    Args:
-        payload: This rank's bytes.
-        transport: Between the ranks.
-        step: The name of this gathering in errors.
-        timeout: Seconds, for each exchange of lengths and of bytes.
     """
     rank, size = transport.rank, transport.size
     known = [payload]
@@ -74,11 +68,7 @@ def gather_objects(value: Any, transport: Transport, timeout: float) -> list[Any
 
 
 def read_objects(reports: Sequence[bytes], transport: Transport) -> list[Any]:
-    """Decode what ranks have sent as JSON; return it by rank.
-
-    Raises:
-        TransportError: It is not JSON; the text names the rank.
-    """
+    """Decode what ranks have sent as JSON, by rank; a TransportError names one that sent none."""
     read = []
     for rank, each in enumerate(reports):
         try:

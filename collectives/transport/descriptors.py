@@ -14,13 +14,9 @@ _logger = logging.getLogger(__name__)
 
 
 def shortage(count: int) -> str:
-    """Raise the soft limit as far as needed and allowed; return whether that is not enough.
+    """Raise the soft limit as far as needed and allowed, for `count` more descriptors.
 
-    Args:
-        count: How many more descriptors are to be opened.
-
-    Returns:
-        "" if there is room; else the number needed and the limit, for an error's text.
+    Return "" if there is room; else the number needed and the limit, for an error's text.
     """
     try:
         import resource

@@ -16,13 +16,7 @@ from collectives.transport.process_groups import extend_timeout, failed, leave, 
 
 
 class GlooTransport(Transport):
-    """Point-to-point messages over a `torch.distributed` process group, of CPU tensors only.
-
-    Args:
-        process_group: The process group.
-        owned: Whether closing this transport destroys it.
-        names: As `Transport.names`.
-    """
+    """Messages of CPU tensors over a torch.distributed process group, which it ends if `owned`."""
 
     process_group: dist.ProcessGroup
 
@@ -50,7 +44,6 @@ class GlooTransport(Transport):
         return "GlooTransport()"
 
     def check_device(self, device: torch.device) -> None:
-        """Raise ValueError for devices other than the CPU."""
         if device.type != "cpu":
             raise ValueError(
                 f"tensor is on {device}, which this process group's backends "
@@ -59,7 +52,6 @@ class GlooTransport(Transport):
             )
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
-        """Exchange a step's messages: `Transport.exchange`."""
         deadline = time.monotonic() + timeout
         posted: list[tuple[int, dist.Work]] = []
         # The peer whose message is posted or waited for, for errors and warnings.
@@ -88,12 +80,10 @@ class GlooTransport(Transport):
             ) from error
 
     def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
-        """Return a transport over a new process group of some of the ranks."""
         # Lazy: with faster connections gloo is seldom used, and would otherwise connect all ranks.
         part = subgroup(self.process_group, ranks, self._config, timeout, lazy=True)
         return GlooTransport(part, owned=True, names=tuple(map(self.name, ranks)))
 
     def close(self) -> None:
-        """Destroy the process group, if it is owned."""
         if self._owned:
             leave(self.process_group)

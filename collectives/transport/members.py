@@ -13,11 +13,7 @@ class Members(Transport):
     """A transport between some ranks of another one, renumbered, which uses that one's messages.
 
     To be used only inside a call that all of these ranks make on the whole: messages of other calls
-    would mix with these.
-
-    Args:
-        whole: The other transport.
-        ranks: Some of its ranks, this one among them, in the new order.
+    would mix with these. `ranks` has this one, and is in the new order.
     """
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:

@@ -41,8 +41,7 @@ _OUT = (
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:
     """Return the store through which the ranks of a process group found each other.
 
-    Raises:
-        TransportError: The process group was destroyed.
+    TransportError where the process group was destroyed.
     """
     if process_group not in _c10d._world.pg_map:
         raise TransportError(
@@ -64,18 +63,9 @@ def subgroup(
     """Make a process group of some ranks of another one, with messages of its own.
 
     A collective of exactly these ranks. If they make several groups, all make them in one order.
-
-    Args:
-        parent: The other process group.
-        ranks: Ranks of `parent`, in the new order.
-        backend: As `dist.new_group` takes it.
-        timeout: Seconds, for making the group and for each operation on it.
-        lazy: Whether gloo connects two ranks when they first exchange a message, instead of all
-            ranks now; if this version of torch can.
-
-    Raises:
-        CollectiveTimeoutError: A rank does not come, or the ranks' store has ended.
-        TransportError: `parent` was destroyed, or this rank's system is out of memory.
+    With `lazy` gloo connects two ranks when they first exchange a message, instead of all ranks
+    now, if this version of torch can. CollectiveTimeoutError where a rank does not come, or the
+    ranks' store has ended; TransportError where `parent` was destroyed, or memory is short.
     """
     store = store_of(parent)
     names = [dist.get_global_rank(parent, rank) for rank in ranks]
@@ -181,10 +171,8 @@ def run_beside(
 ) -> tuple[threading.Thread, list[BaseException]]:
     """Run a job that may never end in a thread, and wait for it for `timeout` seconds.
 
-    The thread is not from a pool, for whose threads the interpreter would wait at exit.
-
-    Returns:
-        The thread, which may still be running, and a list that gets the job's error, if any.
+    The thread, which may still be running, is not from a pool, for whose threads the interpreter
+    would wait at exit. The list that is returned gets the job's error, if any.
     """
     errors: list[BaseException] = []
 
@@ -203,9 +191,7 @@ def run_beside(
 def failed(said: str, error: BaseException) -> CollectiveError:
     """Return our error for one of torch.distributed: a timeout, unless the system is out of memory.
 
-    Args:
-        said: The beginning of the text: for which rank this one waited, and in which step.
-        error: torch's error.
+    said: The beginning of the text: for which rank this one waited, and in which step.
     """
     text = first_line(error)
     if any(out.lower() in text.lower() for out in _OUT):

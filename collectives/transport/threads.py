@@ -99,12 +99,10 @@ class ThreadTransport(Transport):
         self.symmetric_memory = SymmetricMemory(world.memory, rank, world.size, self, cores=[0])
 
     def check_device(self, device: torch.device) -> None:
-        """Raise ValueError for devices other than the CPU and CUDA's."""
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"tensor is on {device}; the threads transport carries cpu and cuda")
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
-        """Exchange a step's messages: `Transport.exchange`."""
         deadline = time.monotonic() + timeout
         posted: list[tuple[int, _Sent]] = []
         for peer, tensor in sends:
@@ -161,20 +159,12 @@ class ThreadTransport(Transport):
             )
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
-        """Return a rank that has ended, if any: `Transport.gone`."""
         self.check_interrupt("a wait for all ranks")
         return next((r for r in sorted(self._world.ended) if peers is None or r in peers), None)
 
     def why_gone(self, peer: int) -> str:
-        """Say why a rank has ended."""
         why = self._world.aborted.get(peer)
         return f"rank {self.name(peer)} has ended" + (f": {why}" if why else "")
-
-    def interrupt(self, reason: str) -> None:
-        """Make this rank's waits raise: `Transport.interrupt`."""
-        super().interrupt(reason)
-        if self.symmetric_memory is not None:
-            self.symmetric_memory.withdraw()
 
     def abort(self, reason: str) -> None:
         """Withdraw from the call, and make the ranks that wait for this one fail at once."""
@@ -185,7 +175,6 @@ class ThreadTransport(Transport):
             self.symmetric_memory.withdraw()
 
     def split(self, ranks: Sequence[int], timeout: float) -> ThreadTransport:
-        """Return this rank's end of a new world of these ranks."""
         members = tuple(ranks)
         self._made[members] += 1
         world = self._world.part(members, self._made[members])

@@ -26,11 +26,7 @@ def interface() -> str:
 
 
 def of_interface(name: str) -> str:
-    """Return the interface's IPv4 address, else an IPv6 one that is not link-local.
-
-    Raises:
-        OSError: It has no such address, or the system does not tell.
-    """
+    """Return an interface's IPv4 address, else an IPv6 one not link-local; OSError without one."""
     try:
         import fcntl
     except ImportError:

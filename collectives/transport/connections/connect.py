@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from collectives.transport.base import Transport
 from collectives.transport.byte_gathering import gather_objects
@@ -42,29 +41,14 @@ def neighbours(rank: int, size: int) -> set[int]:
 def descriptors_of(near: int, far: int) -> int:
     """Return how many descriptors a rank's connections need at most.
 
-    Args:
-        near: How many peers share memory with it. Each takes two: the socket's, and the memory's,
-            which mmap duplicates.
-        far: How many peers are connected over TCP.
+    Each of the `near` peers, which share memory with it, takes two: the socket's, and the memory's,
+    which mmap duplicates. The `far` ones are connected over TCP.
     """
     return 2 * near + far + _BESIDE
 
 
-class Opened(NamedTuple):
-    """What `open_connections` returns.
-
-    Attributes:
-        connections: The open connections by peer.
-        memory: Memory that all ranks share, zeros at first; on all ranks or on none. It needs
-            connections through memory between all ranks, and the system to provide it.
-        unopened: The connections that are opened when they are first used, if any.
-        complete: Whether every rank has a connection to every other one, or can open it.
-    """
-
-    connections: dict[int, Connection]
-    memory: memoryview | None
-    unopened: Unopened | None
-    complete: bool
+Opened: TypeAlias = tuple[dict[int, Connection], memoryview | None, Unopened | None, bool]
+"""The attributes of an `_Opening`, in their order."""
 
 
 def open_connections(
@@ -90,90 +74,120 @@ def open_connections(
         store_host: As `find_address` takes it.
         near: The ranks with which to share memory, symmetrically; all unless given.
     """
-
-    def gather(value: Any) -> list[Any]:
-        return gather_objects(value, other, timeout)
-
-    rank, size = other.rank, other.size
-    everyone = {*range(size)} - {rank}
-    connections: dict[int, Connection] = {}
-    memory: mmap.mmap | None = None
-    unopened: Unopened | None = None
-    whole = complete = False
+    everyone = {*range(other.size)} - {other.rank}
+    opening = _Opening(other, timeout)
     with contextlib.ExitStack() as failed:
-        failed.callback(_close_all, connections)
-        for kind in KINDS:
-            wanted = everyone - connections.keys() if kind in kinds else set()
-            host = None
-            if kind == "shm":
-                wanted &= everyone if near is None else {*near}
-            else:
-                host = find_address(store_host if wanted else None, gather)
-            with contextlib.ExitStack() as stack:
-                listener = _listen(kind, rank, size, host, stack) if wanted else None
-                offers = gather(None if listener is None else listener.offer)
-                at_start = wanted if kind == "shm" else wanted & neighbours(rank, size)
-                _connect(listener, offers, at_start, connections, rank, timeout, gather)
-                if kind == "shm" and listener is not None:
-                    memory = listener.symmetric_memory
-                near_by = sum(each.shares_memory for each in connections.values())
-                reports = gather([list(connections), memory is not None and near_by == size - 1])
-                # Close those that the peer does not have.
-                for peer in [peer for peer in connections if rank not in reports[peer][0]]:
-                    connections.pop(peer).close()
-                whole = complete = all(len(peers) == size - 1 for peers, _ in reports)
-                if kind == "tcp" and not whole:
-                    complete = all(
-                        offer is not None and offer[0] == TcpListener.FORMAT for offer in offers
-                    ) and all(
-                        neighbours(each, size) <= {*peers}
-                        for each, (peers, _) in enumerate(reports)
-                    )
-                    if complete and isinstance(listener, TcpListener):
-                        left = {peer: offers[peer] for peer in everyone - connections.keys()}
-                        # The listener must then live on: its stack becomes part of the outer one.
-                        if left:
-                            unopened = Unopened(rank, other.name, listener, left)
-                            failed.push(stack.pop_all())
-            if whole:
-                break
+        failed.callback(opening.close)
+        wanted = everyone & (everyone if near is None else {*near}) if "shm" in kinds else set()
+        opening.through_memory(wanted)
+        if not opening.complete:
+            wanted = everyone - opening.connections.keys() if "tcp" in kinds else set()
+            opening.over_tcp(wanted, store_host, failed)
         failed.pop_all()
-    for peer, connection in connections.items():
+    for peer, connection in opening.connections.items():
         connection.name = other.name(peer)
-    everywhere = whole and all(has for _, has in reports)
-    mapped = memoryview(memory) if memory is not None and everywhere else None
-    return Opened(dict(sorted(connections.items())), mapped, unopened, complete)
+    connections = dict(sorted(opening.connections.items()))
+    return connections, opening.memory, opening.unopened, opening.complete
 
 
-def _connect(
-    listener: Listener | None,
-    offers: list[Any],
-    wanted: Collection[int],
-    connections: dict[int, Connection],
-    rank: int,
-    timeout: float,
-    gather: Callable[[Any], list[Any]],
-) -> None:
-    """Add connections of one kind to `connections`: to those ranks of `wanted` that offer them.
+class _Opening:
+    """What one rank has opened so far.
 
-    Of two ranks the higher one connects to the lower one.
+    Attributes:
+        connections: The open connections by peer.
+        memory: Memory that all ranks share, zeros at first; on all ranks or on none. It needs
+            connections through memory between all ranks, and the system to provide it.
+        unopened: The connections that are opened when they are first used, if any.
+        complete: Whether every rank has a connection to every other one, or can open it.
     """
-    connected = []
-    refused: Refusals = {}
-    for peer in range(rank):
-        if listener is not None and offers[peer] is not None and peer in wanted:
-            try:
-                connections[peer] = listener.connect(peer, offers[peer], timeout)
-                connected.append(peer)
-            except OSError as error:
-                # Not the error itself: its traceback would keep alive what has to be closed.
-                refused[peer] = type(error), str(error)
-    if listener is not None:
-        _warn_of_refusals(rank, listener, refused)
-    reached = gather(connected)
-    if listener is not None:
-        expected = [peer for peer, others in enumerate(reached) if rank in others]
-        connections.update(listener.accept(expected, timeout))
+
+    def __init__(self, other: Transport, timeout: float) -> None:
+        self.connections: dict[int, Connection] = {}
+        self.memory: memoryview | None = None
+        self.unopened: Unopened | None = None
+        self.complete = False
+        self._other = other
+        self._timeout = timeout
+
+    def through_memory(self, wanted: Collection[int]) -> None:
+        """Open connections through memory; complete if they are all that there are."""
+        rank, size = self._other.rank, self._other.size
+        with contextlib.ExitStack() as stack:
+            listener = None
+            with contextlib.suppress(OSError):
+                listener = ShmListener(rank, size, stack) if wanted else None
+            reports = self._connect(listener, self._offers(listener), wanted)
+            self.complete = all(len(peers) == size - 1 for peers, _ in reports)
+            memory = None if listener is None else listener.symmetric_memory
+            if memory is not None and self.complete and all(has for _, has in reports):
+                self.memory = memoryview(memory)
+
+    def over_tcp(self, wanted: set[int], store_host: str, failed: contextlib.ExitStack) -> None:
+        """Open connections over TCP to neighbours; keep the listener for others, till `failed`."""
+        rank, size = self._other.rank, self._other.size
+        host = find_address(store_host if wanted else None, self._gather)
+        with contextlib.ExitStack() as stack:
+            listener = None
+            with contextlib.suppress(OSError):
+                listener = None if host is None else TcpListener(rank, host, stack)
+            offers = self._offers(listener)
+            reports = self._connect(listener, offers, wanted & neighbours(rank, size))
+            if all(len(peers) == size - 1 for peers, _ in reports):
+                self.complete = True
+                return
+            listen = all(offer is not None and offer[0] == TcpListener.FORMAT for offer in offers)
+            self.complete = listen and all(
+                neighbours(each, size) <= {*peers} for each, (peers, _) in enumerate(reports)
+            )
+            left = {*range(size)} - {rank} - self.connections.keys()
+            if self.complete and listener is not None and left:
+                own = {peer: offers[peer] for peer in left}
+                self.unopened = Unopened(rank, self._other.name, listener, own)
+                # The listener must then live on: its stack becomes part of the outer one.
+                failed.push(stack.pop_all())
+
+    def close(self) -> None:
+        """Close what was opened."""
+        for connection in self.connections.values():
+            connection.close()
+
+    def _gather(self, value: Any) -> list[Any]:
+        return gather_objects(value, self._other, self._timeout)
+
+    def _offers(self, listener: Listener | None) -> list[Any]:
+        return self._gather(None if listener is None else listener.offer)
+
+    def _connect(
+        self, listener: Listener | None, offers: list[Any], wanted: Collection[int]
+    ) -> list[Any]:
+        """Add connections of one kind: to those ranks of `wanted` that offer them.
+
+        Of two ranks the higher one connects to the lower one. By rank, the peers that it has
+        connections to, and whether it has memory that all share, are returned.
+        """
+        rank, connected = self._other.rank, []
+        refused: Refusals = {}
+        for peer in range(rank):
+            if listener is not None and offers[peer] is not None and peer in wanted:
+                try:
+                    self.connections[peer] = listener.connect(peer, offers[peer], self._timeout)
+                    connected.append(peer)
+                except OSError as error:
+                    # Not the error itself: its traceback would keep alive what has to be closed.
+                    refused[peer] = type(error), str(error)
+        if listener is not None:
+            _warn_of_refusals(rank, listener, refused)
+        reached = self._gather(connected)
+        if listener is not None:
+            expected = [peer for peer, others in enumerate(reached) if rank in others]
+            self.connections.update(listener.accept(expected, self._timeout))
+        has = listener is not None and listener.symmetric_memory is not None
+        everyone = len(self.connections) == self._other.size - 1
+        reports = self._gather([list(self.connections), has and everyone])
+        # Close those that the peer does not have.
+        for peer in [peer for peer in self.connections if rank not in reports[peer][0]]:
+            self.connections.pop(peer).close()
+        return reports
 
 
 def _warn_of_refusals(rank: int, listener: Listener, refused: Refusals) -> None:
@@ -210,20 +224,3 @@ def _backlog() -> str:
     except OSError:
         return ""
     return f": net.core.somaxconn is {limit} here, and sysctl -w net.core.somaxconn=... raises it"
-
-
-def _listen(
-    kind: str, rank: int, size: int, host: str | None, stack: contextlib.ExitStack
-) -> Listener | None:
-    """Return a listener of a kind, open until the stack ends; None if the system refuses it."""
-    with contextlib.suppress(OSError):
-        if kind == "shm":
-            return ShmListener(rank, size, stack)
-        if host is not None:
-            return TcpListener(rank, host, stack)
-    return None
-
-
-def _close_all(connections: dict[int, Connection]) -> None:
-    for connection in connections.values():
-        connection.close()

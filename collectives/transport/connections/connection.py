@@ -28,13 +28,7 @@ EMPTY = np.empty(0, np.uint8)
 
 
 class PeerGone(Exception):
-    """The peer has closed its end; the text is the reason that it gave, or else a likely cause.
-
-    Args:
-        peer: The rank.
-        name: Its number in errors.
-        reason: The reason that it gave, "" if none.
-    """
+    """The peer has closed its end; the text is the reason that it gave, or else a likely cause."""
 
     def __init__(self, peer: int, name: int, reason: str = "") -> None:
         # The network may also reset a connection while the rank lives on.
@@ -54,9 +48,7 @@ class Queued(NamedTuple):
 class Connection(ABC):
     """This rank's end. Messages of one direction arrive in the order in which they were posted.
 
-    Args:
-        peer: The other rank.
-        sock: A socket that is connected to it; None if the peer has yet to connect.
+    Without a socket the peer has yet to connect.
 
     Attributes:
         name: The peer's number in errors.
@@ -123,7 +115,9 @@ class Connection(ABC):
         except PeerGone as gone:
             return gone
         except (OSError, TransportError):
-            # Nothing more can be read: the peer ended without a reason.
+            # Nothing more can be read, or what is left is no message, as after a receive of ours
+            # that was interrupted. That the peer has ended is known all the same, and is the error;
+            # only its reason is not.
             pass
         return PeerGone(self.peer, self.name)
 
@@ -160,9 +154,8 @@ class Connection(ABC):
     def send_reason(self, text: str) -> bool:
         """Send `text` as the reason, which the peer's PeerGone then has, and nothing after it.
 
-        Returns:
-            Whether that is done, or the peer is gone; if not, call it again after a wait for
-            `events`.
+        Return whether that is done, or the peer is gone; if not, call it again after a wait for
+        `events`.
         """
         if self._socket is None:
             return True

@@ -49,8 +49,7 @@ class Listener(ABC):
         FORMAT: The version of what is sent: ranks with different ones do not connect.
         offer: What other ranks need in order to connect, in a form for JSON.
         most_silent: How many sockets may be waiting for their hello.
-        symmetric_memory: The memory that the ranks share, once all have accepted; None if they
-            share none or the system refused it.
+        symmetric_memory: The memory that the ranks share, once all have accepted, if they do.
     """
 
     FORMAT: ClassVar[Any]
@@ -117,8 +116,7 @@ class Listener(ABC):
     def come(self, expected: Collection[int]) -> Iterator[Connection]:
         """Yield connections to those ranks of `expected` that have connected, without waiting.
 
-        Raises:
-            OSError: The system has no descriptors left.
+        OSError where the system has no descriptors left.
         """
         drained = refused = False
         while not drained:

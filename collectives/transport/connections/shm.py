@@ -56,16 +56,13 @@ _CACHE_LINE = 64
 
 
 class ShmConnection(Connection):
-    """This rank's end. Messages of one direction arrive in the order in which they were posted.
+    """This rank's end: `Connection`.
 
     Args:
         peer: The other rank.
-        sock: A SOCK_SEQPACKET socket, connected to it.
+        sock: A SOCK_SEQPACKET socket, connected to it; OSError where the system's are too small.
         rings: Memory of 2 * RING_BYTES that both ranks share.
         outgoing: Which half of it this rank writes: 0 on one rank and 1 on the other.
-
-    Raises:
-        OSError: The system's sockets are too small.
     """
 
     shares_memory = True
@@ -87,20 +84,16 @@ class ShmConnection(Connection):
         self._taken = self._reported = 0
 
     def send(self, data: Bytes) -> None:
-        """Post a message, whose data must not change while the connection is busy."""
         self._sends.extend(Queued(piece) for piece in _pieces(data))
 
     def receive(self, target: Bytes) -> None:
-        """Post a receive of exactly the message's length."""
         self._recvs.extend(Queued(piece) for piece in _pieces(target))
 
     @property
     def busy(self) -> bool:
-        """Whether a posted message has not ended, or slots have to be returned."""
         return super().busy or self._owing()
 
     def advance(self) -> bool:
-        """Do what can be done without waiting: `Connection.advance`."""
         moved = super().advance()
         return (self._owing() and self._hand_back()) or moved
 

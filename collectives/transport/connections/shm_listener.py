@@ -35,15 +35,9 @@ from collectives.transport.shared_memory.symmetric_memory import (
 
 
 class ShmListener(Listener):
-    """Accepts the connections of ranks on this rank's host, and connects to theirs.
+    """Accepts the connections of ranks on this rank's host, and connects to theirs: `Listener`.
 
-    Args:
-        rank: This rank.
-        size: How many ranks there are.
-        stack: Closes the listener, and what else it holds except for connections.
-
-    Raises:
-        OSError: The system refuses the socket, or has no memfds.
+    OSError where the system refuses the socket, or has no memfds.
     """
 
     # The number changes with the protocol. The rest has to be the same on both ends, too.

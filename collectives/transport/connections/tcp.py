@@ -45,12 +45,9 @@ _HELLO = -1
 
 
 class TcpConnection(Connection):
-    """This rank's end.
+    """This rank's end: `Connection`. Its socket may still be connecting.
 
-    Args:
-        peer: The other rank.
-        sock: A socket that is connected to the peer, or connecting; None if the peer is to connect.
-        hello: Bytes to send before anything else.
+    hello: Bytes to send before anything else.
     """
 
     def __init__(self, peer: int, sock: socket.socket | None = None, hello: bytes = b"") -> None:
@@ -180,7 +177,6 @@ class TcpConnection(Connection):
             self._arriving, self._incoming = None, [self._header]
 
     def send_reason(self, text: str) -> bool:
-        """Send `text` and nothing after it: `Connection.send_reason`."""
         # The rest of a message that is sent in part goes before it. If it is not known how much was
         # sent, no reason is sent: the peer would take it for the message's data.
         return self._unsure or super().send_reason(text)

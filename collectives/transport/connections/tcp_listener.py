@@ -15,15 +15,9 @@ from collectives.transport.connections.tcp import TcpConnection
 
 
 class TcpListener(Listener):
-    """Accepts the connections of other ranks, and connects to theirs.
+    """Accepts connections of other ranks at a host's address, and connects to theirs: `Listener`.
 
-    Args:
-        rank: This rank.
-        host: The address to listen at.
-        stack: Closes the listener.
-
-    Raises:
-        OSError: The system refuses the socket.
+    OSError where the system refuses the socket.
     """
 
     # Changes with the protocol.

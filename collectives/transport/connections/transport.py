@@ -57,14 +57,8 @@ class ConnectionTransport(Transport):
     After a failed exchange it is unusable, and the peers get the reason, so that they fail with it
     at once instead of waiting. In a forked child it is unusable; the parent's is not affected.
 
-    Args:
-        other: A transport between all ranks.
-        timeout: Seconds that a peer's answer may take.
-        kinds: As `open_connections` takes them.
-        store_host: Likewise.
-        near: Likewise.
-        through: The transport over which ranks tell each other how to connect; `other` unless
-            given.
+    Ranks tell each other how to connect over `through`, `other` unless given; the other arguments
+    are those of `open_connections`.
 
     Attributes:
         connected_peers: The ranks to which there is a connection, open already or not.
@@ -122,11 +116,9 @@ class ConnectionTransport(Transport):
         return f"ConnectionTransport({', '.join(peers)})"
 
     def check_device(self, device: torch.device) -> None:
-        """Raise ValueError if `other` does not carry the device's tensors."""
         self._other.check_device(device)
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
-        """Exchange a step's messages: `Transport.exchange`."""
         if self._unusable:
             raise TransportError(f"the connections cannot be used in {step}: {self._unusable}")
         active: dict[int, Connection] = {}
@@ -258,7 +250,6 @@ class ConnectionTransport(Transport):
         return next((peer for fd, peer in found.items() if fd in closed), None)
 
     def why_gone(self, peer: int) -> str:
-        """Return the text for errors of why a peer that is gone has closed its end."""
         connection = self._connections.get(peer)
         if connection is None or not connection.is_open:
             return str(PeerGone(peer, self.name(peer)))
@@ -298,11 +289,7 @@ class ConnectionTransport(Transport):
                 raise TransportError(f"rank {members.name(rank)} cannot split its group: {missing}")
 
     def interrupt(self, reason: str) -> None:
-        """Make this rank's waits raise: `Transport.interrupt`."""
         super().interrupt(reason)
-        memory = self.symmetric_memory
-        if memory is not None:
-            memory.withdraw()
         self._other.interrupt(reason)
 
     def abort(self, reason: str) -> None:

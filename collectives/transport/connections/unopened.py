@@ -28,11 +28,8 @@ from collectives.transport.descriptors import shortage
 class Unopened:
     """Opens this rank's connections at their first use.
 
-    Args:
-        rank: This rank.
-        name: Returns a rank's number in errors.
-        listener: This rank's listener.
-        offers: By rank, the offers of those to which there is no connection yet.
+    name: Returns a rank's number in errors. offers: By rank, those of ranks to which there is no
+    connection yet.
     """
 
     def __init__(
@@ -58,8 +55,7 @@ class Unopened:
     def open(self, peer: int, connections: dict[int, Connection]) -> Connection:
         """Add the connection to a rank; if that rank is to connect, it has no socket yet.
 
-        Raises:
-            TransportError: The system refuses it.
+        TransportError where the system refuses it.
         """
         self.accept(connections)
         if peer not in connections:
@@ -80,8 +76,7 @@ class Unopened:
     def accept(self, connections: dict[int, Connection]) -> None:
         """Add, or give their sockets to, the connections of ranks that have connected by now.
 
-        Raises:
-            TransportError: The system refuses it.
+        TransportError where the system refuses it.
         """
         try:
             come = list(self._listener.come(self._missing))

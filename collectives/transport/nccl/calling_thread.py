@@ -31,10 +31,6 @@ class CallingThread:
     when this object is collected. If a call does not return in time, its thread is abandoned with
     it and another thread takes over.
 
-    Args:
-        device: The GPU.
-        name: The thread's name.
-
     Attributes:
         stream: The communication stream.
         turn: Held while work is put on it, or captured: another communicator's would be, too.

@@ -49,10 +49,8 @@ _ABORTED = "its NCCL communicator was aborted"
 def load_nccl() -> Any:
     """Return the module `cupy.cuda.nccl`.
 
-    Raises:
-        RuntimeError: torch sees no GPU.
-        ImportError: cupy or NCCL's library is missing, too old or for another CUDA than torch's;
-            the text says what to install.
+    RuntimeError if torch sees no GPU. ImportError, which says what to install, if cupy or NCCL's
+    library is missing, too old or for another CUDA than torch's.
     """
     major = 12 if (torch.version.cuda or "").startswith("12.") else 13
     if not cuda.is_available():
@@ -87,16 +85,12 @@ def load_nccl() -> Any:
 class CupyBackend(Backend):
     """A rank's communicator on one device, and those split from it for parts of the ranks.
 
+    Making one raises as `load_nccl` does, and ValueError for another device than CUDA's.
+
     Args:
         store: The store through which the other ranks get rank 0's NCCL id.
         device: This rank's GPU, the current one unless given.
-        thread: The thread that calls NCCL, shared with others on this device; a new one unless
-            given.
-
-    Raises:
-        ImportError: Something has to be installed; the text says what.
-        RuntimeError: torch sees no GPU.
-        ValueError: The device is not CUDA's.
+        thread: The thread that calls NCCL, shared with others on this device; else a new one.
     """
 
     device: torch.device

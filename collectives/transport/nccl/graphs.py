@@ -33,13 +33,8 @@ class Graphs:
     def capture(self, work: Callable[[], Any], stream: cuda.Stream) -> Graph:
         """Return a graph of what `work` puts on the current stream, which is not the default one.
 
-        Args:
-            work: What is captured.
-            stream: Another stream on which it puts work.
-
-        Raises:
-            RuntimeError: What it does cannot be captured.
-            TransportError: CUDA has ended the capture, or `reset` was called.
+        stream: Another stream on which it puts work. RuntimeError where that cannot be captured,
+        TransportError where CUDA has ended the capture, or `reset` was called.
         """
         with self._lock:
             pool = next((pool for each in self._graphs if (pool := each.pool())), None)
@@ -62,12 +57,9 @@ class Graphs:
 
 
 class Graph:
-    """A graph. Any thread may reset it at any time.
+    """A graph; arguments as for `Graphs.capture`. Any thread may reset it at any time.
 
-    Args:
-        work: What is captured.
-        stream: Another stream on which it puts work.
-        pool: The memory of another graph, to be shared.
+    pool: The memory of another graph, to be shared.
     """
 
     def __init__(self, work: Callable[[], Any], stream: cuda.Stream, pool: Any) -> None:
@@ -92,11 +84,7 @@ class Graph:
             return None if self._graph is None else self._graph.pool()
 
     def launch(self) -> None:
-        """Put it on the current stream.
-
-        Raises:
-            TransportError: After `reset`.
-        """
+        """Put it on the current stream; TransportError after `reset`."""
         with self._lock:
             if self._graph is None:
                 raise TransportError("the CUDA graph was destroyed, with its communicators")
@@ -113,8 +101,7 @@ class Graph:
 def _end(graph: cuda.CUDAGraph, stream: cuda.Stream) -> None:
     """End a capture, also one whose work has failed: till then torch keeps memory of all streams.
 
-    Raises:
-        TransportError: CUDA has ended it, and torch does not know.
+    TransportError where CUDA has ended it, and torch does not know.
     """
     try:
         with cuda.stream(stream):

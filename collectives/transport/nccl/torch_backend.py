@@ -25,9 +25,6 @@ class TorchBackend(Backend):
     or the end of a peer, aborts what is under way before that. The first exchange on a GPU connects
     all ranks of the group: every rank has to make it, if only with empty messages, and it must not
     be captured in a CUDA graph. If a rank is gone by then, torch waits without a limit.
-
-    Args:
-        process_group: The process group.
     """
 
     device = None

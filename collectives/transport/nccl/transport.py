@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,14 +40,7 @@ class NcclTransport(Transport):
     ranks alike, after a first run outside of a graph (NCCL connects ranks at their first message).
     docs/groups.md says what holds if torch has communicators of its own on the device.
 
-    Args:
-        host: The transport of CPU tensors between the same ranks.
-        backend: The back end that calls NCCL.
-        timeout: Seconds that making it may take.
-
-    Raises:
-        CollectiveTimeoutError: A rank does not come.
-        TransportError: NCCL fails.
+    Making one takes at most `timeout` seconds, and raises what `Transport.exchange` does.
     """
 
     def __init__(self, host: Transport, backend: Backend, *, timeout: float) -> None:
@@ -70,7 +64,6 @@ class NcclTransport(Transport):
 
     @property
     def symmetric_memory(self) -> SymmetricMemory | None:
-        """The host transport's."""
         return self._host.symmetric_memory
 
     def __repr__(self) -> str:
@@ -89,7 +82,6 @@ class NcclTransport(Transport):
             )
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
-        """Exchange a step's messages: `Transport.exchange`."""
         if _device_of(sends, recvs) is None:
             self._host.exchange(sends, recvs, step, timeout)
             return
@@ -104,10 +96,8 @@ class NcclTransport(Transport):
     ) -> Callable[[], None]:
         """Put the messages on the communication stream, after those posted before.
 
-        Returns:
-            A function to call before the messages are used: it makes the caller's stream wait for
-            them. Work that the stream gets before that runs at the same time as the messages. CPU
-            tensors have arrived already.
+        What it returns makes the caller's stream wait for them. Work that the stream gets before
+        that runs at the same time as the messages. CPU tensors have arrived already.
         """
         device = _device_of(sends, recvs)
         if device is None:
@@ -134,7 +124,6 @@ class NcclTransport(Transport):
         step: str,
         timeout: float,
     ) -> None:
-        """Sum a contiguous CUDA tensor in place by NCCL's sum: `Transport.all_reduce`."""
         by_torch = not (among is None or isinstance(among, tuple))
         if by_torch is self.sums_on_gpu:
             self._host.all_reduce(flat, among, step, timeout)
@@ -158,7 +147,6 @@ class NcclTransport(Transport):
         return device.type == "cuda" and not self._backend.shared
 
     def capture(self, work: Callable[[], Any]) -> Callable[[str, float], None]:
-        """Capture messages and what is between them in a CUDA graph: `Transport.capture`."""
         ours = self._backend.stream(cuda.current_stream().device)
         with self._backend.turn:
             graph = self._graphs.capture(work, ours)
@@ -181,15 +169,12 @@ class NcclTransport(Transport):
         self._host.check_streams()
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
-        """Return a rank that has closed its end, as far as the host's transport knows."""
         return self._host.gone(peers)
 
     def why_gone(self, peer: int) -> str:
-        """Return the text for errors of why a rank that is gone has closed its end."""
         return self._host.why_gone(peer)
 
     def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
-        """Return a transport with communicators of its own: `Backend.split`."""
         host = self._host.split(ranks, timeout)
         with ExitStack() as failed:
             # Otherwise what it has opened, such as a listener, would live as long as the error.
@@ -268,12 +253,10 @@ class NcclTransport(Transport):
         """Make the communicators, on all ranks together, at the first use of a GPU."""
         if device in self._opened or cuda.is_current_stream_capturing():
             return
-        self._with_all(lambda: self._backend.open(self._host, device, timeout), step, timeout)
+        # All take part, so that errors name them all.
+        join = partial(self._backend.open, self._host, device, timeout)
+        self._bounded(join, self._others, step, timeout)
         self._opened.add(device)
-
-    def _with_all(self, job: Callable[[], Any], step: str, timeout: float) -> Any:
-        """Return what a job returns in which all ranks take part; errors then name them all."""
-        return self._bounded(job, self._others, step, timeout)
 
     def _bounded(
         self, job: Callable[[], Any], peers: tuple[int, ...], step: str, timeout: float

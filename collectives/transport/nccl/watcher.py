@@ -58,12 +58,7 @@ class Watcher:
     was not queried may take up to twice its timeout.
 
     The watcher's thread starts with the first step, does not keep the process from exiting, and
-    ends by `stop`.
-
-    Args:
-        host: The host's transport, which knows the ranks' names and which of them are gone.
-        backend: The back end, which reports asynchronous errors and aborts what is under way.
-        reset_graphs: Destroys the CUDA graphs of its communicators, whose abort waits for that.
+    ends by `stop`. Before an abort it calls `reset_graphs`: that waits for the graphs' end.
 
     Attributes:
         items: The steps, in their order.

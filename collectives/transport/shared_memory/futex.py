@@ -30,15 +30,7 @@ class _Timespec(ctypes.Structure):
 def wait(address: int, value: int, seconds: float) -> None:
     """Sleep until woken, for at most `seconds`; return at once if the word does not hold `value`.
 
-    It may also return early without a reason.
-
-    Args:
-        address: The address of the 32-bit word.
-        value: What the word holds as long as there is something to wait for.
-        seconds: The longest sleep.
-
-    Raises:
-        OSError: The address is bad.
+    It may also return early without a reason. The word is one of 32 bits.
     """
     whole = int(seconds)
     timeout = _Timespec(whole, int((seconds - whole) * 1e9))

@@ -84,28 +84,14 @@ class RanksDiffer(Exception):
     """Another rank has signalled another call."""
 
 
-class Peers(Protocol):
-    """The part of the transport that symmetric memory uses."""
+class _Peers(Protocol):
+    """The part of `Transport`, which is above, that symmetric memory uses."""
 
-    def gone(self) -> int | None:
-        """Return a rank that has closed its end, if any."""
-        ...
-
-    def why_gone(self, peer: int) -> str:
-        """Return the text for errors of why a rank that is gone has closed its end."""
-        ...
-
-    def name(self, rank: int) -> int:
-        """Return a rank's number in errors."""
-        ...
-
-    def named(self, ranks: Iterable[int]) -> str:
-        """Return the names of ranks in errors."""
-        ...
-
-    def abort(self, reason: str) -> None:
-        """Withdraw, become unusable, and give the other ranks the reason, if possible."""
-        ...
+    def gone(self) -> int | None: ...
+    def why_gone(self, peer: int) -> str: ...
+    def name(self, rank: int) -> int: ...
+    def named(self, ranks: Iterable[int]) -> str: ...
+    def abort(self, reason: str) -> None: ...
 
 
 class SymmetricMemory:
@@ -121,7 +107,7 @@ class SymmetricMemory:
     """
 
     def __init__(
-        self, memory: memoryview, rank: int, size: int, peers: Peers, *, cores: Collection[int]
+        self, memory: memoryview, rank: int, size: int, peers: _Peers, *, cores: Collection[int]
     ) -> None:
         words = memory.cast("B").cast("Q")[: (size + 1) * _PAD]
         self._mine = words[rank * _PAD : (rank + 1) * _PAD]
@@ -169,12 +155,7 @@ class SymmetricMemory:
     def buffers(self, numel: int, dtype: torch.dtype, ahead: int = 0) -> Sequence[torch.Tensor]:
         """Return all ranks' buffers of this call, by rank, to be used after `wait`.
 
-        The caller must not write to elements that another rank uses.
-
-        Args:
-            numel: Number of elements.
-            dtype: Their dtype.
-            ahead: 1 for the buffers of the next call.
+        The caller must not write to elements that another rank uses. ahead: 1 for the next call's.
         """
         # Two, alternately: a rank may fill the next call's buffer while others read this one's.
         key = (self._calls + ahead) % 2, numel, dtype
@@ -207,11 +188,7 @@ class SymmetricMemory:
         self._mine[self._calls % 2] = 0
 
     def all_signalled(self) -> bool:
-        """Whether all ranks have signalled this call.
-
-        Raises:
-            RanksDiffer: A rank has signalled another call.
-        """
+        """Whether all ranks have signalled this call; RanksDiffer if one has signalled another."""
         words = self._words[self._calls % 2].tolist()
         if words.count(self._word) == self.size:
             return True
@@ -223,12 +200,9 @@ class SymmetricMemory:
         return False
 
     def wait(self, step: str, timeout: float) -> None:
-        """Return when all ranks have signalled this call.
+        """Return when all ranks have signalled this call; RanksDiffer if one has signalled another.
 
-        Raises:
-            RanksDiffer: A rank has signalled another call.
-            CollectiveTimeoutError: Names the ranks that are missing after `timeout` seconds, or one
-                that is gone.
+        A CollectiveTimeoutError as of `barrier`.
         """
         if self.size > 1 and not self.all_signalled():
             word = self._calls % 2
@@ -241,16 +215,11 @@ class SymmetricMemory:
     ) -> Table:
         """Write this rank's rows to a table, wait for all ranks to do so, and return the table.
 
-        A rank without rows calls `barrier` instead. The table must be read before this rank's next
-        barrier.
+        A rank without rows calls `barrier` instead: step and timeout are as there. The table, which
+        has room for a row of each rank, must be read before this rank's next barrier.
 
-        Args:
-            positions: The positions of this rank's rows in the table, which has room for a row of
-                each rank.
-            rows: This rank's rows: float64, at most TABLE_BYTES each.
-            count: The number of all ranks' rows.
-            step: The name of this step in errors.
-            timeout: Seconds.
+        positions: Those of this rank's rows in the table. rows: float64, at most TABLE_BYTES each.
+        count: The number of all ranks' rows.
         """
         # Two tables, alternately: a slower rank may still be reading that of the last barrier.
         table = self._tables[(self._barriers + 1) % 2, :count, : rows.shape[1]]
@@ -262,13 +231,8 @@ class SymmetricMemory:
     def barrier(self, step: str, timeout: float) -> None:
         """Return when all ranks have called this equally often; their earlier writes can be read.
 
-        Args:
-            step: The name of this step in errors.
-            timeout: Seconds.
-
-        Raises:
-            CollectiveTimeoutError: Names the ranks that have not come in `timeout` seconds, or one
-                that is gone.
+        step: Its name in errors. A CollectiveTimeoutError names the ranks that have not come in
+        `timeout` seconds, or one that is gone.
         """
         self._barriers += 1
         self._post(_BARRIERS, self._barriers)
