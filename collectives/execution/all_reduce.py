@@ -178,16 +178,17 @@ class Runner:
             return "one rank", AllReducePhases()
         if schedule is not None:
             return schedule.name, AllReducePhases(schedule=schedule)
-        spec = spec_for(options.specs, flat.numel())
+        spec, topology = spec_for(options.specs, flat.numel()), self.topology
         if spec.outer == "auto":
             spec = self.choose(flat, op)
+            topology = self._nodes(op, flat.is_cuda)
         if op.reads_tree:
             spec = for_dtype(spec, op, flat.dtype)
         round_robin = ONE_TENSOR
         if spec.is_round_robin:
             round_robin = RoundRobin(_count(options.segments), self.first)
         self.first += 1
-        return spec, phases_of(spec, op, self.topology, round_robin)
+        return spec, phases_of(spec, op, topology, round_robin)
 
     def all_reduce_packed(
         self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions, label: str
@@ -228,14 +229,15 @@ class Runner:
         vector = vector_of(tensors, options.segments)
         if vector is None:
             return False
-        spec = spec_for(options.specs, vector.numel)
+        spec, topology = spec_for(options.specs, vector.numel), self.topology
         if spec.outer == "auto":
             spec = self._auto_of(op, tensors[0].is_cuda, vector.nbytes)
+            topology = self._nodes(op, tensors[0].is_cuda)
         spec = for_dtype(spec, op, vector.dtype)
         record = algorithm(spec.outer)
         if spec.inner is not None or not (record.all_at_once and record.by_tree):
             return False
-        return not climbs_in_levels(spec, op, vector.dtype, self.topology)
+        return not climbs_in_levels(spec, op, vector.dtype, topology)
 
     def replays(self, call: Call) -> bool:
         """Return whether a request's work is a schedule's and stays on one GPU's streams.
@@ -304,6 +306,15 @@ class Runner:
         if not on_gpu and self.transport.symmetric_memory is not None:
             return auto_of(op, nbytes, self.size)
         return auto_by_messages(op, "cuda" if on_gpu else "cpu", nbytes, self.topology)
+
+    def _nodes(self, op: Reducer, on_gpu: bool) -> Topology:
+        """Return the nodes that `auto` sees: of ranks that share memory one, if `op` reads trees.
+
+        All operands then meet at once, there and by messages, for the same bits.
+        """
+        if op.reads_tree and not on_gpu and self.transport.symmetric_memory is not None:
+            return Topology(self.size, self.size)
+        return self.topology
 
     def _library_for(self, flat: Tensor) -> str | None:
         """Return the name of NCCL's own sum where `auto` may take it, alike on all ranks."""

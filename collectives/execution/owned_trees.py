@@ -10,7 +10,8 @@ buffers only what it owns.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 
@@ -20,6 +21,7 @@ from collectives.execution.all_reduce import AllReduceOptions, Held, Runner
 from collectives.execution.call import Call
 from collectives.execution.vectors import Vector, vector_of
 from collectives.schedules.spec import parse_all_reduce_spec
+from collectives.schedules.topology import Topology
 from collectives.transport.base import Message
 
 Tensor = torch.Tensor
@@ -60,7 +62,7 @@ def send_to_owners(
 ) -> None:
     """Send each owner what it does not hold of its slots, which lie in ascending order."""
     sends, recvs = [], []
-    for holder, owner, low, high in _parts(held, slots):
+    for holder, owner, low, high in _parts(tuple(held), tuple(slots), runner.topology):
         if holder == runner.rank:
             sends.append(Message(owner, flat[low:high]))
         elif owner == runner.rank:
@@ -71,9 +73,17 @@ def send_to_owners(
     runner.transport.steps += 1
 
 
-def _parts(held: Sequence[Held], slots: Iterable[Slot]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield who sends, and to whom, which elements, in ascending order."""
-    starts = [start for start, _, _ in held]
+# A training's reductions repeat.
+@lru_cache(maxsize=64)
+def _parts(
+    held: tuple[Held, ...], slots: tuple[Slot, ...], topology: Topology
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Return who sends, and to whom, which elements, in ascending order.
+
+    Of several ranks that hold them that is one of the owner's node, if there is one.
+    """
+    starts, local = [start for start, _, _ in held], topology.local_size
+    found = []
     for owner, run in groupby(slots, key=itemgetter(0)):
         (_, first, last), *others = run
         last = others[-1][2] if others else last
@@ -81,4 +91,7 @@ def _parts(held: Sequence[Held], slots: Iterable[Slot]) -> Iterator[tuple[int, i
         for start, stop, ranks in held[at : bisect_right(starts, last)]:
             low, high = max(first, start), min(last, stop)
             if low < high and owner not in ranks:
-                yield min(ranks, key=lambda rank: abs(rank - owner)), owner, low, high
+                node = owner // local
+                far = [(rank // local != node, abs(rank - owner), rank) for rank in ranks]
+                found.append((min(far)[-1], owner, low, high))
+    return tuple(found)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from collectives.schedules.schedule import Action, Schedule
+from collectives.schedules.schedule import Action, Schedule, steps_of
 
 
 class ReducedSlices(NamedTuple):
@@ -28,6 +28,9 @@ def reduced_slices(schedule: Schedule) -> ReducedSlices:
 
     Of one whose last reductions are not of all chunks, once each, that is all of it.
     """
+    whole = ((0, schedule.chunks, tuple(range(schedule.size))),)
+    if schedule.whole_segments or schedule.gathered:
+        return ReducedSlices(len(steps_of(schedule, 0)), whole)
     reduced: dict[int, dict[tuple[int, int], list[int]]] = {}
     count = 0
     for rank in range(schedule.size):
@@ -39,6 +42,6 @@ def reduced_slices(schedule: Schedule) -> ReducedSlices:
     held = sorted(reduced.get(last, {}).items())
     edges = [0, *[stop for (_, stop), _ in held]]
     tiled = [chunks for chunks, _ in held] == list(pairwise(edges)) and edges[-1] == schedule.chunks
-    if not tiled or schedule.whole_segments or schedule.gathered:
-        return ReducedSlices(count, ((0, schedule.chunks, tuple(range(schedule.size))),))
+    if not tiled:
+        return ReducedSlices(count, whole)
     return ReducedSlices(last + 1, tuple([(*chunks, tuple(ranks)) for chunks, ranks in held]))

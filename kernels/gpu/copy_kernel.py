@@ -119,7 +119,7 @@ def _copy_kernel(
         limit = BLOCK - early + back
         if tl.load(row + 2) - first <= BLOCK:
             limit = BLOCK + back
-        reads = tl.minimum(tl.maximum(tl.load(row + 1) - first, 0) + back, limit)
+        reads = tl.minimum(tl.maximum(tl.load(row + 1) - first + back, 0), limit)
         writes = reads
         if PACK:
             writes = tl.minimum(tl.load(row + 2) - first + back, limit)

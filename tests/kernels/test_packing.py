@@ -97,6 +97,26 @@ def test_slots_of_any_alignment(backend, alignment):
     assert torch.equal(out.double(), kernels.pack_reference(tensors, layout=layout))
 
 
+@pytest.mark.parametrize(("alignment", "numel"), [(4096, 3), (96, 505), (12, 1411), (8192, 1024)])
+def test_slots_beyond_a_tile_off_a_line(backend, alignment, numel):
+    """A tile of padding alone, and the first elements of the tile behind a tensor's end."""
+    memory = poisoned(2 * numel + 600, torch.float32, backend.device)
+    # 4 bytes off a line of the caches, and 80 in the buffer.
+    at = -memory.data_ptr() // 4 % 32 + 1
+    tensor = memory[at : at + numel]
+    tensor.copy_(random(numel, torch.float32, backend.device, 1))
+    layout = kernels.layout_of([tensor], alignment=alignment)
+    outer = poisoned(layout.numel + 600, torch.float32, backend.device)
+    low = -outer.data_ptr() // 4 % 32 + 20
+    out, found = outer[low : low + layout.numel], torch.zeros((), device=backend.device)
+    kernels.pack([tensor], layout=layout, out=out, found_inf=found)
+    assert torch.equal(out.double(), kernels.pack_reference([tensor], layout=layout))
+    kernels.unpack(out, [tensor], layout=layout, scale=2.0, found_inf=found)
+    assert torch.equal(tensor.double(), 2.0 * out[:numel].double()) and not found.item()
+    for whole, start, stop in ((memory, at, at + numel), (outer, low, low + layout.numel)):
+        assert whole[:start].isnan().all() and whole[stop:].isnan().all()
+
+
 @pytest.mark.parametrize("scale", [math.inf, math.nan, 1e39])
 def test_padding_is_zero_whatever_the_scale(backend, scale):
     tensors = [torch.ones(5, device=backend.device), torch.ones(3, device=backend.device)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from adasum import Adasum, AdasumReducer
 from collectives import FusedBuffer, Group, calls, reducers, run_threads
 from collectives.schedules.partition import split_bounds
+from collectives.schedules.topology import Topology
 from tests.adasum.test_direct import BOUNDS, NARROW, check, defined, vectors
 from tests.collectives.consistency.ranks import everywhere, run
 
@@ -78,6 +79,15 @@ def test_owners_have_the_bits_of_an_all_reduce(
     run_threads(size, job)
 
 
+@pytest.mark.parametrize("way", ["threads", "messages"])
+def test_owners_on_nodes_have_the_bits_of_an_all_reduce(way: str) -> None:
+    def job(group: Group) -> None:
+        for dtype in (torch.float32, torch.float64):
+            compare(group, dtype, Adasum, fuse=False)
+
+    run(way, 8, job, topology=Topology(8, 4))
+
+
 @everywhere
 def test_a_request_onto_owners_may_be_repeated(way: str) -> None:
     owners = [2, 0, 1, 1, 0, 2]
@@ -131,6 +141,7 @@ def test_owners_and_slices_have_horovods_definition_within_100_eps(
 
 
 # On one level, on nodes of 2 and 4 ranks in levels, by pairs of vectors, and little data by `rd`.
+@pytest.mark.parametrize("way", ["threads", "messages"])
 @pytest.mark.parametrize(
     ("size", "local"),
     [
@@ -140,11 +151,7 @@ def test_owners_and_slices_have_horovods_definition_within_100_eps(
         *(pytest.param(*n, marks=pytest.mark.slow) for n in [(5, 5), (16, 2)]),
     ],
 )
-def test_a_reduce_scatter_is_the_slice_of_the_all_reduce(
-    size: int, local: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
-
+def test_a_reduce_scatter_is_the_slice_of_the_all_reduce(way: str, size: int, local: int) -> None:
     def job(group: Group) -> None:
         generator = torch.Generator().manual_seed(group.rank)
         drawn = torch.randn(70_001, 3, generator=generator, dtype=torch.float64)
@@ -160,7 +167,7 @@ def test_a_reduce_scatter_is_the_slice_of_the_all_reduce(
                 whole = want.view(-1)[bounds[group.rank] : bounds[group.rank + 1]]
                 assert torch.equal(flat, whole)
 
-    run_threads(size, job, local_size=local)
+    run(way, size, job, topology=Topology(size, local))
 
 
 def sent_by(group: Group, call: Any) -> dict[str, int]:
@@ -187,13 +194,12 @@ def sent_by(group: Group, call: Any) -> dict[str, int]:
     ids=str,
 )
 def test_bytes_are_those_of_the_slices_and_what_owners_lack(
-    size: int, local: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    size: int, local: int, dtype: torch.dtype
 ) -> None:
     """N (n - 1) for the slices of all ranks, at most N more for the owners; not 2 N (n - 1).
 
     So it is by pairs, as float64 goes, and in levels nearly.
     """
-    monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
     numel = 64 * 1024 * size
 
     def job(group: Group) -> tuple[int, int, int]:
@@ -210,12 +216,12 @@ def test_bytes_are_those_of_the_slices_and_what_owners_lack(
         onto, whole, piece = (sum(n for n in each.values() if n > small) for each in sent)
         return onto, whole, piece
 
-    found = zip(*run_threads(size, job, local_size=local), strict=True)
+    found = zip(*run("messages", size, job, topology=Topology(size, local)), strict=True)
     onto, whole, piece = (sum(each) for each in found)
     nbytes = dtype.itemsize * numel
     slices = (size - 1) * nbytes
     assert whole == 2 * slices
-    if local == size and dtype == torch.float32:
+    if size == 3:
         # The owners have their own slices, and rank r slice r.
         assert onto == slices + nbytes - 2 * nbytes // size
         assert piece == slices
