@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ def stopped() -> Iterator[None]:
 
 
 def _ranges(path: Path) -> list[dict[str, Any]]:
-    return [each for each in json.loads(path.read_text()) if each["ph"] == "X"]
+    return [each for each in json.loads(path.read_text(encoding="utf-8")) if each["ph"] == "X"]
 
 
 def test_timeline_names_what_every_call_waited_for_and_took_by_thread(tmp_path: Path) -> None:
@@ -63,6 +64,8 @@ def test_timeline_names_what_every_call_waited_for_and_took_by_thread(tmp_path: 
     labels = {each["args"]["name"] for each in threads if each["name"] == "thread_name"}
     assert {"rank-0", "rank-1", "collectives-0", "collectives-1"} <= labels
     assert threads[0]["args"] == {"name": "rank 0"}
+    # Else viewers show rank 10 before rank 2.
+    assert (threads[1]["name"], threads[1]["args"]) == ("process_sort_index", {"sort_index": 0})
 
 
 def test_timeline_of_a_rank_that_has_joined_names_the_calls_it_takes_part_in(
@@ -175,6 +178,39 @@ def test_a_full_disk_ends_the_timeline_with_a_warning_and_no_error(
         timeline.stop()
     (said,) = caplog.messages
     assert said.startswith("the timeline /dev/full ends here: ")
+
+
+def test_names_are_written_in_their_own_letters(tmp_path: Path) -> None:
+    """Perfetto shows JSON's escapes of them as they stand. A surrogate has no other form."""
+    path = tmp_path / "timeline.json"
+    timeline.start(str(path), 0)
+    for name in ("Größe", "\udcff"):
+        with span(lambda: name):  # noqa: B023 - called at once
+            pass
+    timeline.stop()
+    assert '"Größe"' in path.read_text(encoding="utf-8")
+    assert [each["name"] for each in _ranges(path)] == ["Größe", "\udcff"]
+
+
+def _until_the_disk_is_full(path: str) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    timeline.start(path, 0)
+    for _ in range(2000):
+        with span(lambda: "range"):
+            pass
+    timeline.stop()
+
+
+def test_a_disk_that_fills_leaves_whole_events(tmp_path: Path) -> None:
+    """Without its end viewers read the array; Chrome's reads none with half an event."""
+    path = tmp_path / "timeline.json"
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=_until_the_disk_is_full, args=(str(path),))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    # What one flush writes, and not the second.
+    assert len(json.loads(path.read_text() + "]")) > 400
 
 
 def test_ranges_of_many_threads_are_all_written_once(tmp_path: Path) -> None:

@@ -198,15 +198,19 @@ class Memory:
         view[index] = (old + value) % 2**64
         return old
 
-    def atomic_max(self, address: int, value: np.signedinteger, thread: int, text: str) -> None:
-        """Raise the signed integer at an address to `value`, of its size, where it is smaller."""
+    def atomic_max(
+        self, address: int, value: np.signedinteger, thread: int, text: str
+    ) -> np.signedinteger:
+        """Raise the signed integer at an address to at least `value`; return what it was."""
         size = value.itemsize
         (region,), offsets = self._located(np.array([address], np.uint64), size, text)
         view, index = self._view(int(region), size), int(offsets[0]) // size
         if self._races:
             self._races.atomic(int(region), offsets, size, np.array([thread]), text)
         signed = view.view(value.dtype)
-        signed[index] = max(signed[index], value)
+        old: np.signedinteger = signed[index]
+        signed[index] = max(old, value)
+        return old
 
 
 # Not a set: tensors compare element by element.

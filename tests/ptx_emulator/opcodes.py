@@ -54,8 +54,12 @@ ATOMICS = {
     for name in ("atom", "red")
     for order in ("", "relaxed.", "acquire.", "release.", "acq_rel.")
 }
-# Atomics whose result nobody reads, by the type of their operands.
-MAXIMA = {f"red.global.gpu.relaxed.max.{kind}": kind for kind in ("s32", "s64")}
+# By the type of their operands. Up to 3.7 Triton takes `atom` where nobody reads the result, too.
+MAXIMA = {
+    f"{name}.global.gpu.relaxed.max.{kind}": kind
+    for name in ("atom", "red")
+    for kind in ("s32", "s64")
+}
 # Whether a thread names the lane it reads, else by which bits that differs from its own.
 SHUFFLES = {"shfl.sync.bfly.b32": False, "shfl.sync.idx.b32": True}
 REDUCTIONS = {

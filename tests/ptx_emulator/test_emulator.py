@@ -97,6 +97,12 @@ def _largest_kernel(x, out):
 
 
 @triton.jit
+def _climbing_kernel(x, out, seen):
+    program = tl.program_id(0)
+    tl.store(seen + program, tl.atomic_max(out, tl.load(x + program), sem="relaxed"))
+
+
+@triton.jit
 def _store_id_kernel(out):
     tl.store(out, tl.program_id(0))
 
@@ -337,3 +343,17 @@ def test_atomic_maximum_of_signed_integers_is_the_largest(emulator, dtype):
         out = torch.full((1,), -6, dtype=dtype)
         _largest_kernel[(count,)](values, out)
         assert out.item() == max(-6, *values[:count].tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_atomic_maximum_returns_what_was_there(emulator, dtype):
+    """In whatever order programs come: each that raises it sees what the one before has left."""
+    values = torch.tensor([-5, 7, -(2**31), 3, 2**31 - 1, 0, -1]).to(dtype)
+    out, seen = torch.full((1,), -6, dtype=dtype), torch.empty_like(values)
+    _climbing_kernel[(len(values),)](values, out, seen)
+    pairs = list(zip(values.tolist(), seen.tolist(), strict=True))
+    raised = sorted((value, before) for value, before in pairs if value > before)
+    left = [-6, *(value for value, _ in raised)]
+    assert [before for _, before in raised] == left[:-1]
+    assert out.item() == left[-1] == 2**31 - 1
+    assert all(before in left for _, before in pairs)

@@ -270,14 +270,17 @@ class Threads:
             self._registers.write(register, "u64", results, index)
 
     def _maximum(self, instruction: Instruction, kind: str, index: Array | None) -> None:
-        address, source = instruction.operands
+        *target, address, source = instruction.operands
         addresses = self._address(address, False, index)
         values = self._registers.read_each(source, kind, index)
         threads = self._thread if index is None else self._thread[index]
+        results = np.empty_like(values)
         for i in self._launch.random.permutation(len(addresses)):
-            self._launch.memory.atomic_max(
+            results[i] = self._launch.memory.atomic_max(
                 int(addresses[i]), values[i], int(threads[i]), instruction.text
             )
+        for register in target:
+            self._registers.write(register, kind, results, index)
 
     # What the threads of a warp do together
 
