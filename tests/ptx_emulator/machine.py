@@ -2,24 +2,30 @@
 
 Each thread has its own position in the program. Of a block's threads those furthest behind go
 first, so that they come together again where their paths join. Of the resident blocks that are
-furthest behind at one basic block, chosen at random, some go through it together.
+furthest behind at one basic block, chosen at random, some go through it together. Launches of
+several ranks run at once by `launch_together`, a basic block of one or another at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from tests.ptx_emulator.arithmetic import Array
+from tests.ptx_emulator.launches import Launch, Machine, Started, set_up
 from tests.ptx_emulator.memory import Traffic
 from tests.ptx_emulator.parse import Immediate, Instruction, Name, Program
-from tests.ptx_emulator.races import Clocks
-from tests.ptx_emulator.threads import WARP, Launch, Threads
+from tests.ptx_emulator.threads import WARP, Threads, listed
 
 _EXITED = np.iinfo(np.int64).max
 # Basic blocks run, for each resident block, after which a launch counts as hung.
 _MAX_STEPS = 20_000
+# Basic blocks for which ranks keep their pace.
+_SAME_PACE = 64
+# How often a block of theirs stands still that would only find what it found before.
+_PATIENCE = 0.9
 
 
 class HangError(RuntimeError):
@@ -59,57 +65,119 @@ def launch(
         RaceError: Nothing orders two accesses to one address.
         HangError: The blocks do not finish.
     """
-    if len(arguments) != len(program.parameters):
-        raise ValueError(f"{program.name} takes {len(program.parameters)} arguments")
-    random = np.random.default_rng(seed)
-    named = dict(zip(program.parameters, arguments, strict=True))
-    clocks = Clocks(grid, program.threads) if races else None
-    common = Launch(program, grid, named, shared, random, clocks, traffic, dependent)
-    order = random.permutation(grid)
+    started = Started(program, grid, arguments, shared, traffic=traffic)
+    machine, (common,) = set_up([started], seed, races, dependent)
+    order = machine.random.permutation(grid)
     with np.errstate(all="ignore"):
         for first in range(0, grid, resident):
-            _Residents(common, order[first : first + resident]).finish()
+            _run_together(machine, [_Residents(common, order[first : first + resident])], [0])
+
+
+def launch_together(ranks: Sequence[Started], *, seed: int = 0, races: bool = True) -> None:
+    """Run launches of several ranks at once, each on a GPU of its own, to their ends.
+
+    Which rank goes on is drawn anew at each basic block, so that their programs are interleaved;
+    how often each is drawn changes, so that now one and now another stands nearly still.
+
+    Args:
+        ranks: Their launches, of equally many threads a block.
+        seed: Of everything that is random.
+        races: Whether to look for data races, those between ranks among them.
+
+    Raises:
+        NotImplementedError, AccessError, RaceError, HangError: As `launch` does.
+    """
+    machine, launches = set_up(ranks, seed, races, dependent=False)
+    running = [
+        _Residents(common, machine.random.permutation(common.grid), f"rank {rank}, ")
+        for rank, common in enumerate(launches)
+    ]
+    with np.errstate(all="ignore"):
+        _run_together(machine, running, [one.delay for one in ranks])
+
+
+def _run_together(machine: Machine, running: Sequence[_Residents], delays: Sequence[int]) -> None:
+    """Run the blocks of all ranks to their ends, a rank's basic block at a time."""
+    random, late = machine.random, np.array(delays)
+    left = np.ones(len(running), bool)
+    blocks = sum(one.count for one in running)
+    last = machine.now + max(delays) + _MAX_STEPS * blocks
+    pace = np.ones(len(running))
+    while machine.now < last:
+        machine.now += 1
+        if len(running) > 1 and machine.now % _SAME_PACE == 1:
+            pace = random.exponential(size=len(running)) ** 3 + 1e-2
+        ready = np.flatnonzero(left & (late < machine.now))
+        if len(ready) == 0:
+            machine.now = int(late[left].min())
+            continue
+        chosen = ready[0]
+        if len(ready) > 1:
+            share = np.cumsum(pace[ready])
+            chosen = ready[np.searchsorted(share, random.random() * share[-1], side="right")]
+        left[chosen] = running[chosen].step()
+        if not left.any():
+            return
+    stand = "; ".join(one.where() for one in itertools.compress(running, left))
+    raise HangError(f"{running[0].name}: no end after {_MAX_STEPS * blocks} basic blocks: {stand}")
 
 
 class _Residents:
-    """The blocks that run at once."""
+    """The blocks of one launch that run at once.
 
-    def __init__(self, launch: Launch, blocks: Array) -> None:
-        self._launch, self._blocks = launch, blocks
+    rank: how messages begin that say where they stand.
+    """
+
+    def __init__(self, launch: Launch, blocks: Array, rank: str = "") -> None:
+        self._launch, self._blocks, self._rank = launch, blocks, rank
+        self.count, self.name = len(blocks), launch.program.name
+        self._basic_blocks = listed(launch.program)
         self._threads = Threads(launch, blocks)
         # Of each thread, the basic block it comes to next, and whether it waits there for the
         # others of its block.
         self._at = np.zeros((len(blocks), launch.program.threads), np.int64)
         self._waits = np.zeros(self._at.shape, bool)
 
-    def finish(self) -> None:
-        """Run them to their end."""
+    def step(self) -> bool:
+        """Take some of them through one basic block; return whether any has not ended."""
         random, clocks = self._launch.random, self._launch.clocks
-        steps = _MAX_STEPS * len(self._blocks)
-        for _ in range(steps):
-            self._pass_barriers()
-            behind = np.where(self._waits, _EXITED, self._at).min(axis=1)
-            positions = np.unique(behind[behind != _EXITED])
-            if len(positions) == 0:
-                if self._waits.any():
-                    raise self._hang("threads wait at a barrier for others that have exited")
-                return
-            position = int(positions[random.integers(len(positions))])
-            candidates = np.flatnonzero(behind == position)
-            chosen = candidates[random.random(len(candidates)) < (0.5, 1.0)[random.integers(2)]]
-            if len(chosen) == 0:
-                continue
-            active = np.zeros(self._at.shape, bool)
-            active[chosen] = (self._at[chosen] == position) & ~self._waits[chosen]
-            if clocks:
-                clocks.time += 1
-            self._run(position, np.flatnonzero(active))
-        raise self._hang(f"no end after {steps} basic blocks")
+        self._pass_barriers()
+        behind = np.where(self._waits, _EXITED, self._at).min(axis=1)
+        positions = np.unique(behind[behind != _EXITED])
+        if len(positions) == 0:
+            if self._waits.any():
+                raise self._hang("threads wait at a barrier for others that have exited")
+            return False
+        position = int(positions[random.integers(len(positions))])
+        candidates = np.flatnonzero(behind == position)
+        chosen = candidates[random.random(len(candidates)) < (0.5, 1.0)[random.integers(2)]]
+        if self._rank and random.random() < _PATIENCE:
+            chosen = np.array([x for x in chosen if not self._threads.idles(int(x))], np.int64)
+        if len(chosen) == 0:
+            return True
+        active = np.zeros(self._at.shape, bool)
+        active[chosen] = (self._at[chosen] == position) & ~self._waits[chosen]
+        if clocks:
+            clocks.time += 1
+        self._run(position, np.flatnonzero(active))
+        return True
+
+    def where(self) -> str:
+        """Return where its blocks stand that have not ended, in words."""
+        stand: dict[str, list[int]] = {}
+        for slot in np.argsort(self._blocks):
+            at = int(self._at[slot].min())
+            if at != _EXITED:
+                first = self._launch.program.basic_blocks[at]
+                text = first[0].text if first else "the end of the program"
+                stand.setdefault(text, []).append(int(self._blocks[slot]))
+        return ", ".join(
+            f"{self._rank}programs {' '.join(map(str, those))} before {text}"
+            for text, those in stand.items()
+        )
 
     def _hang(self, what: str) -> HangError:
-        first = self._launch.program.basic_blocks[int(self._at.min())]
-        text = first[0].text if first else "the end of the program"
-        return HangError(f"{self._launch.program.name}: {what}, the furthest behind before {text}")
+        return HangError(f"{self.name}: {what}: {self.where()}")
 
     def _pass_barriers(self) -> None:
         """Let the threads of each block pass a barrier that all of them have reached."""
@@ -120,7 +188,7 @@ class _Residents:
                 raise self._hang("the threads of a block wait at different barriers")
             self._waits[slot] = False
             if self._launch.clocks:
-                self._launch.clocks.barrier(int(self._blocks[slot]))
+                self._launch.clocks.barrier(self._launch.first + int(self._blocks[slot]))
 
     def _run(self, position: int, threads: Array) -> None:
         """Take `threads` through one basic block."""
@@ -128,8 +196,8 @@ class _Residents:
         everyone = len(threads) == len(at)
         index: Array | None = None if everyone else threads
         at[threads] = position + 1
-        for listed in self._launch.basic_blocks[position]:
-            instruction, taken = listed[0], threads
+        for found in self._basic_blocks[position]:
+            instruction, taken = found[0], threads
             opcode = instruction.opcode
             if instruction.guard is not None:
                 taken = threads[self._threads.holds(*instruction.guard, index)]
@@ -150,7 +218,7 @@ class _Residents:
                 waits[taken] = True
             elif len(taken):
                 whole = everyone and len(taken) == len(threads)
-                self._threads.execute(listed, None if whole else taken)
+                self._threads.execute(found, None if whole else taken)
 
     def _label(self, instruction: Instruction) -> int:
         (target,) = instruction.operands
