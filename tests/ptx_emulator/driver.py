@@ -50,6 +50,7 @@ class Emulator:
         races: Whether to look for data races.
         traffic: Whether to count memory traffic.
         launches: The launches so far.
+        rank: Whose the next launch is, of those that run together.
     """
 
     resident: int
@@ -57,6 +58,7 @@ class Emulator:
     races: bool
     traffic: bool
     launches: list[Launched] = field(default_factory=list)
+    rank: int = 0
     _turn: threading.Lock = field(default_factory=threading.Lock)
     _together: list[Started] | None = None
     _delays: Sequence[int] = ()
@@ -64,10 +66,10 @@ class Emulator:
 
     @contextmanager
     def together(self, delays: Sequence[int] = ()) -> Iterator[None]:
-        """Run the launches made inside at once, at the end: the first is rank 0's.
+        """Run the launches made inside at once, at the end, those of each `rank` in order.
 
         Args:
-            delays: Nanoseconds after which each begins, of which a basic block takes one.
+            delays: Nanoseconds after which each rank begins, of which a basic block takes one.
         """
         self._together, self._delays = [], delays
         try:
@@ -75,7 +77,7 @@ class Emulator:
             self.seed += 1
             launch_together(self._together, seed=self.seed, races=self.races)
         finally:
-            self._together, self._delays = None, ()
+            self._together, self._delays, self.rank = None, (), 0
             self._held.clear()
 
     def run(
@@ -93,9 +95,10 @@ class Emulator:
         with self._turn:
             traffic = Traffic() if self.traffic else None
             if self._together is not None:
-                delay = self._delays[len(self._together)] if self._delays else 0
+                first = all(one.rank != self.rank for one in self._together)
+                delay = self._delays[self.rank] if self._delays and first else 0
                 self._together.append(
-                    Started(program, grid, arguments, metadata.shared, delay, traffic)
+                    Started(program, grid, arguments, metadata.shared, self.rank, delay, traffic)
                 )
                 self._held.append(held)
                 self.launches.append(Launched(program.name, grid, traffic))

@@ -13,14 +13,15 @@ from tests.ptx_emulator.races import Clocks
 
 
 class Started(NamedTuple):
-    """One of the launches that run together: a rank's.
+    """One of the launches that run together.
 
     Attributes:
         program: The kernel.
         grid: How many blocks, all of which are resident.
         arguments: One for each parameter, pointers as addresses.
         shared: Bytes of shared memory of each block.
-        delay: Nanoseconds after which it begins.
+        rank: Whose it is. A rank's launches follow each other, as on a stream.
+        delay: Nanoseconds after which it may begin.
         traffic: Filled, where given.
     """
 
@@ -28,6 +29,7 @@ class Started(NamedTuple):
     grid: int
     arguments: Sequence[int]
     shared: int
+    rank: int = 0
     delay: int = 0
     traffic: Traffic | None = None
 
@@ -61,6 +63,8 @@ class Launch:
         self.dependent, self.first, self.traffic = dependent, first, started.traffic
         self.machine, self.random, self.clocks = machine, machine.random, machine.clocks
         self.memory = machine.memory
+        self.rank, self.delay = started.rank, started.delay
+        self.blocks = np.arange(first, first + started.grid)
 
 
 def set_up(
@@ -79,7 +83,8 @@ def set_up(
     if len(widths) != 1:
         raise ValueError(f"ranks have blocks of as many threads each, not of {sorted(widths)}")
     grids = [one.grid for one in started]
-    clocks = Clocks(grids, widths.pop()) if races else None
+    ranks = [one.rank for one in started]
+    clocks = Clocks(grids, widths.pop(), ranks) if races else None
     machine = Machine(np.random.default_rng(seed), clocks)
     first = np.cumsum(grids) - grids
     return machine, [

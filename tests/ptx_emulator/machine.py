@@ -8,7 +8,6 @@ several ranks run at once by `launch_together`, a basic block of one or another 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,7 +24,7 @@ _MAX_STEPS = 20_000
 # Basic blocks for which ranks keep their pace.
 _SAME_PACE = 64
 # How often a block of theirs stands still that would only find what it found before.
-_PATIENCE = 0.9
+_PATIENCE = 0.97
 
 
 class HangError(RuntimeError):
@@ -70,56 +69,84 @@ def launch(
     order = machine.random.permutation(grid)
     with np.errstate(all="ignore"):
         for first in range(0, grid, resident):
-            _run_together(machine, [_Residents(common, order[first : first + resident])], [0])
+            _run_together(machine, [_Residents(common, order[first : first + resident])])
 
 
-def launch_together(ranks: Sequence[Started], *, seed: int = 0, races: bool = True) -> None:
+def launch_together(started: Sequence[Started], *, seed: int = 0, races: bool = True) -> None:
     """Run launches of several ranks at once, each on a GPU of its own, to their ends.
 
     Which rank goes on is drawn anew at each basic block, so that their programs are interleaved;
     how often each is drawn changes, so that now one and now another stands nearly still.
 
     Args:
-        ranks: Their launches, of equally many threads a block.
+        started: Their launches, of equally many threads a block; those of a rank in order.
         seed: Of everything that is random.
         races: Whether to look for data races, those between ranks among them.
 
     Raises:
         NotImplementedError, AccessError, RaceError, HangError: As `launch` does.
     """
-    machine, launches = set_up(ranks, seed, races, dependent=False)
-    running = [
-        _Residents(common, machine.random.permutation(common.grid), f"rank {rank}, ")
-        for rank, common in enumerate(launches)
-    ]
+    machine, launches = set_up(started, seed, races, dependent=False)
+    streams: dict[int, list[Launch]] = {}
+    for one in launches:
+        streams.setdefault(one.rank, []).append(one)
     with np.errstate(all="ignore"):
-        _run_together(machine, running, [one.delay for one in ranks])
+        _run_together(machine, [_Stream(some) for some in streams.values()])
 
 
-def _run_together(machine: Machine, running: Sequence[_Residents], delays: Sequence[int]) -> None:
+def _run_together(machine: Machine, running: Sequence[_Residents | _Stream]) -> None:
     """Run the blocks of all ranks to their ends, a rank's basic block at a time."""
-    random, late = machine.random, np.array(delays)
-    left = np.ones(len(running), bool)
-    blocks = sum(one.count for one in running)
-    last = machine.now + max(delays) + _MAX_STEPS * blocks
-    pace = np.ones(len(running))
+    random = machine.random
+    left = list(running)
+    steps = _MAX_STEPS * sum(one.count for one in running)
+    last = machine.now + steps + sum(one.delay for one in running)
+    pace = np.ones(len(left))
     while machine.now < last:
         machine.now += 1
-        if len(running) > 1 and machine.now % _SAME_PACE == 1:
-            pace = random.exponential(size=len(running)) ** 3 + 1e-2
-        ready = np.flatnonzero(left & (late < machine.now))
-        if len(ready) == 0:
-            machine.now = int(late[left].min())
-            continue
-        chosen = ready[0]
-        if len(ready) > 1:
-            share = np.cumsum(pace[ready])
-            chosen = ready[np.searchsorted(share, random.random() * share[-1], side="right")]
-        left[chosen] = running[chosen].step()
-        if not left.any():
-            return
-    stand = "; ".join(one.where() for one in itertools.compress(running, left))
-    raise HangError(f"{running[0].name}: no end after {_MAX_STEPS * blocks} basic blocks: {stand}")
+        if len(left) > 1 and machine.now % _SAME_PACE == 1:
+            pace = random.exponential(size=len(left)) ** 3 + 1e-2
+        chosen = 0
+        if len(left) > 1:
+            share = np.cumsum(pace[: len(left)])
+            chosen = int(np.searchsorted(share, random.random() * share[-1], side="right"))
+        if not left[chosen].step():
+            left.pop(chosen)
+            if not left:
+                return
+    stand = "; ".join(one.where() for one in left)
+    raise HangError(f"{running[0].name}: no end after {steps} basic blocks: {stand}")
+
+
+class _Stream:
+    """The launches of one rank, of which each begins when the one before has ended."""
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        self._launches, self.name = list(launches), launches[0].program.name
+        self._machine, self._clocks = launches[0].machine, launches[0].clocks
+        self.count = sum(one.grid for one in launches)
+        self.delay = sum(one.delay for one in launches)
+        self._begin()
+
+    def _begin(self) -> None:
+        launch = self._launches[0]
+        order = self._machine.random.permutation(launch.grid)
+        self._running = _Residents(launch, order, f"rank {launch.rank}, ")
+        self._from = self._machine.now + launch.delay
+
+    def step(self) -> bool:
+        """Take the launch that runs one step on; return whether any has not ended."""
+        if self._machine.now < self._from or self._running.step():
+            return True
+        ended = self._launches.pop(0)
+        if self._launches:
+            if self._clocks:
+                self._clocks.follow(ended.blocks, self._launches[0].blocks)
+            self._begin()
+        return len(self._launches) > 0
+
+    def where(self) -> str:
+        """Return where the launch stands that runs, in words."""
+        return self._running.where()
 
 
 class _Residents:
@@ -130,7 +157,7 @@ class _Residents:
 
     def __init__(self, launch: Launch, blocks: Array, rank: str = "") -> None:
         self._launch, self._blocks, self._rank = launch, blocks, rank
-        self.count, self.name = len(blocks), launch.program.name
+        self.count, self.delay, self.name = len(blocks), 0, launch.program.name
         self._basic_blocks = listed(launch.program)
         self._threads = Threads(launch, blocks)
         # Of each thread, the basic block it comes to next, and whether it waits there for the

@@ -16,6 +16,7 @@ Source: C. Flanagan, S. N. Freund: FastTrack (PLDI 2009), with barriers in place
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -50,21 +51,23 @@ class Knowledge(NamedTuple):
 
 
 class Clocks:
-    """The vector clocks of ranks whose launches run together.
+    """The vector clocks of launches that run together.
 
-    Blocks and threads are numbered through, from rank to rank.
+    Blocks and threads are numbered through, from launch to launch.
 
     Args:
-        grids: How many blocks each rank has.
+        grids: How many blocks each launch has.
         width: Threads of a block.
+        ranks: Whose each launch is.
     """
 
-    def __init__(self, grids: Sequence[int], width: int) -> None:
+    def __init__(self, grids: Sequence[int], width: int, ranks: Sequence[int]) -> None:
         self.width = width
         self.time = 0
         blocks = sum(grids)
-        self.ranks = np.repeat(np.arange(len(grids)), grids)
-        self.first = np.cumsum(grids) - grids
+        self.ranks = np.repeat(ranks, grids)
+        self._first = np.repeat(np.cumsum(grids) - grids, grids)
+        self._alone = len(grids) == 1
         self.phase = np.zeros(blocks, np.int64)
         nothing = np.zeros(blocks, np.int64)
         self._of_block = [Knowledge(nothing, {}) for _ in range(blocks)]
@@ -79,15 +82,25 @@ class Clocks:
 
     def name(self, thread: int) -> str:
         """Return what messages call a thread."""
-        rank = int(self.ranks[thread // self.width])
-        own = f"thread {thread - int(self.first[rank]) * self.width}"
-        return own if len(self.first) == 1 else f"{own} of rank {rank}"
+        block = thread // self.width
+        own = f"thread {thread - int(self._first[block]) * self.width}"
+        return own if self._alone else f"{own} of rank {self.ranks[block]}"
 
     def barrier(self, block: int) -> None:
         """Let a block pass a barrier, at which its threads share what each has learnt."""
         self.phase[block] += 1
         for thread in [t for t in self._of_thread if t // self.width == block]:
             self._of_block[block] = self._of_block[block].join(self._of_thread.pop(thread))
+
+    def follow(self, ended: Array, begun: Array) -> None:
+        """Let the blocks of a launch begin when those before it on its stream have ended."""
+        for block in ended:
+            self.barrier(int(block))
+        known = reduce(Knowledge.join, [self._of_block[block] for block in ended])
+        blocks = known.blocks.copy()
+        blocks[ended] = self.phase[ended]
+        for block in begun:
+            self._of_block[block] = Knowledge(blocks, known.threads)
 
     def _knows(self, thread: int) -> Knowledge:
         return self._of_thread.get(thread, self._of_block[thread // self.width])

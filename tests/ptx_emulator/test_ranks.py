@@ -58,6 +58,7 @@ def hand_over(
     read = [torch.full((2 * BLOCK,), torch.nan) for _ in range(2)]
     with emulator.together(delays):
         for rank in range(ranks):
+            emulator.rank = rank
             _hand_over_kernel[(2,)](
                 held[rank], held[1 - rank], flags[rank], flags[1 - rank], read[rank],
                 RELEASE=release, ACQUIRE=acquire, SCOPE=scope, WAIT=wait, BLOCK=BLOCK,
@@ -115,6 +116,7 @@ def test_atomics_of_all_ranks_update_one_number(operation, dtype):
         counter, seen = torch.zeros(1, dtype=dtype), torch.full((3,), -1, dtype=dtype)
         with emulated(seed=seed) as emulator, emulator.together():
             for rank in range(3):
+                emulator.rank = rank
                 _update_kernel[(1,)](counter, seen[rank:], rank + 1, OPERATION=operation)
         final, before = counter.item(), seen.tolist()
         if operation == "add":
@@ -154,10 +156,11 @@ def test_atomic_for_one_gpu_is_none_beside_another_ranks():
             emulator.together(),
         ):
             _add_kernel[(1,)](counter, SCOPE=first)
+            emulator.rank = 1
             _add_kernel[(1,)](counter, SCOPE=second)
     for ranks, scope in ((2, "sys"), (1, "gpu")):
         with emulated() as emulator, emulator.together():
-            for _ in range(ranks):
+            for emulator.rank in range(ranks):
                 _add_kernel[(2,)](counter.zero_(), SCOPE=scope)
         assert counter.item() == 2 * ranks
 
@@ -183,5 +186,27 @@ def test_timer_ends_a_wait_that_nobody_else_does():
         out = torch.full((1,), -1, dtype=torch.int64)
         with emulated(seed=delay) as emulator, emulator.together((0, delay)):
             _bounded_wait_kernel[(1,)](flag.zero_(), clock, out, 3_000)
+            emulator.rank = 1
             _update_kernel[(1,)](flag, torch.zeros(1, dtype=torch.int64), 1, OPERATION="add")
         assert out.item() == expected
+
+
+def test_launches_of_one_rank_follow_each_other_and_those_of_others_do_not():
+    x = torch.zeros(BLOCK)
+    with emulated() as emulator:
+        with emulator.together():
+            for _ in range(3):
+                _increment_kernel[(1,)](x, BLOCK=BLOCK, num_warps=2)
+        assert (x == 3).all()
+        with (  # noqa: PT012 - the launches run when the inner context ends
+            pytest.raises(RaceError, match=r"of rank 0 has|of rank 1 has"),
+            emulator.together(),
+        ):
+            for emulator.rank in range(2):
+                _increment_kernel[(1,)](x, BLOCK=BLOCK, num_warps=2)
+
+
+@triton.jit
+def _increment_kernel(x, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(x + i) + 1)

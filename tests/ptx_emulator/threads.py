@@ -104,7 +104,7 @@ class Threads:
         lane, block = np.tile(np.arange(width), count), np.repeat(blocks, width)
         self._thread = (launch.first + block) * width + lane
         self._warp = self._thread // WARP
-        # Of blocks that load with an order the addresses, the values and how often they have.
+        # Of blocks that read what they may wait for: the addresses, the values and how often.
         self._polled: dict[int, tuple[Any, Any, int]] = {}
         self._waited = np.full(width * count, not launch.dependent)
         self._shared = SharedMemory(launch.shared_size, count, launch.clocks)
@@ -132,21 +132,20 @@ class Threads:
         instruction, method, entry = listed
         if ".global" in instruction.opcode:
             self.require_wait(instruction, index)
-            if self._polled:
-                self._go_on(entry, index)
+            if self._polled and not (isinstance(entry, Atomic) or entry.order != "weak"):
+                self._go_on(index)
         try:
             method(self, instruction, entry, index)
         except NotImplementedError as error:
             raise NotImplementedError(f"{instruction.text}: {error}") from error
 
-    def _go_on(self, entry: Any, index: Array | None) -> None:
+    def _go_on(self, index: Array | None) -> None:
         """Forget what blocks wait for that access something else."""
-        if not isinstance(entry, Access) or entry.order == "weak":
-            for slot in np.unique(self._slot[slice(None) if index is None else index]):
-                self._polled.pop(int(slot), None)
+        for slot in np.unique(self._slot[slice(None) if index is None else index]):
+            self._polled.pop(int(slot), None)
 
     def _poll(self, addresses: Array, values: Array, index: Array | None) -> None:
-        """Remember what blocks load that may be waiting for it to change."""
+        """Remember what blocks read that may be waiting for it to change."""
         slots = self._slot[slice(None) if index is None else index]
         for slot in np.unique(slots):
             mine = slots == slot
@@ -285,6 +284,11 @@ class Threads:
                 clocks.release(thread, here, system)
         for register in target:
             self._registers.write(register, atomic.kind, results, index)
+        bits = results.view(f"u{results.itemsize}")
+        if np.array_equal(self._launch.memory.peek(addresses, results.itemsize), bits):
+            self._poll(addresses, bits, index)
+        else:
+            self._go_on(index)
 
     # What the threads of a warp do together
 
