@@ -69,14 +69,14 @@ def launch(
     order = machine.random.permutation(grid)
     with np.errstate(all="ignore"):
         for first in range(0, grid, resident):
-            _run_together(machine, [_Residents(common, order[first : first + resident])])
+            _Residents([common], [order[first : first + resident]]).finish()
 
 
 def launch_together(started: Sequence[Started], *, seed: int = 0, races: bool = True) -> None:
     """Run launches of several ranks at once, each on a GPU of its own, to their ends.
 
-    Which rank goes on is drawn anew at each basic block, so that their programs are interleaved;
-    how often each is drawn changes, so that now one and now another stands nearly still.
+    Which go on is drawn anew at each basic block, so that their programs are interleaved; how often
+    each rank's do changes, so that now one and now another stands nearly still.
 
     Args:
         started: Their launches, of equally many threads a block; those of a rank in order.
@@ -87,135 +87,194 @@ def launch_together(started: Sequence[Started], *, seed: int = 0, races: bool = 
         NotImplementedError, AccessError, RaceError, HangError: As `launch` does.
     """
     machine, launches = set_up(started, seed, races, dependent=False)
-    streams: dict[int, list[Launch]] = {}
-    for one in launches:
-        streams.setdefault(one.rank, []).append(one)
     with np.errstate(all="ignore"):
-        _run_together(machine, [_Stream(some) for some in streams.values()])
+        _Streams(machine, launches).finish()
 
 
-def _run_together(machine: Machine, running: Sequence[_Residents | _Stream]) -> None:
-    """Run the blocks of all ranks to their ends, a rank's basic block at a time."""
-    random = machine.random
-    left = list(running)
-    steps = _MAX_STEPS * sum(one.count for one in running)
-    last = machine.now + steps + sum(one.delay for one in running)
-    pace = np.ones(len(left))
-    while machine.now < last:
-        machine.now += 1
-        if len(left) > 1 and machine.now % _SAME_PACE == 1:
-            pace = random.exponential(size=len(left)) ** 3 + 1e-2
-        chosen = 0
-        if len(left) > 1:
-            share = np.cumsum(pace[: len(left)])
-            chosen = int(np.searchsorted(share, random.random() * share[-1], side="right"))
-        if not left[chosen].step():
-            left.pop(chosen)
-            if not left:
-                return
-    stand = "; ".join(one.where() for one in left)
-    raise HangError(f"{running[0].name}: no end after {steps} basic blocks: {stand}")
+class _Streams:
+    """The launches of all ranks, of which each begins when its rank's one before has ended.
 
+    Blocks of one program run together, whichever launch they are of, unless traffic is counted.
+    """
 
-class _Stream:
-    """The launches of one rank, of which each begins when the one before has ended."""
+    def __init__(self, machine: Machine, launches: Sequence[Launch]) -> None:
+        self._machine, self._launches = machine, launches
+        pools: dict[object, list[Launch]] = {}
+        self._coming: dict[int, list[Launch]] = {}
+        for one in launches:
+            pools.setdefault(id(one.program if one.traffic is None else one), []).append(one)
+            self._coming.setdefault(one.rank, []).append(one)
+        self._pools = [
+            _Residents(some, [machine.random.permutation(one.grid) for one in some], asleep=True)
+            for some in pools.values()
+        ]
+        self._pool = {id(one): pool for pool in self._pools for one in pool.launches}
+        # When the first of each rank's launches begins that has not.
+        self._begins = {rank: coming[0].delay for rank, coming in self._coming.items()}
 
-    def __init__(self, launches: Sequence[Launch]) -> None:
-        self._launches, self.name = list(launches), launches[0].program.name
-        self._machine, self._clocks = launches[0].machine, launches[0].clocks
-        self.count = sum(one.grid for one in launches)
-        self.delay = sum(one.delay for one in launches)
-        self._begin()
+    def finish(self) -> None:
+        """Run all to their ends."""
+        random, machine = self._machine.random, self._machine
+        ranks = 1 + max(one.rank for one in self._launches)
+        steps = _MAX_STEPS * sum(one.grid for one in self._launches)
+        last = steps + sum(one.delay for one in self._launches)
+        pace = np.ones(ranks)
+        while machine.now < last:
+            machine.now += 1
+            if machine.now % _SAME_PACE == 1:
+                pace = np.array([1.0, 0.3, 0.02])[random.integers(3, size=ranks)]
+            for rank in [k for k, at in self._begins.items() if at < machine.now]:
+                del self._begins[rank]
+                self._pool[id(self._coming[rank][0])].wake(self._coming[rank][0])
+            awake = [pool for pool in self._pools if pool.awake]
+            if not awake:
+                if not self._begins:
+                    return
+                continue
+            pool = awake[random.integers(len(awake))]
+            for ended in pool.step(pace):
+                self._end(ended)
+        stand = "; ".join(filter(None, (pool.where() for pool in self._pools)))
+        raise HangError(f"{self._pools[0].name}: no end after {steps} basic blocks: {stand}")
 
-    def _begin(self) -> None:
-        launch = self._launches[0]
-        order = self._machine.random.permutation(launch.grid)
-        self._running = _Residents(launch, order, f"rank {launch.rank}, ")
-        self._from = self._machine.now + launch.delay
-
-    def step(self) -> bool:
-        """Take the launch that runs one step on; return whether any has not ended."""
-        if self._machine.now < self._from or self._running.step():
-            return True
-        ended = self._launches.pop(0)
-        if self._launches:
-            if self._clocks:
-                self._clocks.follow(ended.blocks, self._launches[0].blocks)
-            self._begin()
-        return len(self._launches) > 0
-
-    def where(self) -> str:
-        """Return where the launch stands that runs, in words."""
-        return self._running.where()
+    def _end(self, ended: Launch) -> None:
+        """Let the next of a rank's launches begin."""
+        coming = self._coming[ended.rank]
+        coming.pop(0)
+        if coming:
+            if self._machine.clocks:
+                self._machine.clocks.follow(ended.blocks, coming[0].blocks)
+            self._begins[ended.rank] = self._machine.now + coming[0].delay
 
 
 class _Residents:
-    """The blocks of one launch that run at once.
+    """The blocks of launches of one program that run at once.
 
-    rank: how messages begin that say where they stand.
+    Args:
+        launches: The launches.
+        blocks: Of each the blocks, by their numbers in it.
+        asleep: Whether each launch begins when it is woken.
     """
 
-    def __init__(self, launch: Launch, blocks: Array, rank: str = "") -> None:
-        self._launch, self._blocks, self._rank = launch, blocks, rank
-        self.count, self.delay, self.name = len(blocks), 0, launch.program.name
-        self._basic_blocks = listed(launch.program)
-        self._threads = Threads(launch, blocks)
+    def __init__(
+        self, launches: Sequence[Launch], blocks: Sequence[Array], asleep: bool = False
+    ) -> None:
+        self.launches, self._launch = launches, launches[0]
+        self.name = self._launch.program.name
+        self._basic_blocks = listed(self._launch.program)
+        self._threads = Threads(launches, blocks)
+        self._owner = np.repeat(np.arange(len(launches)), [len(some) for some in blocks])
+        self._rank = np.array([one.rank for one in launches])[self._owner]
+        self._blocks = np.concatenate(blocks)
         # Of each thread, the basic block it comes to next, and whether it waits there for the
         # others of its block.
-        self._at = np.zeros((len(blocks), launch.program.threads), np.int64)
+        self._at = np.zeros((len(self._owner), self._launch.program.threads), np.int64)
         self._waits = np.zeros(self._at.shape, bool)
+        self._asleep, self._patient = np.full(len(self._owner), asleep), asleep
+        # Of each block, where those of its threads are that are furthest behind.
+        self._behind = np.full(len(self._owner), _EXITED if asleep else 0)
+        self._left = np.ones(len(launches), bool)
 
-    def step(self) -> bool:
-        """Take some of them through one basic block; return whether any has not ended."""
-        random, clocks = self._launch.random, self._launch.clocks
-        self._pass_barriers()
-        behind = np.where(self._waits, _EXITED, self._at).min(axis=1)
-        positions = np.unique(behind[behind != _EXITED])
-        if len(positions) == 0:
+    @property
+    def awake(self) -> bool:
+        """Whether any block runs."""
+        return not self._asleep.all()
+
+    def wake(self, launch: Launch) -> None:
+        """Let a launch begin."""
+        mine = self._owner == self.launches.index(launch)
+        self._asleep[mine], self._behind[mine] = False, 0
+
+    def finish(self) -> None:
+        """Run them to their end."""
+        steps = _MAX_STEPS * len(self._owner)
+        for _ in range(steps):
+            self._launch.machine.now += 1
+            if self.step():
+                return
+        raise self._hang(f"no end after {steps} basic blocks")
+
+    def step(self, pace: Array | None = None) -> list[Launch]:
+        """Take some of them through one basic block; return the launches that have ended by it.
+
+        pace: how often each rank's blocks go on, at most 1.
+        """
+        going = np.flatnonzero(self._behind != _EXITED)
+        if len(going) == 0:
             if self._waits.any():
                 raise self._hang("threads wait at a barrier for others that have exited")
-            return False
-        position = int(positions[random.integers(len(positions))])
-        candidates = np.flatnonzero(behind == position)
-        chosen = candidates[random.random(len(candidates)) < (0.5, 1.0)[random.integers(2)]]
-        if self._rank and random.random() < _PATIENCE:
-            chosen = np.array([x for x in chosen if not self._threads.idles(int(x))], np.int64)
+            return self._ended()
+        chosen = self._choose(going, pace)
         if len(chosen) == 0:
-            return True
+            return []
+        position = self._behind[chosen[0]]
         active = np.zeros(self._at.shape, bool)
         active[chosen] = (self._at[chosen] == position) & ~self._waits[chosen]
-        if clocks:
-            clocks.time += 1
-        self._run(position, np.flatnonzero(active))
-        return True
+        if self._launch.clocks:
+            self._launch.clocks.time += 1
+        self._run(int(position), np.flatnonzero(active))
+        self._pass_barriers(chosen)
+        self._behind[chosen] = np.where(self._waits[chosen], _EXITED, self._at[chosen]).min(axis=1)
+        return self._ended() if (self._at[chosen, 0] == _EXITED).any() else []
+
+    def _choose(self, going: Array, pace: Array | None) -> Array:
+        """Return some of the blocks that are `going`, all furthest behind at one basic block."""
+        random = self._launch.random
+        if pace is None:
+            positions = np.unique(self._behind[going])
+            position = positions[random.integers(len(positions))]
+        else:
+            paces = np.cumsum(pace[self._rank[going]])
+            drawn = going[np.searchsorted(paces, random.random() * paces[-1], side="right")]
+            position = self._behind[drawn]
+        chosen: Array = going[self._behind[going] == position]
+        some = chosen[random.random(len(chosen)) < (0.5, 1.0)[random.integers(2)]]
+        if pace is None:
+            return some
+        some = some[random.random(len(some)) < pace[self._rank[some]]]
+        if len(some) == 0:
+            some = np.array([drawn])
+        if random.random() < _PATIENCE:
+            some = np.array([x for x in some if not self._threads.idles(int(x))], np.int64)
+        return some
+
+    def _ended(self) -> list[Launch]:
+        """Return the launches that have ended since this was asked."""
+        running = (self._at != _EXITED).any(axis=1) | self._asleep
+        some = np.bincount(self._owner[running], minlength=len(self.launches)) > 0
+        ended = np.flatnonzero(self._left & ~some)
+        self._left[ended] = False
+        self._asleep[np.isin(self._owner, ended)] = True
+        return [self.launches[k] for k in ended]
 
     def where(self) -> str:
         """Return where its blocks stand that have not ended, in words."""
         stand: dict[str, list[int]] = {}
-        for slot in np.argsort(self._blocks):
+        for slot in np.lexsort((self._blocks, self._rank)):
             at = int(self._at[slot].min())
-            if at != _EXITED:
+            if at != _EXITED and not self._asleep[slot]:
                 first = self._launch.program.basic_blocks[at]
                 text = first[0].text if first else "the end of the program"
-                stand.setdefault(text, []).append(int(self._blocks[slot]))
+                rank = f"rank {self._rank[slot]}, " if self._patient else ""
+                stand.setdefault(f"{rank}programs {{}} before {text}", []).append(
+                    int(self._blocks[slot])
+                )
         return ", ".join(
-            f"{self._rank}programs {' '.join(map(str, those))} before {text}"
-            for text, those in stand.items()
+            text.replace("{}", " ".join(map(str, those)), 1) for text, those in stand.items()
         )
 
     def _hang(self, what: str) -> HangError:
         return HangError(f"{self.name}: {what}: {self.where()}")
 
-    def _pass_barriers(self) -> None:
+    def _pass_barriers(self, blocks: Array) -> None:
         """Let the threads of each block pass a barrier that all of them have reached."""
-        if not self._waits.any():
-            return
-        for slot in np.flatnonzero(self._waits.all(axis=1)):
+        for slot in blocks[self._waits[blocks].all(axis=1)]:
             if (self._at[slot] != self._at[slot][0]).any():
                 raise self._hang("the threads of a block wait at different barriers")
             self._waits[slot] = False
             if self._launch.clocks:
-                self._launch.clocks.barrier(self._launch.first + int(self._blocks[slot]))
+                first = self.launches[self._owner[slot]].first
+                self._launch.clocks.barrier(first + int(self._blocks[slot]))
 
     def _run(self, position: int, threads: Array) -> None:
         """Take `threads` through one basic block."""

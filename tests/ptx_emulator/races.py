@@ -15,6 +15,7 @@ Source: C. Flanagan, S. N. Freund: FastTrack (PLDI 2009), with barriers in place
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
@@ -71,7 +72,8 @@ class Clocks:
         self.phase = np.zeros(blocks, np.int64)
         nothing = np.zeros(blocks, np.int64)
         self._of_block = [Knowledge(nothing, {}) for _ in range(blocks)]
-        self._of_thread: dict[int, Knowledge] = {}
+        # By block and thread.
+        self._of_thread: defaultdict[int, dict[int, Knowledge]] = defaultdict(dict)
         # By address and rank; what was released to all ranks also under None.
         self._at: dict[tuple[int, int | None], Knowledge] = {}
 
@@ -89,8 +91,8 @@ class Clocks:
     def barrier(self, block: int) -> None:
         """Let a block pass a barrier, at which its threads share what each has learnt."""
         self.phase[block] += 1
-        for thread in [t for t in self._of_thread if t // self.width == block]:
-            self._of_block[block] = self._of_block[block].join(self._of_thread.pop(thread))
+        for learnt in self._of_thread.pop(block, {}).values():
+            self._of_block[block] = self._of_block[block].join(learnt)
 
     def follow(self, ended: Array, begun: Array) -> None:
         """Let the blocks of a launch begin when those before it on its stream have ended."""
@@ -103,7 +105,8 @@ class Clocks:
             self._of_block[block] = Knowledge(blocks, known.threads)
 
     def _knows(self, thread: int) -> Knowledge:
-        return self._of_thread.get(thread, self._of_block[thread // self.width])
+        block = thread // self.width
+        return self._of_thread.get(block, {}).get(thread, self._of_block[block])
 
     def release(self, thread: int, address: int, system: bool) -> None:
         """Publish with the value at `address` what the thread knows and has done.
@@ -129,7 +132,7 @@ class Clocks:
         for key in [(address, rank), (address, None)][: 1 + system]:
             held = self._at.get(key)
             if held is not None:
-                self._of_thread[thread] = self._knows(thread).join(held)
+                self._of_thread[thread // self.width][thread] = self._knows(thread).join(held)
 
     def ordered(self, before: Array, phase: Array, time: Array, now: Array) -> Array:
         """Return whether earlier accesses come before what the threads `now` do.

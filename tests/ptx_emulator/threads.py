@@ -6,7 +6,7 @@ opcodes.py; one that is in none of them raises NotImplementedError with its text
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, reduce
 from typing import Any
 
@@ -96,13 +96,26 @@ class Threads:
     Everywhere, `index` says which of them execute an instruction, None all of them.
     """
 
-    def __init__(self, launch: Launch, blocks: Array) -> None:
+    def __init__(self, launches: Sequence[Launch], blocks: Sequence[Array]) -> None:
+        """Set up those of some blocks of each launch, all of one program."""
+        launch = launches[0]
         program = launch.program
-        width, count = program.threads, len(blocks)
+        width, counts = program.threads, [len(some) for some in blocks]
+        count = sum(counts)
         self._launch = launch
         self._slot = np.repeat(np.arange(count), width)
-        lane, block = np.tile(np.arange(width), count), np.repeat(blocks, width)
-        self._thread = (launch.first + block) * width + lane
+
+        def each(values: Sequence[int] | Array) -> Array:
+            """Return for each thread what its launch has."""
+            return np.repeat(np.array(values), np.array(counts) * width)
+
+        lane, block = np.tile(np.arange(width), count), np.repeat(np.concatenate(blocks), width)
+        self._thread = (each([one.first for one in launches]) + block) * width + lane
+        self._arguments: dict[str, int | Array] = {}
+        for name in program.parameters:
+            values = [one.arguments[name] % 2**64 for one in launches]
+            same = len(set(values)) == 1
+            self._arguments[name] = values[0] if same else each(np.array(values, np.uint64))
         self._warp = self._thread // WARP
         # Of blocks that read what they may wait for: the addresses, the values and how often.
         self._polled: dict[int, tuple[Any, Any, int]] = {}
@@ -111,7 +124,7 @@ class Threads:
         special = {
             "%tid.x": lane,
             "%ctaid.x": block,
-            "%nctaid.x": np.full(width * count, launch.grid),
+            "%nctaid.x": each([one.grid for one in launches]),
             "global_smem": np.zeros(width * count, np.int64),
             # Threads look at different times, so that none may take another's for its own.
             "%globaltimer": lambda: launch.machine.now + lane % 7,
@@ -221,7 +234,13 @@ class Threads:
     def _load_parameter(self, instruction: Instruction, kind: str, index: Array | None) -> None:
         target, address = instruction.operands
         assert isinstance(address, Address) and isinstance(address.base, Name)
-        value = from_bits(kind, self._launch.arguments[address.base.text])
+        held = self._arguments[address.base.text]
+        if isinstance(held, int):
+            value = from_bits(kind, held)
+        else:
+            dtype = np.dtype(numpy_type(kind))
+            chosen = held[slice(None) if index is None else index]
+            value = chosen.astype(f"u{dtype.itemsize}").view(dtype)
         self._registers.write_extended(target, kind, value, index)
 
     def _load(self, instruction: Instruction, access: Access, index: Array | None) -> None:

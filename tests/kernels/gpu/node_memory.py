@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.gpu.node_kernels import Node, pad_bytes
+from kernels.gpu.node_kernels import ONE_SHOT_BYTES, Node, pad_bytes
 from tests.kernels.cases import random
 
 # Bytes of a buffer before and behind the vector, which nothing may touch.
@@ -35,9 +35,12 @@ class Ranks:
         self.vectors = [random(numel, dtype, "cpu", 100 * seed + rank) for rank in range(size)]
         self.results = [torch.full_like(x, torch.nan) for x in self.vectors]
         self._buffers = [_aligned(numel * dtype.itemsize + 2 * GUARD) for _ in range(size)]
-        self.pads = [_aligned(pad_bytes(size)) for _ in range(size)]
+        # Of a pad only the places of programs that have a tile: the emulator follows every byte.
+        counters = pad_bytes(size) - 2 * ONE_SHOT_BYTES
+        tiles = -(-numel * dtype.itemsize // 2048)
+        self.pads = [_aligned(counters + 2 * 4096 * min(tiles, 64)) for _ in range(size)]
         for pad in self.pads:
-            pad[: 64 * size * 8] = 0
+            pad[:counters] = 0
         places = [[one.data_ptr() for one in some] for some in (self._buffers, self.pads)]
         self.nodes = [Node(rank, *places, torch.device("cpu"), timeout) for rank in range(size)]
 

@@ -29,24 +29,29 @@ def _few_spins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_kernels, "_SPINS", 16)
 
 
-def run(emulator: Emulator, ranks: Ranks, kinds: str, scale: float = 1.0, **options: Any) -> None:
+def put(
+    emulator: Emulator, ranks: Ranks, kinds: str, scale: float, first: int = 0, absent: Any = ()
+) -> None:
     """Launch on every rank: "fill" its buffer, sum in the buffers by "two" shots, "read" it to the
-    results, sum to the results by "one" shot."""
-    absent = options.pop("absent", ())
-    with emulator.together(**options):
-        for emulator.rank in range(ranks.size):
-            node = ranks.nodes[emulator.rank]
-            for kind in kinds.split() if emulator.rank not in absent else ():
-                x, held = ranks.vectors[emulator.rank], ranks.held(emulator.rank)
-                out = ranks.results[emulator.rank]
-                if kind == "fill":
-                    kernels.sum_n([x], out=held)
-                elif kind == "read":
-                    kernels.sum_n([held], out=out)
-                elif kind == "two":
-                    node.bind_two_shot(ranks.numel, ranks.dtype, GUARD)(scale)
-                else:
-                    node.bind_one_shot(x, out)(scale)
+    results, sum to the results by "one" shot. first: the emulator's number of rank 0."""
+    for rank in range(ranks.size):
+        emulator.rank, node, x = first + rank, ranks.nodes[rank], ranks.vectors[rank]
+        held, out = ranks.held(rank), ranks.results[rank]
+        for kind in kinds.split() if rank not in absent else ():
+            if kind == "fill":
+                kernels.sum_n([x], out=held)
+            elif kind == "read":
+                kernels.sum_n([held], out=out)
+            elif kind == "two":
+                node.bind_two_shot(ranks.numel, ranks.dtype, GUARD)(scale)
+            else:
+                node.bind_one_shot(x, out)(scale)
+
+
+def run(emulator: Emulator, ranks: Ranks, kinds: str, scale: float = 1.0, absent: Any = ()) -> None:
+    """Launch, and run all of it together."""
+    with emulator.together():
+        put(emulator, ranks, kinds, scale, absent=absent)
 
 
 def expect_sum(ranks: Ranks, kinds: str, scale: float) -> None:
@@ -97,29 +102,37 @@ def test_program_with_several_tiles_and_vectors_off_their_alignment(dtype, monke
         expect_sum(short, "one", 1.0)
 
 
-def rounds(emulator: Emulator, size: int, count: int) -> None:
-    """Run `count` interleavings of several launches a rank, ranks late among them."""
-    for seed in range(count):
-        ranks = Ranks(size, 5 + 4 * size * (seed % 3), torch.float32, seed=seed)
-        delays = [150 * (seed % 4 == rank % 4) * (seed % 3) for rank in range(size)]
-        kinds = (
-            "one one one", "fill two read fill two", "one fill two one", "fill two one one"
-        )[seed % 4]  # fmt: skip
-        run(emulator, ranks, kinds, delays=delays)
-        expect_sum(ranks, kinds, 1.0)
+def interleave(emulator: Emulator, size: int, count: int, nodes: int) -> None:
+    """Run `count` interleavings of several launches a rank, ranks late among them.
+
+    nodes: how many run at once, which share nothing but the emulator's steps.
+    """
+    kinds = ("one one one", "fill two read fill two", "one fill two one", "fill two one one")
+    for done in range(0, count, nodes):
+        numel, wanted = 5 + 4 * size * (done % 3), kinds[done // nodes % 4]
+        some = [
+            Ranks(size, numel, torch.float32, seed)
+            for seed in range(done, min(done + nodes, count))
+        ]
+        late = [(seed + rank) % 4 == 0 for seed in range(len(some)) for rank in range(size)]
+        with emulator.together([150 * one for one in late]):
+            for k, ranks in enumerate(some):
+                put(emulator, ranks, wanted, 1.0, k * size)
+        for ranks in some:
+            expect_sum(ranks, wanted, 1.0)
 
 
-@pytest.mark.parametrize(("size", "count"), [(2, 12), (4, 2)])
+@pytest.mark.parametrize(("size", "count"), [(2, 40), (4, 8), (8, 2)])
 def test_launches_in_any_interleaving_give_the_sum(size, count):
     with emulated() as emulator:
-        rounds(emulator, size, count)
+        interleave(emulator, size, count, 60 // size)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_many_interleavings(size):
-    with emulated(seed=1000 * size) as emulator:
-        rounds(emulator, size, LONG)
+def test_launches_in_many_interleavings_give_the_sum(size):
+    with emulated(seed=1_000_000 * size) as emulator:
+        interleave(emulator, size, LONG, 60 // size)
 
 
 @pytest.mark.parametrize("absent", [1, pytest.param(2, marks=pytest.mark.slow)])
