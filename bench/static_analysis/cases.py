@@ -119,7 +119,7 @@ KERNELS |= {
         partial(launcher.block_of, most=node_kernels.TWO_SHOT_TILE_BYTES),
         _NODE,
         {},
-        node_kernels.TWO_SHOT_OPTIONS,
+        node_kernels.OPTIONS,
     ),
     "one_shot": Kernel(
         node_kernels._one_shot_kernel.function,

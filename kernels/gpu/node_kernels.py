@@ -15,7 +15,7 @@ end: the bits of `sum_n`, and the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import torch
@@ -44,9 +44,8 @@ ONE_SHOT_BYTES = MAX_PROGRAMS * _TILE_BYTES
 TWO_SHOT_TILE_BYTES = 8192
 MAX_RANKS = 32
 # All programs of a launch must be resident: those of other ranks wait for them.
-OPTIONS = {"launch_cooperative_grid": True}
-# So few programs need not be small, and ptxas would spill to make them so.
-TWO_SHOT_OPTIONS = {**OPTIONS, "maxnreg": 128}
+# So few need not be small, and ptxas would spill to make them so.
+OPTIONS = {"launch_cooperative_grid": True, "maxnreg": 128}
 _PHASES = {1: "came", 2: "wrote its part of the result"}
 # Looks at the peers' counters between two at the clock: about a third of a millisecond.
 _SPINS = 256
@@ -252,7 +251,7 @@ class Node:
             *self._shared(),
             offset // dtype.itemsize + start,
             length,
-            **self._constants(dtype, block, warps, TWO_SHOT_OPTIONS),
+            **self._constants(dtype, block, warps),
         )
         return lambda scale: launch(launcher.float_bits(scale))
 
@@ -282,16 +281,14 @@ class Node:
             *self._shared(),
             x.numel(),
             ALIGNED=(x.data_ptr() | out.data_ptr()) % 16 == 0,
-            **self._constants(x.dtype, block, 4, OPTIONS),
+            **self._constants(x.dtype, block, 4),
         )
         return lambda scale: launch(launcher.float_bits(scale))
 
     def _shared(self) -> tuple[Tensor | int, ...]:
         return self._pads, self._state, self._limit, self.rank, self.size
 
-    def _constants(
-        self, dtype: torch.dtype, block: int, warps: int, options: Mapping[str, int]
-    ) -> dict[str, Hashable]:
+    def _constants(self, dtype: torch.dtype, block: int, warps: int) -> dict[str, Hashable]:
         return {
             "DTYPE": dtype,
             "WIDE": compute_dtype(dtype),
@@ -299,7 +296,7 @@ class Node:
             "SPINS": _SPINS,
             "BLOCK": block,
             "num_warps": warps,
-            **options,
+            **OPTIONS,
         }
 
 
