@@ -15,6 +15,7 @@ from kernels.gpu import (
     double_double_kernels,
     gram_kernels,
     launcher,
+    node_kernels,
     one_launch_kernel,
     projection_kernels,
     sum_kernels,
@@ -108,6 +109,24 @@ KERNELS = {
         {"ALIGNED": False, "SIZE": 8},
         {},
         stores=False,
+    ),
+}
+# Of eight ranks.
+_NODE = {"SIZE": 8, "SPINS": node_kernels._SPINS}
+KERNELS |= {
+    "two_shot": Kernel(
+        node_kernels._two_shot_kernel.function,
+        partial(launcher.block_of, most=node_kernels.TWO_SHOT_TILE_BYTES),
+        _NODE,
+        {},
+        node_kernels.OPTIONS,
+    ),
+    "one_shot": Kernel(
+        node_kernels._one_shot_kernel.function,
+        partial(launcher.block_of, most=node_kernels._TILE_BYTES),
+        {**_NODE, **_ELEMENTWISE},
+        {"misaligned": {"ALIGNED": False}},
+        node_kernels.OPTIONS,
     ),
 }
 # By the number of tensors: each depth has its code, without pairs and with pairs among the leaves.

@@ -15,7 +15,7 @@ from kernels.gpu.tiles import convert, float_of, load_tile, part_of, report, sto
 
 
 @jit
-def _in_order(
+def in_order(
     addresses,
     offset,
     count,
@@ -58,7 +58,7 @@ def _total(
 ):
     """Sum of the tensors' tiles that start `offset` bytes into each, each sum of two in SUM."""
     if LEVELS is None:
-        x = _in_order(addresses, offset, count, tensor_count, DTYPE, SUM, ROUNDED, VECTORS, BLOCK)
+        x = in_order(addresses, offset, count, tensor_count, DTYPE, SUM, ROUNDED, VECTORS, BLOCK)
     else:
         extra = tensor_count - (1 << LEVELS)
         x = branch(addresses, offset, count, 0, extra, DTYPE, SUM, LEVELS, PAIRS, VECTORS, BLOCK)

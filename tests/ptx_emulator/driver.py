@@ -18,7 +18,8 @@ from unittest import mock
 from torch import Tensor
 
 from kernels.gpu import launcher
-from tests.ptx_emulator.machine import launch
+from tests.ptx_emulator.launches import Started
+from tests.ptx_emulator.machine import launch, launch_together
 from tests.ptx_emulator.memory import Traffic, freeze_tensors
 from tests.ptx_emulator.parse import Program, parse
 
@@ -49,6 +50,7 @@ class Emulator:
         races: Whether to look for data races.
         traffic: Whether to count memory traffic.
         launches: The launches so far.
+        rank: Whose the next launch is, of those that run together.
     """
 
     resident: int
@@ -56,12 +58,51 @@ class Emulator:
     races: bool
     traffic: bool
     launches: list[Launched] = field(default_factory=list)
+    rank: int = 0
     _turn: threading.Lock = field(default_factory=threading.Lock)
+    _together: list[Started] | None = None
+    _delays: Sequence[int] = ()
+    _held: list[Sequence[Any]] = field(default_factory=list)
 
-    def run(self, program: Program, grid: int, arguments: Sequence[int], metadata: Any) -> None:
-        """Run one launch; those of several threads take turns."""
+    @contextmanager
+    def together(self, delays: Sequence[int] = ()) -> Iterator[None]:
+        """Run the launches made inside at once, at the end, those of each `rank` in order.
+
+        Args:
+            delays: Nanoseconds after which each rank begins, of which a basic block takes one.
+        """
+        self._together, self._delays = [], delays
+        try:
+            yield
+            self.seed += 1
+            launch_together(self._together, seed=self.seed, races=self.races)
+        finally:
+            self._together, self._delays, self.rank = None, (), 0
+            self._held.clear()
+
+    def run(
+        self,
+        program: Program,
+        grid: int,
+        arguments: Sequence[int],
+        metadata: Any,
+        held: Sequence[Any],
+    ) -> None:
+        """Run one launch; those of several threads take turns.
+
+        held: What the arguments are addresses of, kept until it has run.
+        """
         with self._turn:
             traffic = Traffic() if self.traffic else None
+            if self._together is not None:
+                first = all(one.rank != self.rank for one in self._together)
+                delay = self._delays[self.rank] if self._delays and first else 0
+                self._together.append(
+                    Started(program, grid, arguments, metadata.shared, self.rank, delay, traffic)
+                )
+                self._held.append(held)
+                self.launches.append(Launched(program.name, grid, traffic))
+                return
             self.seed += 1
             launch(
                 program,
@@ -157,7 +198,7 @@ def emulated(
             # Pointers to two kinds of scratch memory that these kernels do not use.
             passed += [0] * (len(program.parameters) - len(passed))
             assert _current is not None
-            _current.run(program, x, passed, metadata)
+            _current.run(program, x, passed, metadata, rest)
 
         self._run, self.function = run, None
 

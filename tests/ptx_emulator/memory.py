@@ -7,7 +7,7 @@ import ctypes
 import gc
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, compress, repeat
 from typing import Any
@@ -147,7 +147,7 @@ class Memory:
         count: int,
         threads: Array,
         text: str,
-        racing: bool = True,
+        strong: str | None = None,
     ) -> list[Array]:
         """Load `count` elements of `width` bytes at each address, as an array each.
 
@@ -157,7 +157,7 @@ class Memory:
             count: Elements at each address.
             threads: The threads that load.
             text: The instruction, for error messages.
-            racing: False for a load that is itself what orders others.
+            strong: The scope, "gpu" or "sys", of a load that may itself be what orders others.
         """
         region, offsets = self._located(addresses, width * count, text)
         results = [np.empty(len(addresses), f"u{width}") for _ in range(count)]
@@ -165,9 +165,20 @@ class Memory:
             view, index = self._view(one, width), offsets[here] // width
             for k, result in enumerate(results):
                 result[here] = view[index + k]
-            if self._races and racing:
-                self._races.read(one, offsets[here], width * count, threads[here], text)
+            if self._races:
+                access = one, offsets[here], width * count, threads[here]
+                if strong is None:
+                    self._races.read(*access, text)
+                else:
+                    self._races.strong_read(*access, strong == "sys", text)
         return results
+
+    def peek(self, addresses: Array, width: int) -> Array:
+        """Return what is at addresses that have been loaded from."""
+        region, offsets = self._located(addresses, width, "")
+        pairs = zip(region, offsets, strict=True)
+        found = [self._view(int(one), width)[offset // width] for one, offset in pairs]
+        return np.array(found, f"u{width}")
 
     def store(self, addresses: Array, values: list[Array], threads: Array, text: str) -> None:
         """Store the elements of `values` at each address."""
@@ -188,28 +199,26 @@ class Memory:
                     one, offsets[here], width * len(values), threads[here], changed, text
                 )
 
-    def atomic_add(self, address: int, value: int, thread: int, text: str) -> int:
-        """Add to the 8 bytes at an address, modulo 2**64, and return what they were."""
-        (region,), offsets = self._located(np.array([address], np.uint64), 8, text)
-        view, index = self._view(int(region), 8), int(offsets[0]) // 8
-        if self._races:
-            self._races.atomic(int(region), offsets, 8, np.array([thread]), text)
-        old = int(view[index])
-        view[index] = (old + value) % 2**64
-        return old
+    def atomic(
+        self,
+        address: int,
+        update: Callable[[Any], Any],
+        kind: Any,
+        thread: int,
+        text: str,
+        system: bool = False,
+    ) -> Any:
+        """Have `update` replace the value of numpy type `kind` at an address; return what it was.
 
-    def atomic_max(
-        self, address: int, value: np.signedinteger, thread: int, text: str
-    ) -> np.signedinteger:
-        """Raise the signed integer at an address to at least `value`; return what it was."""
-        size = value.itemsize
+        system: Whether it is atomic for all ranks, else for those of its thread's GPU.
+        """
+        size = np.dtype(kind).itemsize
         (region,), offsets = self._located(np.array([address], np.uint64), size, text)
-        view, index = self._view(int(region), size), int(offsets[0]) // size
+        view, index = self._view(int(region), size).view(kind), int(offsets[0]) // size
         if self._races:
-            self._races.atomic(int(region), offsets, size, np.array([thread]), text)
-        signed = view.view(value.dtype)
-        old: np.signedinteger = signed[index]
-        signed[index] = max(old, value)
+            self._races.atomic(int(region), offsets, size, np.array([thread]), text, system)
+        old = view[index]
+        view[index] = update(old)
         return old
 
 

@@ -5,7 +5,8 @@ Each table maps an opcode to what the method in threads.py that executes it need
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from tests.ptx_emulator.arithmetic import OPERATIONS
 
@@ -17,13 +18,31 @@ class Access(NamedTuple):
         shared: Whether of shared memory, else of global memory.
         count: How many registers it moves for each thread.
         kind: PTX type of each.
-        acquires: Whether the load acquires what was released at its address.
+        order: How it is ordered: "weak", as most are, or "relaxed" or "acquire", of atomics.
+        scope: Of one that is not weak: the GPU, or the system, so all ranks.
     """
 
     shared: bool
     count: int
     kind: str
-    acquires: bool = False
+    order: str = "weak"
+    scope: str = "gpu"
+
+
+class Atomic(NamedTuple):
+    """An atomic operation on global memory.
+
+    Attributes:
+        operation: What becomes of the value there: a key of `UPDATES`.
+        kind: PTX type of its operands.
+        order: "relaxed", "acquire", "release" or "acq_rel".
+        scope: The GPU, or the system, so all ranks.
+    """
+
+    operation: str
+    kind: str
+    order: str
+    scope: str
 
 
 _MOVED = ("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64", "f32", "f64")
@@ -41,7 +60,10 @@ def _accesses(name: str, *spaces: str) -> dict[str, Access]:
 
 PARAMETER_LOADS = {f"ld.param.{kind}": kind for kind in ("b32", "b64", "u32", "u64", "f32", "f64")}
 LOADS = _accesses("ld", "global", "global.cg", "shared", "shared::cta") | {
-    f"ld.global.gpu.acquire.{kind}": Access(False, 1, kind, True) for kind in ("b32", "b64")
+    f"ld.global.{scope}.{order}.{kind}": Access(False, 1, kind, order, scope)
+    for scope in ("gpu", "sys")
+    for order in ("relaxed", "acquire")
+    for kind in ("b32", "b64")
 }
 STORES = _accesses("st", "global", "shared", "shared::cta")
 # Policies for the caches change no value; the policy comes last among the operands.
@@ -49,17 +71,27 @@ _HINT = "global.L1::evict_first.L2::cache_hint"
 LOADS |= _accesses("ld", _HINT)
 STORES |= _accesses("st", _HINT)
 POLICIES = {"createpolicy.fractional.L2::evict_first.b64": "b64"}
+# From the value that is there and the operands to the one that then is.
+UPDATES: dict[str, Callable[..., Any]] = {
+    "add": lambda old, value: old + value,
+    "max": max,
+    "exch": lambda old, value: value,
+    "cas": lambda old, expected, value: value if old == expected else old,
+}
+_ORDERS = ("relaxed", "acquire", "release", "acq_rel")
+# Where nobody reads the result, it is a "red". The compiler writes the scope behind a cas's order.
 ATOMICS = {
-    f"{name}.global.gpu.{order}add.u64": order.rstrip(".")
-    for name in ("atom", "red")
-    for order in ("", "relaxed.", "acquire.", "release.", "acq_rel.")
-}
-# By the type of their operands. Up to 3.7 Triton takes `atom` where nobody reads the result, too.
-MAXIMA = {
-    f"{name}.global.gpu.relaxed.max.{kind}": kind
-    for name in ("atom", "red")
-    for kind in ("s32", "s64")
-}
+    f"{name}.global.{first}.{second}.{operation}.{kind}": Atomic(operation, kind, order, scope)
+    for scope in ("gpu", "sys")
+    for order in _ORDERS
+    for operation, kinds in (("add", "u32 u64"), ("max", "s32 s64"), ("exch", "b32 b64"),
+                             ("cas", "b32 b64"))
+    for kind in kinds.split()
+    for name in (("atom", "red") if operation in ("add", "max") else ("atom",))
+    for first, second in [(order, scope) if operation == "cas" else (scope, order)]
+} | {
+    f"{name}.global.gpu.add.u64": Atomic("add", "u64", "relaxed", "gpu") for name in ("atom", "red")
+}  # fmt: skip
 # Whether a thread names the lane it reads, else by which bits that differs from its own.
 SHUFFLES = {"shfl.sync.bfly.b32": False, "shfl.sync.idx.b32": True}
 REDUCTIONS = {

@@ -7,11 +7,17 @@ block's can be missed when two others have loaded since, but none is reported th
 the threads of one block two are enough. A store of the value that is there already races with no
 store or load: several threads may set one flag.
 
+Of launches that run together each is a rank, on a GPU of its own. What a thread releases with the
+scope of its GPU no other rank acquires, and there an atomic of that scope is none.
+
 Source: C. Flanagan, S. N. Freund: FastTrack (PLDI 2009), with barriers in place of locks.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -46,39 +52,87 @@ class Knowledge(NamedTuple):
 
 
 class Clocks:
-    """The vector clocks of one launch of `blocks` blocks of `width` threads."""
+    """The vector clocks of launches that run together.
 
-    def __init__(self, blocks: int, width: int) -> None:
+    Blocks and threads are numbered through, from launch to launch.
+
+    Args:
+        grids: How many blocks each launch has.
+        width: Threads of a block.
+        ranks: Whose each launch is.
+    """
+
+    def __init__(self, grids: Sequence[int], width: int, ranks: Sequence[int]) -> None:
         self.width = width
         self.time = 0
+        blocks = sum(grids)
+        self.ranks = np.repeat(ranks, grids)
+        self._first = np.repeat(np.cumsum(grids) - grids, grids)
+        self._alone = len(grids) == 1
         self.phase = np.zeros(blocks, np.int64)
         nothing = np.zeros(blocks, np.int64)
         self._of_block = [Knowledge(nothing, {}) for _ in range(blocks)]
-        self._of_thread: dict[int, Knowledge] = {}
-        self._at: dict[int, Knowledge] = {}
+        # By block and thread.
+        self._of_thread: defaultdict[int, dict[int, Knowledge]] = defaultdict(dict)
+        # By address and rank; what was released to all ranks also under None.
+        self._at: dict[tuple[int, int | None], Knowledge] = {}
+
+    def rank(self, threads: Array) -> Array:
+        """Return the ranks of threads."""
+        ranks: Array = self.ranks[threads // self.width]
+        return ranks
+
+    def name(self, thread: int) -> str:
+        """Return what messages call a thread."""
+        block = thread // self.width
+        own = f"thread {thread - int(self._first[block]) * self.width}"
+        return own if self._alone else f"{own} of rank {self.ranks[block]}"
 
     def barrier(self, block: int) -> None:
         """Let a block pass a barrier, at which its threads share what each has learnt."""
         self.phase[block] += 1
-        for thread in [t for t in self._of_thread if t // self.width == block]:
-            self._of_block[block] = self._of_block[block].join(self._of_thread.pop(thread))
+        for learnt in self._of_thread.pop(block, {}).values():
+            self._of_block[block] = self._of_block[block].join(learnt)
+
+    def follow(self, ended: Array, begun: Array) -> None:
+        """Let the blocks of a launch begin when those before it on its stream have ended."""
+        for block in ended:
+            self.barrier(int(block))
+        known = reduce(Knowledge.join, [self._of_block[block] for block in ended])
+        blocks = known.blocks.copy()
+        blocks[ended] = self.phase[ended]
+        for block in begun:
+            self._of_block[block] = Knowledge(blocks, known.threads)
 
     def _knows(self, thread: int) -> Knowledge:
-        return self._of_thread.get(thread, self._of_block[thread // self.width])
+        block = thread // self.width
+        return self._of_thread.get(block, {}).get(thread, self._of_block[block])
 
-    def release(self, thread: int, address: int) -> None:
-        """Publish with the value at `address` what the thread knows and has done."""
+    def release(self, thread: int, address: int, system: bool) -> None:
+        """Publish with the value at `address` what the thread knows and has done.
+
+        system: To all ranks, else to those of its GPU.
+        """
         block = thread // self.width
         known = self._knows(thread)
         blocks = known.blocks.copy()
         blocks[block] = self.phase[block]
         released = Knowledge(blocks, {**known.threads, thread: self.time})
-        self._at[address] = self._at[address].join(released) if address in self._at else released
+        rank = int(self.ranks[block])
+        for key in [(address, rank), (address, None)][: 1 + system]:
+            held = self._at.get(key)
+            self._at[key] = released if held is None else held.join(released)
 
-    def acquire(self, thread: int, address: int) -> None:
-        """Let the thread learn what was released with the value at `address`."""
-        if address in self._at:
-            self._of_thread[thread] = self._knows(thread).join(self._at[address])
+    def acquire(self, thread: int, address: int, system: bool) -> None:
+        """Let the thread learn what was released with the value at `address`.
+
+        system: By any rank, else by threads of its GPU.
+        """
+        rank = int(self.ranks[thread // self.width])
+        for key in [(address, rank), (address, None)][: 1 + system]:
+            held = self._at.get(key)
+            if held is not None:
+                self._of_thread[thread // self.width][thread] = self._knows(thread).join(held)
 
     def ordered(self, before: Array, phase: Array, time: Array, now: Array) -> Array:
         """Return whether earlier accesses come before what the threads `now` do.
@@ -134,7 +188,8 @@ class _Region:
         self.stored, self.loaded = _Shadow(size), _Shadow(size)
         # Of the thread that loaded before the last one that did.
         self.loaded_earlier: _Shadow | None = None
-        self.atomics: _Shadow | None = None
+        # Of the scope of a GPU, and of the system.
+        self.atomics: list[_Shadow | None] = [None, None]
 
     def load(self, grains: Array, threads: Array, phases: Array, time: int) -> None:
         """Record loads."""
@@ -151,10 +206,10 @@ class _Region:
             self.loaded_earlier = self.loaded_earlier or _Shadow(self._size)
             self.loaded_earlier.set(grains[beside], threads[beside], phases[beside], time)
 
-    def atomic(self, grains: Array, threads: Array, phases: Array, time: int) -> None:
+    def atomic(self, grains: Array, threads: Array, phases: Array, time: int, system: bool) -> None:
         """Record atomics."""
-        self.atomics = self.atomics or _Shadow(self._size)
-        self.atomics.set(grains, threads, phases, time)
+        shadow = self.atomics[system] = self.atomics[system] or _Shadow(self._size)
+        shadow.set(grains, threads, phases, time)
 
 
 class Races:
@@ -201,8 +256,9 @@ class Races:
         if len(bad):
             bad = bad[np.broadcast_to(counts, grains.shape)[bad]]
         if len(bad):
+            now, earlier = who[bad[0]], shadow.thread[grains[bad[0]]]
             raise RaceError(
-                f"{does} by thread {who[bad[0]]} where thread {shadow.thread[grains[bad[0]]]} has "
+                f"{does} by {self._clocks.name(now)} where {self._clocks.name(earlier)} has "
                 f"{done}, and nothing orders the two ({len(bad)} such grains)"
             )
 
@@ -211,7 +267,8 @@ class Races:
         grains, who = self._grains(offsets, size, threads)
         last = self._of(region)
         self._check(last.stored, grains, who, text, "stored")
-        self._check(last.atomics, grains, who, text, "updated atomically")
+        for shadow in last.atomics:
+            self._check(shadow, grains, who, text, "updated atomically")
         last.load(grains, who, self._phases(who), self._clocks.time)
 
     def write(
@@ -224,14 +281,38 @@ class Races:
         self._check(last.stored, grains, who, text, "stored", differs)
         self._check(last.loaded, grains, who, text, "loaded", differs)
         self._check(last.loaded_earlier, grains, who, text, "loaded", differs)
-        self._check(last.atomics, grains, who, text, "updated atomically")
+        for shadow in last.atomics:
+            self._check(shadow, grains, who, text, "updated atomically")
         last.stored.set(grains, who, self._phases(who), self._clocks.time)
 
-    def atomic(self, region: int, offsets: Array, size: int, threads: Array, text: str) -> None:
-        """Record an atomic, which races with loads and stores but with no other atomic."""
+    def strong_read(
+        self, region: int, offsets: Array, size: int, threads: Array, system: bool, text: str
+    ) -> None:
+        """Check loads that may themselves order others: they race with no atomic of all ranks."""
         grains, who = self._grains(offsets, size, threads)
         last = self._of(region)
         self._check(last.stored, grains, who, text, "stored")
+        self._check_atomics(last, grains, who, text, system)
+
+    def _check_atomics(
+        self, last: _Region, grains: Array, who: Array, text: str, system: bool
+    ) -> None:
+        """Raise RaceError where an atomic of another rank is none to this one."""
+        for scope, shadow in zip((False, True), last.atomics, strict=True):
+            if shadow is not None and not (scope and system):
+                others = self._clocks.rank(np.maximum(shadow.thread[grains], 0))
+                differs = others != self._clocks.rank(who)
+                done = "updated atomically, in the scope of a GPU"
+                self._check(shadow, grains, who, text, done, differs)
+
+    def atomic(
+        self, region: int, offsets: Array, size: int, threads: Array, text: str, system: bool
+    ) -> None:
+        """Record an atomic, which races with loads and stores but with no other atomic."""
+        grains, who = self._grains(offsets, size, threads)
+        last = self._of(region)
+        self._check_atomics(last, grains, who, text, system)
+        self._check(last.stored, grains, who, text, "stored")
         self._check(last.loaded, grains, who, text, "loaded")
         self._check(last.loaded_earlier, grains, who, text, "loaded")
-        last.atomic(grains, who, self._phases(who), self._clocks.time)
+        last.atomic(grains, who, self._phases(who), self._clocks.time, system)

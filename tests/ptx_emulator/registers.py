@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import numpy as np
@@ -30,7 +30,7 @@ class Registers:
         self,
         sizes: Mapping[str, int],
         count: int,
-        special: Mapping[str, Array],
+        special: Mapping[str, Array | Callable[[], Array]],
         random: np.random.Generator,
     ) -> None:
         """Fill the registers with garbage, as those that nothing was written to.
@@ -38,7 +38,8 @@ class Registers:
         Args:
             sizes: How many registers each bank has.
             count: How many threads there are.
-            special: Values of the special registers and symbols, by name, for each thread.
+            special: Values of the special registers and symbols, by name, for each thread; of
+                those that change a function that returns them.
             random: Where the garbage comes from.
         """
         self.count = count
@@ -74,7 +75,8 @@ class Registers:
         if isinstance(operand, Immediate):
             return from_bits(kind, operand.bits)
         if isinstance(operand, Name) and operand.text in self._special:
-            values = self._special[operand.text].astype(numpy_type(kind))
+            held = self._special[operand.text]
+            values = (held() if callable(held) else held).astype(numpy_type(kind))
             return values if index is None else values[index]
         raise NotImplementedError(f"{operand} has no value")
 

@@ -167,7 +167,7 @@ mov.b128 %rd1, %rd2
 ld.global.nc.b32 %r1, [%rd1]
 ld.volatile.global.b32 %r1, [%rd1]
 ld.global.L1::evict_last.b32 %r1, [%rd1]
-ld.global.sys.acquire.b32 %r1, [%rd1]
+ld.global.cta.acquire.b32 %r1, [%rd1]
 ld.global.s8 %r1, [%rd1]
 ld.local.b32 %r1, [%rd1]
 st.global.wt.b32 [%rd1], %r1

@@ -6,27 +6,29 @@ opcodes.py; one that is in none of them raises NotImplementedError with its text
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, reduce
 from typing import Any
 
 import numpy as np
 
 from tests.ptx_emulator.arithmetic import OPERATIONS, Array, Operation, from_bits, numpy_type
-from tests.ptx_emulator.memory import AccessError, GlobalMemory, SharedMemory, Traffic
+from tests.ptx_emulator.launches import Launch
+from tests.ptx_emulator.memory import AccessError, GlobalMemory, SharedMemory
 from tests.ptx_emulator.opcodes import (
     ATOMICS,
     CONTROL,
     LOADS,
     MATRICES,
-    MAXIMA,
     PARAMETER_LOADS,
     POLICIES,
     REDUCTIONS,
     SHUFFLES,
     STORES,
+    UPDATES,
     WAITS,
     Access,
+    Atomic,
 )
 from tests.ptx_emulator.parse import (
     Address,
@@ -38,7 +40,6 @@ from tests.ptx_emulator.parse import (
     Register,
     Vector,
 )
-from tests.ptx_emulator.races import Clocks
 from tests.ptx_emulator.registers import Registers
 
 WARP = 32
@@ -49,34 +50,6 @@ def _transposed(matrices: Array) -> Array:
     elements = np.ascontiguousarray(matrices).view(np.uint16).reshape(*matrices.shape[:-1], 8, 8)
     turned = np.ascontiguousarray(elements.swapaxes(-1, -2))
     return turned.reshape(*matrices.shape[:-1], 2 * WARP).view(np.uint32)
-
-
-class Launch:
-    """What all threads of a launch share.
-
-    Attributes:
-        traffic: Filled while they run, where given.
-        clocks: Where given, races are looked for.
-        dependent: Whether the launch ahead on the stream may not have ended.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        grid: int,
-        arguments: dict[str, int],
-        shared: int,
-        random: np.random.Generator,
-        clocks: Clocks | None,
-        traffic: Traffic | None,
-        dependent: bool,
-    ) -> None:
-        self.dependent = dependent
-        self.program, self.grid, self.arguments = program, grid, arguments
-        self.shared_size, self.random = shared, random
-        self.clocks, self.traffic = clocks, traffic
-        self.basic_blocks = listed(program)
-        self.memory = GlobalMemory(clocks)
 
 
 Method = Callable[["Threads", Instruction, Any, "Array | None"], None]
@@ -123,21 +96,38 @@ class Threads:
     Everywhere, `index` says which of them execute an instruction, None all of them.
     """
 
-    def __init__(self, launch: Launch, blocks: Array) -> None:
+    def __init__(self, launches: Sequence[Launch], blocks: Sequence[Array]) -> None:
+        """Set up those of some blocks of each launch, all of one program."""
+        launch = launches[0]
         program = launch.program
-        width, count = program.threads, len(blocks)
+        width, counts = program.threads, [len(some) for some in blocks]
+        count = sum(counts)
         self._launch = launch
         self._slot = np.repeat(np.arange(count), width)
-        lane, block = np.tile(np.arange(width), count), np.repeat(blocks, width)
-        self._thread = block * width + lane
+
+        def each(values: Sequence[int] | Array) -> Array:
+            """Return for each thread what its launch has."""
+            return np.repeat(np.array(values), np.array(counts) * width)
+
+        lane, block = np.tile(np.arange(width), count), np.repeat(np.concatenate(blocks), width)
+        self._thread = (each([one.first for one in launches]) + block) * width + lane
+        self._arguments: dict[str, int | Array] = {}
+        for name in program.parameters:
+            values = [one.arguments[name] % 2**64 for one in launches]
+            same = len(set(values)) == 1
+            self._arguments[name] = values[0] if same else each(np.array(values, np.uint64))
         self._warp = self._thread // WARP
+        # Of blocks that read what they may wait for: the addresses, the values and how often.
+        self._polled: dict[int, tuple[Any, Any, int]] = {}
         self._waited = np.full(width * count, not launch.dependent)
         self._shared = SharedMemory(launch.shared_size, count, launch.clocks)
         special = {
             "%tid.x": lane,
             "%ctaid.x": block,
-            "%nctaid.x": np.full(width * count, launch.grid),
+            "%nctaid.x": each([one.grid for one in launches]),
             "global_smem": np.zeros(width * count, np.int64),
+            # Threads look at different times, so that none may take another's for its own.
+            "%globaltimer": lambda: launch.machine.now + lane % 7,
         }
         self._registers = Registers(program.registers, width * count, special, launch.random)
 
@@ -155,10 +145,34 @@ class Threads:
         instruction, method, entry = listed
         if ".global" in instruction.opcode:
             self.require_wait(instruction, index)
+            if self._polled and not (isinstance(entry, Atomic) or entry.order != "weak"):
+                self._go_on(index)
         try:
             method(self, instruction, entry, index)
         except NotImplementedError as error:
             raise NotImplementedError(f"{instruction.text}: {error}") from error
+
+    def _go_on(self, index: Array | None) -> None:
+        """Forget what blocks wait for that access something else."""
+        for slot in np.unique(self._slot[slice(None) if index is None else index]):
+            self._polled.pop(int(slot), None)
+
+    def _poll(self, addresses: Array, values: Array, index: Array | None) -> None:
+        """Remember what blocks read that may be waiting for it to change."""
+        slots = self._slot[slice(None) if index is None else index]
+        for slot in np.unique(slots):
+            mine = slots == slot
+            held, before, times = self._polled.get(int(slot), (addresses[:0], values[:0], 0))
+            same = np.array_equal(held, addresses[mine]) and np.array_equal(before, values[mine])
+            self._polled[int(slot)] = addresses[mine], values[mine], times + 1 if same else 0
+
+    def idles(self, slot: int) -> bool:
+        """Return whether a block only loads, again and again, what has not changed."""
+        addresses, values, times = self._polled.get(slot, (None, None, 0))
+        if times < 2:
+            return False
+        width = values.dtype.itemsize
+        return np.array_equal(self._launch.memory.peek(addresses, width), values)
 
     def require_wait(self, instruction: Instruction, index: Array | None) -> None:
         """Raise AccessError if threads that must wait for the launch ahead have not done so."""
@@ -209,7 +223,7 @@ class Threads:
             addresses = self._shared.address(slots, addresses, size, instruction.text)
         elif self._launch.traffic is not None:
             store = instruction.opcode in STORES
-            past = store or access.acquires or instruction.opcode.startswith("ld.global.cg")
+            past = store or access.order != "weak" or instruction.opcode.startswith("ld.global.cg")
             warps, width = self._warp[chosen], self._launch.program.threads // WARP
             self._launch.traffic.count(addresses, warps, size, store, None if past else width)
         return addresses, self._thread[chosen]
@@ -220,20 +234,33 @@ class Threads:
     def _load_parameter(self, instruction: Instruction, kind: str, index: Array | None) -> None:
         target, address = instruction.operands
         assert isinstance(address, Address) and isinstance(address.base, Name)
-        value = from_bits(kind, self._launch.arguments[address.base.text])
+        held = self._arguments[address.base.text]
+        if isinstance(held, int):
+            value = from_bits(kind, held)
+        else:
+            dtype = np.dtype(numpy_type(kind))
+            chosen = held[slice(None) if index is None else index]
+            value = chosen.astype(f"u{dtype.itemsize}").view(dtype)
         self._registers.write_extended(target, kind, value, index)
 
     def _load(self, instruction: Instruction, access: Access, index: Array | None) -> None:
         target, address, *_ = instruction.operands
         parts = _parts(target, access.count)
         addresses, threads = self._access(instruction, access, address, index)
-        if access.acquires and self._launch.clocks:
+        if access.order == "acquire" and self._launch.clocks:
             for one, thread in zip(addresses, threads, strict=True):
-                self._launch.clocks.acquire(int(thread), int(one))
+                self._launch.clocks.acquire(int(thread), int(one), access.scope == "sys")
         width = np.dtype(numpy_type(access.kind)).itemsize
         values = self._memory(access).load(
-            addresses, width, access.count, threads, instruction.text, racing=not access.acquires
+            addresses,
+            width,
+            access.count,
+            threads,
+            instruction.text,
+            strong=None if access.order == "weak" else access.scope,
         )
+        if access.order != "weak":
+            self._poll(addresses, values[0], index)
         for part, value in zip(parts, values, strict=True):
             typed = value.view(numpy_type(access.kind))
             self._registers.write_extended(part, access.kind, typed, index)
@@ -250,37 +277,37 @@ class Threads:
         """Caches are not emulated: any bits will do."""
         self._registers.write(instruction.operands[0], kind, np.uint64(0), index)
 
-    def _atomic(self, instruction: Instruction, order: str, index: Array | None) -> None:
-        *target, address, source = instruction.operands
+    def _atomic(self, instruction: Instruction, atomic: Atomic, index: Array | None) -> None:
+        counted = 1 + (atomic.operation == "cas")
+        *target, address = instruction.operands[:-counted]
         addresses = self._address(address, False, index)
-        values = self._registers.read_each(source, "u64", index)
+        sources = instruction.operands[-counted:]
+        values = [self._registers.read_each(source, atomic.kind, index) for source in sources]
         threads = self._thread if index is None else self._thread[index]
-        clocks = self._launch.clocks
-        results = np.empty(len(addresses), np.uint64)
+        clocks, update = self._launch.clocks, UPDATES[atomic.operation]
+        kind, system = numpy_type(atomic.kind), atomic.scope == "sys"
+        results = np.empty(len(addresses), kind)
         for i in self._launch.random.permutation(len(addresses)):
             here, thread = int(addresses[i]), int(threads[i])
-            if clocks and order in ("acq_rel", "acquire"):
-                clocks.acquire(thread, here)
-            results[i] = self._launch.memory.atomic_add(
-                here, int(values[i]), thread, instruction.text
+            if clocks and atomic.order in ("acq_rel", "acquire"):
+                clocks.acquire(thread, here, system)
+            results[i] = self._launch.memory.atomic(
+                here,
+                lambda old, i=i: update(old, *(value[i] for value in values)),
+                kind,
+                thread,
+                instruction.text,
+                system,
             )
-            if clocks and order in ("acq_rel", "release"):
-                clocks.release(thread, here)
+            if clocks and atomic.order in ("acq_rel", "release"):
+                clocks.release(thread, here, system)
         for register in target:
-            self._registers.write(register, "u64", results, index)
-
-    def _maximum(self, instruction: Instruction, kind: str, index: Array | None) -> None:
-        *target, address, source = instruction.operands
-        addresses = self._address(address, False, index)
-        values = self._registers.read_each(source, kind, index)
-        threads = self._thread if index is None else self._thread[index]
-        results = np.empty_like(values)
-        for i in self._launch.random.permutation(len(addresses)):
-            results[i] = self._launch.memory.atomic_max(
-                int(addresses[i]), values[i], int(threads[i]), instruction.text
-            )
-        for register in target:
-            self._registers.write(register, kind, results, index)
+            self._registers.write(register, atomic.kind, results, index)
+        bits = results.view(f"u{results.itemsize}")
+        if np.array_equal(self._launch.memory.peek(addresses, results.itemsize), bits):
+            self._poll(addresses, bits, index)
+        else:
+            self._go_on(index)
 
     # What the threads of a warp do together
 
@@ -364,7 +391,6 @@ _TABLES: tuple[tuple[dict[str, Any], Method], ...] = (
     (STORES, Threads._store),
     (POLICIES, Threads._make_policy),
     (ATOMICS, Threads._atomic),
-    (MAXIMA, Threads._maximum),
     (SHUFFLES, Threads._shuffle),
     (REDUCTIONS, Threads._reduce),
     (MATRICES, Threads._matrices),

@@ -17,6 +17,8 @@ from kernels.gpu import launcher
 CASES = [
     pytest.param(name, dtype, marks=() if name in ("sum_n", "one_launch") else pytest.mark.slow)
     for name, kernel in KERNELS.items()
+    # What ranks of a node wait for has a limit by NVIDIA's timer.
+    if "pads" not in kernel.function.arg_names
     for dtype in kernel.dtypes
     # Of those with other numbers of tensors, and of narrow dtypes, the largest.
     if dtype in ("fp32", "fp64") or name in ("sum_n", "one_launch", "gram8")

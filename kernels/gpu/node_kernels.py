@@ -1,0 +1,311 @@
+"""Sums of all ranks' vectors of a node, one launch a rank, in memory that all its GPUs can reach.
+
+Two-shot: each rank adds up its slice, read straight from the peers' buffers, and writes the result
+to all of them, in the place of the vectors. Programs of one number take the same tiles of all
+slices, and wait for their likes alone: until they have come, since the vectors are in the buffers
+when a launch begins, and until they have written.
+
+One-shot, where a wait costs more than the bytes: each rank reads all of all. A program copies its
+tile to a place in its pad, of two in turn, signals, waits, and adds up. A place is written again
+two launches later, after the peers' launches between have begun, and those before have ended.
+
+The order is that of the ranks, from 0 on, in float32, or float64 of such, with one rounding at the
+end: the bits of `sum_n`, and the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.arithmetic import compute_dtype
+from kernels.gpu import launcher
+from kernels.gpu.device_tables import upload
+from kernels.gpu.launcher import Kernel, jit, tl, triton
+from kernels.gpu.signals import (
+    MAX_PROGRAMS,
+    PROGRAMS,
+    STATE_WORDS,
+    end_turn,
+    signal,
+    turn_of,
+    wait,
+)
+from kernels.gpu.sum_kernels import in_order
+from kernels.gpu.tiles import convert, float_of, load_tile, part_of, store_tile
+
+# Bytes of a program's tile of a one-shot sum, at most: of its place.
+_TILE_BYTES = 4096
+_PLACE = _TILE_BYTES if triton is None else tl.constexpr(_TILE_BYTES)
+ONE_SHOT_BYTES = MAX_PROGRAMS * _TILE_BYTES
+TWO_SHOT_TILE_BYTES = 8192
+MAX_RANKS = 32
+# All programs of a launch must be resident: those of other ranks wait for them.
+# So few need not be small, and ptxas would spill to make them so.
+OPTIONS = {"launch_cooperative_grid": True, "maxnreg": 128}
+_PHASES = {1: "came", 2: "wrote its part of the result"}
+# Looks at the peers' counters between two at the clock: about a third of a millisecond.
+_SPINS = 256
+
+
+@jit
+def _store_to_all(buffers, offset, count, x, rank, n, VECTORS: tl.constexpr):
+    """Store a tile `offset` bytes into each rank's buffer, the next rank's first."""
+    for k in range(n):
+        to = tl.load(buffers + (rank + 1 + k) % n) + offset
+        store_tile(to, count, x, VECTORS)
+
+
+@Kernel
+def _two_shot_kernel(
+    scale_bits: tl.int64,
+    buffers,
+    pads,
+    state,
+    limit: tl.int64,
+    rank: tl.int32,
+    n: tl.int32,
+    start: tl.int64,
+    length: tl.int64,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """This rank's slice of all vectors, from element `start` on: its sum to all buffers."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    scale = float_of(scale_bits).to(WIDE)
+    turn = turn_of(state)
+    going = turn >= 0
+    if going:
+        signal(pads, rank, n, SIZE)
+        going = wait(pads, state, rank, n, turn, limit, 1, SIZE, SPINS)
+    if going:
+        for tile in range(tl.program_id(0), tl.cdiv(length, BLOCK), tl.num_programs(0)):
+            first = tl.cast(tile, tl.int64) * BLOCK
+            count = tl.minimum(length - first, BLOCK)
+            at = (start + first) * BYTES
+            if count % VECTOR == 0:
+                x = in_order(buffers, at, count, n, DTYPE, WIDE, False, True, BLOCK)
+                x = convert(x * scale, DTYPE)
+                _store_to_all(buffers, at, count, x, rank, n, True)
+            else:
+                # In parts, rolled up: see scalar_pointer.
+                PART: tl.constexpr = part_of(BLOCK, 4)
+                for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
+                    done = part * PART
+                    here = at + done * BYTES
+                    y = in_order(buffers, here, count - done, n, DTYPE, WIDE, False, False, PART)
+                    y = convert(y * scale, DTYPE)
+                    _store_to_all(buffers, here, count - done, y, rank, n, False)
+        signal(pads, rank, n, SIZE)
+        going = wait(pads, state, rank, n, turn + 1, limit, 2, SIZE, SPINS)
+    if going:
+        end_turn(state, turn + 2)
+
+
+@Kernel
+def _one_shot_kernel(
+    scale_bits: tl.int64,
+    x,
+    out,
+    pads,
+    state,
+    limit: tl.int64,
+    rank: tl.int32,
+    n: tl.int32,
+    numel: tl.int64,
+    ALIGNED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A tile of all vectors: its sum to `out`, which may be x."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    PART: tl.constexpr = part_of(BLOCK, 4)
+    program = tl.program_id(0).to(tl.int64)
+    count = tl.minimum(numel - program * BLOCK, BLOCK)
+    offset = program * BLOCK * BYTES
+    scale = float_of(scale_bits).to(WIDE)
+    turn = turn_of(state)
+    going = turn >= 0
+    vectors = (count % VECTOR == 0) & ALIGNED
+    # Behind the counters, of which there is an even number.
+    place = PROGRAMS * n * 8 + (2 * program + (turn & 1)) * _PLACE
+    if going:
+        mine = tl.load(pads + rank) + place
+        if vectors:
+            held = load_tile(x.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
+            store_tile(mine, count, held, True)
+        else:
+            for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
+                done = part * PART
+                from_x = x.to(tl.int64) + offset + done * BYTES
+                few = load_tile(from_x, count - done, DTYPE, False, PART)
+                store_tile(mine + done * BYTES, count - done, few, False)
+        signal(pads, rank, n, SIZE)
+        going = wait(pads, state, rank, n, turn, limit, 1, SIZE, SPINS)
+    if going:
+        to = out.to(tl.int64) + offset
+        if vectors:
+            total = in_order(pads, place, count, n, DTYPE, WIDE, False, True, BLOCK)
+            store_tile(to, count, convert(total * scale, DTYPE), True)
+        else:
+            for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
+                done = part * PART
+                here = place + done * BYTES
+                some = in_order(pads, here, count - done, n, DTYPE, WIDE, False, False, PART)
+                store_tile(to + done * BYTES, count - done, convert(some * scale, DTYPE), False)
+        end_turn(state, turn + 1)
+
+
+def pad_bytes(size: int) -> int:
+    """Return how many bytes the signal pad of each of `size` ranks takes: counters and places."""
+    return MAX_PROGRAMS * size * 8 + 2 * ONE_SHOT_BYTES
+
+
+class Node:
+    """This rank's view of memory that all GPUs of a node reach.
+
+    All ranks launch the same kernels in the same order, each on one stream.
+
+    Args:
+        rank: This rank, among those of the node.
+        buffers: The address, here, of each rank's buffer, a multiple of 16.
+        pads: Likewise of each rank's signal pad, of `pad_bytes`: zeros before any rank launches.
+        device: Where this rank's kernels run.
+        timeout: Seconds that a launch waits for a peer, each time.
+
+    Raises:
+        ValueError: An address is not aligned, there are more than MAX_RANKS, or not as many pads.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        buffers: Sequence[int],
+        pads: Sequence[int],
+        device: torch.device,
+        timeout: float = 600.0,
+    ) -> None:
+        if len(buffers) != len(pads) or not 0 <= rank < len(pads) <= MAX_RANKS:
+            raise ValueError(
+                f"rank {rank} has {len(buffers)} buffers and {len(pads)} pads: as many of each as "
+                f"ranks, at most {MAX_RANKS}"
+            )
+        if any(address % 16 for address in (*buffers, *pads)):
+            raise ValueError("a buffer or pad does not start at a multiple of 16 bytes")
+        self.rank, self.size, self.device = rank, len(pads), device
+        self._buffers, self._host = upload(np.array([*buffers, *pads], np.int64), device)
+        self._pads = self._buffers[self.size :]
+        self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
+        self._limit = int(timeout * 1e9)
+
+    def check(self) -> None:
+        """Wait for the launches so far, and raise TimeoutError if one waited in vain.
+
+        No launch of this node does anything from then on.
+        """
+        error = int(self._state[-1].item())
+        if error:
+            missing = [q for q in range(self.size) if error >> q & 1]
+            raise TimeoutError(
+                f"rank {self.rank} of the node waited {self._limit / 1e9:g} s, and no sign came "
+                f"that {'rank' if len(missing) == 1 else 'ranks'} "
+                f"{', '.join(map(str, missing))} {_PHASES[error >> 32]}"
+            )
+
+    def bind_two_shot(
+        self, numel: int, dtype: torch.dtype, offset: int = 0
+    ) -> Callable[[float], None]:
+        """Bind the launch that sums what the ranks' buffers hold, in its place.
+
+        It is to be called with the factor of the sum, the same on all ranks.
+
+        Args:
+            numel: The length of each vector.
+            dtype: Of its elements.
+            offset: Bytes at which it starts in each buffer, a multiple of 16.
+
+        Raises:
+            ValueError: `offset` is none.
+        """
+        if offset % 16:
+            raise ValueError(f"offset is {offset}: vectors start at multiples of 16 bytes")
+        start, length = slice_of(numel, dtype.itemsize, self.size, self.rank)
+        # Of the first slice, the longest one, since programs of all ranks meet.
+        longest = slice_of(numel, dtype.itemsize, self.size, 0)[1]
+        block, warps = launcher.block_of(longest, dtype.itemsize, TWO_SHOT_TILE_BYTES)
+        launch = _two_shot_kernel.bind(
+            max(1, min(MAX_PROGRAMS, -(-longest // block))),
+            (0,),
+            self._buffers,
+            *self._shared(),
+            offset // dtype.itemsize + start,
+            length,
+            **self._constants(dtype, block, warps),
+        )
+        return lambda scale: launch(launcher.float_bits(scale))
+
+    def bind_one_shot(self, x: Tensor, out: Tensor) -> Callable[[float], None]:
+        """Bind the launch that writes the sum of the ranks' x to each `out`, which may be its x.
+
+        It is to be called with the factor of the sum, the same on all ranks.
+
+        Args:
+            x: At most ONE_SHOT_BYTES, in any memory.
+            out: Of its length and dtype.
+
+        Raises:
+            ValueError: It is longer.
+        """
+        nbytes = x.numel() * x.element_size()
+        if nbytes > ONE_SHOT_BYTES:
+            raise ValueError(f"x has {nbytes} bytes, a one-shot sum at most {ONE_SHOT_BYTES}")
+        # Places are as large whatever is in them; of few elements more programs have some.
+        tile_bytes = 2048 if nbytes <= MAX_PROGRAMS * 2048 else _TILE_BYTES
+        block = tile_bytes // x.element_size()
+        launch = _one_shot_kernel.bind(
+            max(1, -(-x.numel() // block)),
+            (0,),
+            x,
+            out,
+            *self._shared(),
+            x.numel(),
+            ALIGNED=(x.data_ptr() | out.data_ptr()) % 16 == 0,
+            **self._constants(x.dtype, block, 4),
+        )
+        return lambda scale: launch(launcher.float_bits(scale))
+
+    def _shared(self) -> tuple[Tensor | int, ...]:
+        return self._pads, self._state, self._limit, self.rank, self.size
+
+    def _constants(self, dtype: torch.dtype, block: int, warps: int) -> dict[str, Hashable]:
+        return {
+            "DTYPE": dtype,
+            "WIDE": compute_dtype(dtype),
+            "SIZE": launcher.power_of_two_above(max(self.size, 2)),
+            "SPINS": _SPINS,
+            "BLOCK": block,
+            "num_warps": warps,
+            **OPTIONS,
+        }
+
+
+def slice_of(numel: int, itemsize: int, size: int, rank: int) -> tuple[int, int]:
+    """Return the (start, length) of a rank's slice: equal runs of whole vectors of 16 bytes.
+
+    The last ranks' may be shorter, or empty.
+    """
+    vector = 16 // itemsize
+    each = -(-numel // (size * vector)) * vector
+    start = min(rank * each, numel)
+    return start, min(each, numel - start)

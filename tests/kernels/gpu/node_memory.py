@@ -1,0 +1,61 @@
+"""Memory of a node's ranks in one address space, for kernels that several ranks launch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.node_kernels import ONE_SHOT_BYTES, Node, pad_bytes
+from tests.kernels.cases import random
+
+# Bytes of a buffer before and behind the vector, which nothing may touch.
+GUARD = 64
+
+
+def _aligned(nbytes: int) -> Tensor:
+    """uint8 memory that starts at a multiple of 16, every bit set: NaN in all dtypes."""
+    raw = torch.full((nbytes + 16,), 0xFF, dtype=torch.uint8)
+    first = -raw.data_ptr() % 16
+    return raw[first : first + nbytes]
+
+
+class Ranks:
+    """The buffers, pads and nodes of `size` ranks, and a vector for each.
+
+    Attributes:
+        vectors: What the ranks put in, fresh for every seed.
+        results: A tensor of NaN for each.
+        nodes: What each rank launches with.
+    """
+
+    def __init__(
+        self, size: int, numel: int, dtype: torch.dtype, seed: int = 0, timeout: float = 600.0
+    ) -> None:
+        self.size, self.numel, self.dtype = size, numel, dtype
+        self.vectors = [random(numel, dtype, "cpu", 100 * seed + rank) for rank in range(size)]
+        self.results = [torch.full_like(x, torch.nan) for x in self.vectors]
+        self._buffers = [_aligned(numel * dtype.itemsize + 2 * GUARD) for _ in range(size)]
+        # Of a pad only the places of programs that have a tile: the emulator follows every byte.
+        counters = pad_bytes(size) - 2 * ONE_SHOT_BYTES
+        tiles = -(-numel * dtype.itemsize // 2048)
+        self.pads = [_aligned(counters + 2 * 4096 * min(tiles, 64)) for _ in range(size)]
+        for pad in self.pads:
+            pad[:counters] = 0
+        places = [[one.data_ptr() for one in some] for some in (self._buffers, self.pads)]
+        self.nodes = [Node(rank, *places, torch.device("cpu"), timeout) for rank in range(size)]
+
+    def fill(self) -> None:
+        """Put each rank's vector into its buffer."""
+        for rank, x in enumerate(self.vectors):
+            self.held(rank).copy_(x)
+
+    def held(self, rank: int) -> Tensor:
+        """Return what a rank's buffer holds in the place of the vector."""
+        stop = GUARD + self.numel * self.dtype.itemsize
+        return self._buffers[rank][GUARD:stop].view(self.dtype)
+
+    def check_guards(self) -> None:
+        """Raise AssertionError if anything was written beside the vectors."""
+        for buffer in self._buffers:
+            assert (buffer[:GUARD] == 0xFF).all()
+            assert (buffer[GUARD + self.numel * self.dtype.itemsize :] == 0xFF).all()

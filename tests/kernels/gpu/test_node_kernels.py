@@ -1,0 +1,235 @@
+"""Sums over the ranks of a node in one launch each, on compiled code in the emulator."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import kernels
+from kernels.gpu import node_kernels
+from kernels.gpu.node_kernels import Node, slice_of
+from tests.kernels.cases import DTYPES, assert_close, bits, tolerance
+from tests.kernels.gpu.node_memory import GUARD, Ranks
+from tests.ptx_emulator import driver
+from tests.ptx_emulator.driver import Emulator, emulated
+from tests.ptx_emulator.parse import Program
+from tests.ptx_emulator.races import RaceError
+
+# Interleavings of each size that the long test runs.
+LONG = int(os.environ.get("INTERLEAVINGS", "100"))
+
+
+@pytest.fixture(autouse=True)
+def _few_spins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at the clock often: in the emulator's time a wait is short."""
+    monkeypatch.setattr(node_kernels, "_SPINS", 16)
+
+
+def put(
+    emulator: Emulator, ranks: Ranks, kinds: str, scale: float, first: int = 0, absent: Any = ()
+) -> None:
+    """Launch on every rank: "fill" its buffer, sum in the buffers by "two" shots, "read" it to the
+    results, sum to the results by "one" shot. first: the emulator's number of rank 0."""
+    for rank in range(ranks.size):
+        emulator.rank, node, x = first + rank, ranks.nodes[rank], ranks.vectors[rank]
+        held, out = ranks.held(rank), ranks.results[rank]
+        for kind in kinds.split() if rank not in absent else ():
+            if kind == "fill":
+                kernels.sum_n([x], out=held)
+            elif kind == "read":
+                kernels.sum_n([held], out=out)
+            elif kind == "two":
+                node.bind_two_shot(ranks.numel, ranks.dtype, GUARD)(scale)
+            else:
+                node.bind_one_shot(x, out)(scale)
+
+
+def run(emulator: Emulator, ranks: Ranks, kinds: str, scale: float = 1.0, absent: Any = ()) -> None:
+    """Launch, and run all of it together."""
+    with emulator.together():
+        put(emulator, ranks, kinds, scale, absent=absent)
+
+
+def expect_sum(ranks: Ranks, kinds: str, scale: float) -> None:
+    """All ranks hold the bits of `sum_n`, near the float64 sum, and nothing beside it changed."""
+    expected = bits(kernels.sum_n(ranks.vectors, scale=scale))
+    exact = torch.stack([x.double() for x in ranks.vectors]).sum(0) * scale
+    size = torch.stack([x.double().abs() for x in ranks.vectors]).sum(0) * scale
+    for rank in range(ranks.size):
+        for kind in kinds.split():
+            got = ranks.held(rank) if kind == "two" else ranks.results[rank]
+            assert bits(got) == expected
+            assert_close(got, exact, size, tolerance(ranks.dtype, ranks.size))
+        ranks.nodes[rank].check()
+    ranks.check_guards()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_of_each_dtype_has_the_bits_of_sum_n_on_all_ranks(dtype):
+    # Whole vectors and some elements behind them, on programs that have several tiles or none.
+    sizes = [(2, 1037), (3, 2)] + [(3, 40), (2, 1)] * (dtype == torch.float32)
+    with emulated() as emulator:
+        for size, numel in sizes:
+            ranks = Ranks(size, numel, dtype, seed=numel)
+            ranks.fill()
+            run(emulator, ranks, "two one", 1 / size)
+            expect_sum(ranks, "two one", 1 / size)
+
+
+def test_no_element_is_no_error():
+    ranks = Ranks(2, 0, torch.float32)
+    with emulated() as emulator:
+        run(emulator, ranks, "two one two")
+    expect_sum(ranks, "two one", 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_program_with_several_tiles_and_vectors_off_their_alignment(dtype, monkeypatch):
+    monkeypatch.setattr(node_kernels, "MAX_PROGRAMS", 2)
+    ranks = Ranks(2, 8200, dtype)
+    ranks.fill()
+    with emulated(races=dtype == torch.float16) as emulator:
+        run(emulator, ranks, "two")
+        assert {one.grid for one in emulator.launches} == {2}
+        expect_sum(ranks, "two", 1.0)
+        short = Ranks(2, 700, dtype)
+        short.vectors = [torch.cat([x[:1], x])[1:] for x in short.vectors]
+        run(emulator, short, "one")
+        expect_sum(short, "one", 1.0)
+
+
+def interleave(emulator: Emulator, size: int, count: int, nodes: int) -> None:
+    """Run `count` interleavings of several launches a rank, ranks late among them.
+
+    nodes: how many run at once, which share nothing but the emulator's steps.
+    """
+    kinds = ("one one one", "fill two read fill two", "one fill two one", "fill two one one")
+    for done in range(0, count, nodes):
+        numel, wanted = 5 + 4 * size * (done % 3), kinds[done // nodes % 4]
+        some = [
+            Ranks(size, numel, torch.float32, seed)
+            for seed in range(done, min(done + nodes, count))
+        ]
+        late = [(seed + rank) % 4 == 0 for seed in range(len(some)) for rank in range(size)]
+        with emulator.together([150 * one for one in late]):
+            for k, ranks in enumerate(some):
+                put(emulator, ranks, wanted, 1.0, k * size)
+        for ranks in some:
+            expect_sum(ranks, wanted, 1.0)
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 30), (4, 6), (8, 2)])
+def test_launches_in_any_interleaving_give_the_sum(size, count):
+    with emulated() as emulator:
+        interleave(emulator, size, count, 60 // size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_launches_in_many_interleavings_give_the_sum(size):
+    with emulated(seed=1_000_000 * size) as emulator:
+        interleave(emulator, size, LONG, 60 // size)
+
+
+@pytest.mark.parametrize("absent", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_rank_that_never_comes_is_an_error_on_the_others_and_no_hang(absent):
+    ranks = Ranks(3, 100, torch.float32, timeout=3e-6)
+    ranks.fill()
+    with emulated() as emulator:
+        run(emulator, ranks, "two one", absent=(absent,))
+        for rank in {0, 1, 2} - {absent}:
+            with pytest.raises(TimeoutError, match=f"rank {rank} .*that rank {absent} came"):
+                ranks.nodes[rank].check()
+            assert bits(ranks.held(rank)) == bits(ranks.vectors[rank])
+            # The launch behind did nothing.
+            assert ranks.results[rank].isnan().all()
+        # Who comes when the others have given up waits for them in vain.
+        run(emulator, ranks, "two", absent={0, 1, 2} - {absent})
+        others = ", ".join(str(rank) for rank in range(3) if rank != absent)
+        with pytest.raises(TimeoutError, match=f"ranks {others} wrote"):
+            ranks.nodes[absent].check()
+
+
+FAULTS = {
+    "signals release nothing": (".sys.release.", ".sys.relaxed."),
+    "waits acquire nothing": (".sys.acquire.", ".sys.relaxed."),
+    "signals reach one GPU": (".global.sys.release.", ".global.gpu.release."),
+}
+
+
+@pytest.mark.parametrize("kinds", ["fill two", "two read", "one", "one one"])
+@pytest.mark.parametrize("fault", [*FAULTS, "nobody waits"])
+def test_fault_in_the_protocol_is_found_as_a_race(kinds, fault, monkeypatch):
+    ranks = Ranks(2, 100, torch.float32)
+    if fault in FAULTS:
+        with emulated():
+            ranks.nodes[0].bind_two_shot(100, torch.float32, GUARD)
+            ranks.nodes[0].bind_one_shot(ranks.vectors[0], ranks.results[0])
+        plain, (right, wrong) = driver._parse, FAULTS[fault]
+
+        def parse(text: str) -> Program:
+            # The other kernels signal nothing.
+            assert right in text or "_sum_kernel" in text
+            return plain(text.replace(right, wrong))
+
+        monkeypatch.setattr(driver, "_parse", parse)
+        for kernel in (node_kernels._two_shot_kernel, node_kernels._one_shot_kernel):
+            for compiled, _ in kernel._compiled.values():
+                # It is read anew, when it is bound.
+                monkeypatch.setattr(compiled, "_run", None)
+    else:
+        for pad in ranks.pads:
+            pad[: 64 * 2 * 8].view(torch.int64).fill_(7)
+    with emulated() as emulator, pytest.raises(RaceError, match="nothing orders the two"):
+        run(emulator, ranks, kinds)
+
+
+def test_each_rank_reads_its_slice_once_and_writes_it_to_all():
+    ranks = Ranks(4, 4096, torch.bfloat16)
+    ranks.fill()
+    with emulated(traffic=True) as emulator:
+        run(emulator, ranks, "two")
+    assert len(emulator.launches) == 4
+    share = 4096 * 2 // 4
+    for launched in emulator.launches:
+        assert launched.name == "_two_shot_kernel"
+        traffic = launched.traffic
+        # In sectors of 32 bytes, by accesses of 16 bytes a thread.
+        assert traffic.load_sectors[16] == traffic.store_sectors[16] == 4 * share // 32
+        # Beside them flags, tables and turns, a few sectors a program.
+        assert traffic.distinct_loaded <= 4 * share + 32 * 8 * launched.grid
+        assert traffic.distinct_stored <= 4 * share + 32 * launched.grid
+
+
+def test_slices_are_whole_vectors_that_cover_all():
+    for numel in (0, 1, 7, 64, 1001):
+        for size in (1, 2, 3, 8):
+            for itemsize in (2, 4, 8):
+                slices = [slice_of(numel, itemsize, size, rank) for rank in range(size)]
+                ends = [start + length for start, length in slices]
+                assert [start for start, _ in slices] == [0, *ends[:-1]]
+                assert ends[-1] == numel
+                assert all(start * itemsize % 16 == 0 or length == 0 for start, length in slices)
+
+
+def test_memory_that_no_kernel_can_take_is_a_value_error():
+    device = torch.device("cpu")
+    with pytest.raises(ValueError, match="rank 2 has 2 buffers and 2 pads"):
+        Node(2, [0, 16], [0, 16], device)
+    with pytest.raises(ValueError, match="2 buffers and 1 pads"):
+        Node(0, [0, 16], [0], device)
+    with pytest.raises(ValueError, match="at most 32"):
+        Node(0, [0] * 33, [0] * 33, device)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        Node(0, [0, 24], [0, 16], device)
+    ranks = Ranks(1, 4, torch.float32)
+    with pytest.raises(ValueError, match="offset is 8"):
+        ranks.nodes[0].bind_two_shot(4, torch.float32, 8)
+    long = torch.empty(65537)
+    with pytest.raises(ValueError, match="262148 bytes, a one-shot sum at most 262144"):
+        ranks.nodes[0].bind_one_shot(long, long)
