@@ -9,6 +9,7 @@ import torch
 from typing_extensions import Unpack
 
 from collectives import validation
+from collectives._own_packages import require_ours
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call import Call
 from collectives.reducers import Reducer
@@ -19,6 +20,7 @@ from collectives.schedules.user_schedules import require_carries, verified
 from collectives.transport.byte_gathering import as_tensor
 from collectives.tree_order import in_order
 
+kernels = require_ours("kernels")
 Tensor = torch.Tensor
 _WITH_ALGORITHM = ("all_reduce", "grouped_all_reduce")
 
@@ -113,6 +115,23 @@ class Arguments:
         op, _ = self._onto_single_ranks("reduce", [tensor], op, **options)
         compared = {"op": str(op), **op.order_options, "dst": dst}
         return Call("reduce", options.get("name"), compared, [tensor], op)
+
+    def symmetric_empty(self, numel: int, dtype: torch.dtype) -> Call:
+        """Check and describe a symmetric_empty."""
+        validation.integer("numel", numel, 0)
+        validation.instance("dtype", dtype, torch.dtype, "a torch.dtype")
+        if dtype not in kernels.DTYPES:
+            raise TypeError(
+                f"dtype must be float16, bfloat16, float32 or float64, which kernels reduce, got "
+                f"{dtype}"
+            )
+        if not self._transport.shares_gpu_memory:
+            raise ValueError(
+                "symmetric memory needs NCCL and a torch.distributed process group of just these "
+                "ranks, one GPU each: call init on a machine with GPUs, or for some of the ranks "
+                "collectives.from_process_group"
+            )
+        return Call("symmetric_empty", None, {"numel": numel, "dtype": str(dtype)})
 
     def reduce_to_owners(
         self,

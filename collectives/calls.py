@@ -17,6 +17,7 @@ from collectives.consistency.negotiation import Joined, Negotiation
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
 from collectives.execution.call import Call
 from collectives.execution.call_queue import CallQueue
+from collectives.execution.node_all_reduce import plan_node_all_reduce
 from collectives.execution.operations import OPERATIONS
 from collectives.execution.replay import NEW, SEEN, Replay
 from collectives.execution.shared_memory_all_reduce import plan_shared_memory_all_reduce
@@ -63,6 +64,8 @@ class Calls:
         """Carry out a direct call; return the result of its operation, or its Work if async."""
         if self._transport.symmetric_memory is not None:
             call.shared = plan_shared_memory_all_reduce(self._runner, call)
+        if self._transport.node_memories:
+            call.node = plan_node_all_reduce(self._runner, call)
         if async_op:
             # The user decides when to start a named call, and may do so in another order on some
             # rank: the error of a mismatch then says so.
@@ -72,9 +75,11 @@ class Calls:
         return self.queue.run(call, partial(self._carry_out, call))
 
     def plan(self, call: Call) -> None:
-        """Decide whether the call runs in shared memory or is replayed; may be repeated."""
+        """Decide whether the call runs in memory that is shared or is replayed; may be repeated."""
         call.shared = plan_shared_memory_all_reduce(self._runner, call)
-        call.replay = Replay.of(self._runner, call)
+        call.node = plan_node_all_reduce(self._runner, call)
+        # What runs on a node's memory is one launch already.
+        call.replay = Replay.of(self._runner, call) if call.node is None else None
 
     def reduces_by_tree(self, call: Call) -> bool:
         """Return whether an all-reduce hands its operator all ranks' operands with their tree."""
@@ -152,6 +157,8 @@ class Calls:
             if plan.owners is not None:
                 return [*plan.owners]
             return call.tensors[0] if call.kind == "all_reduce" else call.tensors
+        if call.node is not None and not outcome.joined:
+            return call.node.run(call)
         # The call's number, which is the same on all ranks, since they make the same calls.
         self._runner.first = self._count - 1
         operation = partial(OPERATIONS[call.kind], self._runner, call)

@@ -646,6 +646,40 @@ class Group:
         """Return the bytes of all ranks, in rank order; lengths may differ."""
         return self._calls.run(self._arguments.all_gather_bytes(payload, name))
 
+    def symmetric_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return uninitialised memory of this rank's GPU that all ranks' GPUs reach.
+
+        `all_reduce` of a tensor in it with Sum, Average or Adasum, where the algorithm is `auto`,
+        is one launch a rank: each GPU reads its slice straight from all others and writes the
+        result to them. The bits are those of `kernels.sum_n` of all ranks' vectors, the same on all
+        ranks. A request of it is one launch, too.
+
+        For ranks of one node with a GPU each, joined by NVLink, over NCCL. It is torch's symmetric
+        memory (`torch.distributed._symmetric_memory`), and lives until the group is closed. All
+        ranks pass tensors at the same place of the same allocation: ranks that differ in it make
+        other calls.
+
+        Args:
+            numel: How many elements; the same on all ranks.
+            dtype: Of what: float16, bfloat16, float32 or float64.
+
+        Returns:
+            A 1-D tensor, which starts at a multiple of 256 bytes.
+
+        Raises:
+            TypeError, ValueError: The arguments are no such numbers, or the group has no GPUs that
+                can share memory: it is on several nodes, or its messages do not go over NCCL.
+            TransportError: torch has no such memory, or the GPUs do not reach each other's.
+        """
+        call = self._arguments.symmetric_empty(numel, dtype)
+        if self.num_nodes > 1:
+            raise ValueError(
+                f"symmetric memory is that of one node's GPUs, and the group is on "
+                f"{self.num_nodes} hosts: split it by host"
+            )
+        memory: Tensor = self._calls.run(call)
+        return memory
+
     def barrier(self, name: str | None = None) -> None:
         """Return when every rank has called it, for which the negotiation alone suffices."""
         self._calls.run(Call("barrier", name))

@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from collectives._own_packages import require_ours
+
+if TYPE_CHECKING:
+    from kernels.gpu.node_kernels import Node
 
 __all__ = ["Average", "Max", "Min", "Operands", "Piece", "Product", "Reducer", "Sum"]
 
@@ -191,6 +194,22 @@ class Reducer:
         """
         return partial(self.reduce, operands)
 
+    def bind_on_node(
+        self, node: Node, flat: torch.Tensor, offset: int, segments: Sequence[int] | None
+    ) -> Callable[[], None] | None:
+        """Return what reduces all ranks' vectors on GPUs that share memory, all of it.
+
+        It puts one launch on the current stream. None, as unless overridden, where there is no such
+        kernel: the vectors then go by messages.
+
+        Args:
+            node: The memory, and what launches there.
+            flat: This rank's vector, [numel], which gets the result.
+            offset: Bytes at which it starts in every rank's memory.
+            segments: As in `Operands`.
+        """
+        return None
+
     def prescale(self, dtype: torch.dtype, size: int) -> float:
         """Return the factor that every rank's buffer is multiplied by before it is reduced."""
         return 1.0
@@ -248,6 +267,14 @@ class SumReducer(Reducer):
         if nbytes <= _SMALL_BYTES:
             return "rd"
         return "rechd" if nbytes <= _RING_BYTES else "xring"
+
+    def bind_on_node(
+        self, node: Node, flat: torch.Tensor, offset: int, segments: Sequence[int] | None
+    ) -> Callable[[], None] | None:
+        if flat.dtype not in kernels.DTYPES or not is_plain_sum(self):
+            return None
+        factor = 1.0 / node.size if self.averages else 1.0
+        return partial(node.bind_sum(flat, offset), factor)
 
     def reduce(self, operands: Operands) -> None:
         for parts, out, _ in operands.pieces:

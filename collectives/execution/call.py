@@ -55,6 +55,12 @@ class _Plan(Protocol):
     def reduce(self, label: str) -> None: ...
 
 
+class _NodePlan(Protocol):
+    """How a call runs in one launch, as `NodeAllReduce` does."""
+
+    def run(self, call: Call) -> Any: ...
+
+
 class _Replay(Protocol):
     """How far a rank is with a request on a GPU: `collectives.execution.replay.Replay`."""
 
@@ -86,6 +92,7 @@ class Call:
         movable: Whether it is a named asynchronous call, whose place among the calls is the user's
             choice; errors name it first.
         shared: How it runs in shared memory; None by messages.
+        node: How it runs in one launch on GPUs that share memory; None by messages.
         label: What errors call it, with its number, once it has one.
         record: What the flight recorder keeps of it, once it has begun.
         replay: How far this rank is with a request on a GPU, of which the work may be captured.
@@ -107,6 +114,7 @@ class Call:
     described: list[TensorDescription] = field(default_factory=list)
     movable: bool = False
     shared: _Plan | None = None
+    node: _NodePlan | None = None
     label: str = ""
     replay: _Replay | None = None
     # No fields of the dataclass: a copy by `replace` is another call.

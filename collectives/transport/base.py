@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from collectives.errors import TransportError
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
+
+if TYPE_CHECKING:
+    # It imports the kernels that it launches.
+    from collectives.transport.nccl.node_memory import NodeMemory
 
 # How many of a group's ranks an error lists, so that it stays a line or two.
 _MAX_NAMES = 16
@@ -42,6 +46,8 @@ class Transport(ABC):
         device: The GPU whose tensors the transport carries, if it is bound to one.
         process_group: The process group for torch.distributed's own collectives, if there is one.
         sums_on_gpu: Whether the vendor's library sums CUDA tensors (`all_reduce`).
+        shares_gpu_memory: Whether `add_node_memory` can be called.
+        node_memories: What `add_node_memory` has made, in that order.
         shares_gpu: Whether this process has other communicators on the GPU, torch's or those of
             groups split from this one; whoever makes them sets it. NCCL requires that communicators
             of one GPU are used in the same order on all ranks: calls of CUDA tensors then have to
@@ -55,6 +61,8 @@ class Transport(ABC):
     device: torch.device | None = None
     process_group: dist.ProcessGroup | None = None
     sums_on_gpu: bool = False
+    shares_gpu_memory: bool = False
+    node_memories: Sequence[NodeMemory] = ()
     shares_gpu: bool = False
     steps: int = 0
     _interrupted = ""
@@ -183,6 +191,41 @@ class Transport(ABC):
             TypeError: The library does not add this dtype.
         """
         raise TransportError(f"{self!r}: there is no library that sums")
+
+    def add_node_memory(self, nbytes: int, timeout: float) -> NodeMemory:
+        """Make memory on all ranks' GPUs that kernels of each of them reach; a collective.
+
+        It lives as long as the transport. Ranks must have heard that all have it before `launch`.
+
+        Args:
+            nbytes: The bytes on each rank.
+            timeout: Seconds that a launch on it may wait for a peer.
+
+        Raises:
+            TransportError: The GPUs do not reach each other's memory.
+        """
+        raise TransportError(f"{self!r}: there is no memory that GPUs share")
+
+    def launch(
+        self,
+        number: int,
+        work: Callable[[], None],
+        tensor: torch.Tensor,
+        step: str,
+        timeout: float,
+    ) -> None:
+        """Launch kernels that work on all ranks' memory, as one step; the host does not wait.
+
+        All ranks make the same launches. Errors come as from `exchange`.
+
+        Args:
+            number: Of the memory, among `node_memories`.
+            work: What launches, on the current stream.
+            tensor: What is read and written of this rank's memory.
+            step: The name of the step in errors.
+            timeout: In seconds.
+        """
+        raise TransportError(f"{self!r}: there is no memory that GPUs share")
 
     @abstractmethod
     def split(self, ranks: Sequence[int], timeout: float) -> Transport:

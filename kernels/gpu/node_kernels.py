@@ -214,14 +214,38 @@ class Node:
 
         No launch of this node does anything from then on.
         """
-        error = int(self._state[-1].item())
-        if error:
-            missing = [q for q in range(self.size) if error >> q & 1]
-            raise TimeoutError(
-                f"rank {self.rank} of the node waited {self._limit / 1e9:g} s, and no sign came "
-                f"that {'rank' if len(missing) == 1 else 'ranks'} "
-                f"{', '.join(map(str, missing))} {_PHASES[error >> 32]}"
-            )
+        why = self.describe(int(self.error.item()))
+        if why:
+            raise TimeoutError(why)
+
+    @property
+    def error(self) -> Tensor:
+        """The word, [1], that is not zero once a launch has waited in vain."""
+        return self._state[-1:]
+
+    def describe(self, error: int) -> str:
+        """Return for errors what such a word says; "" for zero."""
+        if not error:
+            return ""
+        missing = [q for q in range(self.size) if error >> q & 1]
+        return (
+            f"rank {self.rank} of the node waited {self._limit / 1e9:g} s, and no sign came that "
+            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} "
+            f"{_PHASES[error >> 32]}"
+        )
+
+    def bind_sum(self, x: Tensor, offset: int) -> Callable[[float], None]:
+        """Bind the launch that sums all ranks' x in its place, in one shot or two.
+
+        It is to be called with the factor of the sum, the same on all ranks.
+
+        Args:
+            x: This rank's vector, 1-D.
+            offset: Bytes at which it starts in each buffer, a multiple of 16.
+        """
+        if x.nbytes <= ONE_SHOT_BYTES:
+            return self.bind_one_shot(x, x)
+        return self.bind_two_shot(x.numel(), x.dtype, offset)
 
     def bind_two_shot(
         self, numel: int, dtype: torch.dtype, offset: int = 0

@@ -229,6 +229,9 @@ class FakeCuda:
     def current_device(self) -> int:
         return 0
 
+    def synchronize(self, device: torch.device) -> None:
+        self.current_stream().synchronize()
+
     def set_device(self, device: torch.device) -> None:
         self._thread.device = device
 

@@ -24,6 +24,7 @@ from collectives.transport.base import Messages, Transport
 from collectives.transport.nccl.backend import Backend, translate_errors
 from collectives.transport.nccl.cupy_backend import DTYPES
 from collectives.transport.nccl.graphs import Graphs
+from collectives.transport.nccl.node_memory import NodeMemory
 from collectives.transport.nccl.watcher import Posted, Watcher
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
@@ -50,12 +51,14 @@ class NcclTransport(Transport):
         self.process_group = host.process_group
         self.device = backend.device
         self.sums_on_gpu = backend.sums
+        self.shares_gpu_memory = host.process_group is not None
         self._host = host
         self._backend = backend
         self._others = tuple(rank for rank in range(self.size) if rank != self.rank)
         self._opened: set[torch.device] = set()
         self._closed = False
         self._graphs = Graphs()
+        self.node_memories: list[NodeMemory] = []
         self._watcher = Watcher(host, backend, self._graphs.reset)
         # Runs at the latest when the interpreter exits.
         self._end = weakref.finalize(self, _end, self._watcher, self._graphs, backend)
@@ -142,6 +145,32 @@ class NcclTransport(Transport):
             timeout,
         )()
 
+    def add_node_memory(self, nbytes: int, timeout: float) -> NodeMemory:
+        assert self.process_group is not None
+        device = self.device or torch.device("cuda", cuda.current_device())
+        memory = NodeMemory(nbytes, self.process_group, device, timeout)
+        self.node_memories.append(memory)
+        return memory
+
+    def launch(
+        self,
+        number: int,
+        work: Callable[[], None],
+        tensor: torch.Tensor,
+        step: str,
+        timeout: float,
+    ) -> None:
+        memory = self.node_memories[number]
+        memory.check()
+
+        def put(stream: cuda.Stream) -> None:
+            # On the stream of all steps: launches follow each other, and messages, as on all ranks.
+            with cuda.stream(stream):
+                work()
+                memory.fetch_error()
+
+        self._start(put, [tensor], tensor.device, self._others, step, timeout)()
+
     def captures(self, device: torch.device) -> bool:
         """Whether the device is a GPU whose communicators are ours, so that graphs end before."""
         return device.type == "cuda" and not self._backend.shared
@@ -166,6 +195,8 @@ class NcclTransport(Transport):
     def check_streams(self) -> None:
         """Raise the error of messages or sums that failed on the streams, ours or the host's."""
         self._watcher.raise_error()
+        for memory in self.node_memories:
+            memory.check()
         self._host.check_streams()
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:

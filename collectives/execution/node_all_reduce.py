@@ -1,0 +1,77 @@
+"""All-reduces of tensors in memory that the GPUs of a node share: one launch a rank.
+
+No message is sent. Each rank's kernel reads its slice straight from all GPUs' memory, and writes
+what it has reduced to all of them (`kernels.gpu.node_kernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
+from collectives.execution.call import Call
+from collectives.execution.vectors import flatten, multiply
+from collectives.schedules.spec import spec_for
+
+# Where in the memory that the ranks share a call's tensor lies; ranks compare it.
+OPTION = "symmetric_memory"
+
+
+def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
+    """Return how a call runs in one launch; None where it goes by messages.
+
+    That is where `auto` is free to choose, an operator has such a kernel for the dtype, and the
+    tensor lies in the group's symmetric memory: then the call's options say where.
+    """
+    if not runner.transport.node_memories or call.kind != "all_reduce":
+        return None
+    # A request's buffer may be another one now.
+    call.options = {key: value for key, value in call.options.items() if key != OPTION}
+    (tensor,) = call.tensors
+    options = AllReduceOptions.of(call)
+    if not (tensor.is_contiguous() and tensor.numel()):
+        return None
+    if spec_for(options.specs, tensor.numel()).outer != "auto":
+        return None
+    for number, memory in enumerate(runner.transport.node_memories):
+        offset = memory.offset_of(tensor)
+        if offset is None:
+            continue
+        flat = flatten(tensor)
+        launch = call.op.bind_on_node(memory.node, flat, offset, options.segments)
+        if launch is None:
+            return None
+        call.options = {**call.options, OPTION: [number, offset]}
+        return NodeAllReduce(runner, flat, options, number, launch)
+    return None
+
+
+@dataclass(eq=False)
+class NodeAllReduce:
+    """One all-reduce of one rank's tensor; it may be run any number of times.
+
+    Attributes:
+        flat: The tensor, in the memory of this number.
+        launch: What reduces it in place, on the current stream.
+    """
+
+    runner: Runner
+    flat: Tensor
+    options: AllReduceOptions
+    number: int
+    launch: Callable[[], None]
+
+    def run(self, call: Call) -> Tensor:
+        """Put the call on the stream, and return its tensor."""
+        flat, runner, options = self.flat, self.runner, self.options
+        with call_span(call.label, call.op, "one launch", flat):
+            multiply(flat, options.prescale)
+            runner.transport.launch(self.number, self.launch, flat, call.label, runner.timeout)
+            multiply(flat, options.postscale)
+        # As operations of torch's that write to it do.
+        torch.autograd.graph.increment_version(flat)
+        return call.tensors[0]

@@ -1,0 +1,83 @@
+"""GPU memory that the GPUs of all ranks of one node reach, from torch's symmetric memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import cuda
+
+from collectives.errors import CollectiveTimeoutError, TransportError
+from collectives.transport.process_groups import first_line
+from kernels.gpu.node_kernels import Node, pad_bytes
+
+# Vectors of all dtypes start at whole lines of memory behind the pads.
+_LINE = 256
+
+
+class NodeMemory:
+    """One allocation on each rank's GPU, which kernels of all ranks read and write.
+
+    Making one is a collective of all ranks of the process group. Before anything is launched all
+    ranks must have made theirs.
+
+    Attributes:
+        tensor: This rank's memory, as bytes, uninitialised.
+        node: What launches on it.
+    """
+
+    def __init__(
+        self, nbytes: int, process_group: dist.ProcessGroup, device: torch.device, timeout: float
+    ) -> None:
+        rank, size = process_group.rank(), process_group.size()
+        pads = -(-pad_bytes(size) // _LINE) * _LINE
+        whole, addresses = allocate(pads + nbytes, process_group, device)
+        whole[:pads].zero_()
+        cuda.synchronize(device)
+        self.tensor = whole[pads:]
+        buffers = [address + pads for address in addresses]
+        self.node = Node(rank, buffers, addresses, device, timeout)
+        # Where the error comes, without a wait, behind each launch.
+        self._error = torch.zeros(1, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the bytes at which a contiguous tensor starts here; None where it does not."""
+        start = tensor.data_ptr() - self.tensor.data_ptr()
+        inside = start >= 0 and start + tensor.nbytes <= self.tensor.nbytes
+        return start if inside and start % 16 == 0 else None
+
+    def fetch_error(self) -> None:
+        """Put on the current stream, behind a launch, what tells `check` whether it has failed."""
+        self._error.copy_(self.node.error, non_blocking=True)
+
+    def check(self) -> None:
+        """Raise CollectiveTimeoutError if a launch that has ended had waited in vain.
+
+        The launches behind it have done nothing.
+        """
+        why = self.node.describe(int(self._error[0]))
+        if why:
+            raise CollectiveTimeoutError(why)
+
+
+def allocate(
+    nbytes: int, process_group: dist.ProcessGroup, device: torch.device
+) -> tuple[torch.Tensor, list[int]]:
+    """Return new memory, as bytes, and the address of each rank's, here.
+
+    Raises:
+        TransportError: torch has no such memory, or the GPUs do not reach each other's.
+    """
+    try:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        whole = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        handle: Any = symmetric_memory.rendezvous(whole, process_group.group_name)
+        addresses = [int(address) for address in handle.buffer_ptrs]
+    except (ImportError, AttributeError, RuntimeError) as error:
+        raise TransportError(
+            f"torch's symmetric memory on {device} cannot be had among these ranks: "
+            f"{first_line(error)}"
+        ) from error
+    return whole, addresses

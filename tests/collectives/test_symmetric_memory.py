@@ -1,0 +1,311 @@
+"""Tensors in memory that a node's GPUs share, over ranks that are threads and memory that is RAM.
+
+The kernels are tests/kernels/gpu/test_node_kernels.py's, and all of it runs on a GPU in
+tests/processes/test_node_memory.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import collectives
+from collectives import (
+    Average,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    Group,
+    Max,
+    Sum,
+    calls,
+)
+from collectives.transport import ThreadTransport, ThreadWorld
+from collectives.transport.nccl import node_memory
+from collectives.transport.nccl.node_memory import NodeMemory
+from collectives.transport.nccl.transport import NcclTransport
+from collectives.tree_order import in_order
+from tests.collectives.consistency.ranks import WithoutSharedMemory
+from tests.collectives.transport.thread_ranks import TIMEOUT, together
+from tests.fakes import fake_nccl
+from tests.fakes.fake_cuda import device_tensor
+from tests.fakes.nccl_machine import Machine, all_good, make_machine, told
+
+
+class Node:
+    """Sums what lies at one place of all ranks' memory, where all call it at the same time."""
+
+    def __init__(self, rank: int, memories: list[Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, barrier.parties
+        self._memories, self._barrier = memories, barrier
+
+    def bind_sum(self, x: Tensor, offset: int) -> Callable[[float], None]:
+        def launch(factor: float) -> None:
+            self._barrier.wait(TIMEOUT)
+            places = [each[offset : offset + x.nbytes].view(x.dtype) for each in self._memories]
+            total = torch.stack(places).double().sum(0) * factor
+            self._barrier.wait(TIMEOUT)
+            x.copy_(total)
+
+        return launch
+
+
+class Sharing(ThreadTransport):
+    """Whose ranks share what they call their GPUs' memory.
+
+    Attributes:
+        launches: The memories' numbers.
+    """
+
+    memories: dict[int, tuple[list[Tensor], threading.Barrier]]
+    lock = threading.Lock()
+    shares_gpu_memory = True
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(world, rank)
+        self.node_memories: list[NodeMemory] = []
+        self.launches: list[int] = []
+
+    def add_node_memory(self, nbytes: int, timeout: float) -> NodeMemory:
+        with self.lock:
+            made = self.memories.setdefault(
+                len(self.node_memories),
+                ([torch.empty(0)] * self.size, threading.Barrier(self.size)),
+            )
+        made[0][self.rank] = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+        memory = NodeMemory.__new__(NodeMemory)
+        memory.tensor = made[0][self.rank]
+        memory.node = Node(self.rank, *made)  # type: ignore[assignment]
+        self.node_memories.append(memory)
+        return memory
+
+    def launch(self, number: int, work: Any, tensor: Tensor, step: str, timeout: float) -> None:
+        self.launches.append(number)
+        work()
+
+
+class SharingByMessages(Sharing, WithoutSharedMemory):
+    """Whose ranks negotiate by messages."""
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call goes through the memory that ranks on CPUs share."""
+    monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda runner, call: None)
+    monkeypatch.setattr(Sharing, "memories", {}, raising=False)
+
+
+def run(size: int, job: Callable[[Group], Any], kind: type[Sharing] = Sharing) -> list[Sharing]:
+    world = ThreadWorld(size)
+    ranks = [kind(world, rank) for rank in range(size)]
+
+    def main(transport: Sharing) -> None:
+        group = Group(transport, timeout=TIMEOUT, local_rank=transport.rank, local_size=size)
+        try:
+            job(group)
+        finally:
+            group.close()
+
+    together(*(partial(main, each) for each in ranks))
+    return ranks
+
+
+def terms(size: int, numel: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=made).to(dtype) for _ in range(size)]
+
+
+@pytest.mark.parametrize("kind", [Sharing, SharingByMessages])
+@pytest.mark.parametrize("op", [Sum, Average], ids=str)
+def test_tensor_in_it_is_one_launch_of_all_ranks(op, kind):
+    size, numel = 3, 1000
+
+    def job(group: Group) -> None:
+        memory = group.symmetric_empty(3 * numel, torch.bfloat16)
+        other = group.symmetric_empty(8)
+        assert memory.shape == (3 * numel,)
+        x = memory[64 : 64 + numel].view(10, 100)
+        mine = terms(size, numel, torch.bfloat16)
+        factor = 1.0 if op is Sum else 1 / size
+        for asynchronous in (False, True):
+            x.copy_(mine[group.rank].view(10, 100))
+            version = x._version
+            result = group.all_reduce(x, op, prescale=2.0, postscale=0.5, async_op=asynchronous)
+            assert (result.wait() if asynchronous else result) is x
+            assert x._version > version
+            total = torch.stack([2 * each for each in mine]).double().sum(0) * factor
+            assert torch.equal(x.view(-1), total.bfloat16() * 0.5)
+        request = group.all_reduce_init(other, op)
+        for turn in range(5):
+            other.fill_(group.rank + turn)
+            request.start()
+            assert request.wait() is other
+            wanted = torch.tensor((3.0 + 3 * turn) * factor, dtype=torch.float32)
+            assert (other == wanted).all()
+
+    for transport in run(size, job, kind):
+        assert transport.launches == [0, 0, 1, 1, 1, 1, 1]
+
+
+def test_request_of_another_buffer_goes_where_that_lies():
+    def job(group: Group) -> None:
+        memory = group.symmetric_empty(16)
+        inside, outside = memory[:8], torch.empty(8)
+        request = group.all_reduce_init(outside)
+        for buffer in (outside, inside, outside, inside):
+            buffer.fill_(group.rank + 1.0)
+            request.start(buffer)
+            assert request.wait().tolist() == [3.0] * 8
+
+    for transport in run(2, job):
+        assert transport.launches == [0, 0]
+
+
+def test_what_has_no_such_kernel_goes_by_messages():
+    def job(group: Group) -> None:
+        memory = group.symmetric_empty(100)
+        whole = memory[:96].view(8, 12)
+        for x, op, options, expected in (
+            (memory[:4], Max, {}, 2.0),
+            (memory[:4], in_order(Sum, "tree"), {}, 3.0),
+            (memory[:4], Sum, {"order": "tree"}, 3.0),
+            (memory[4:8], Sum, {"algorithm": "rd"}, 3.0),
+            # Off a multiple of 16 bytes.
+            (memory[9:13], Sum, {}, 3.0),
+            (memory[:4].view(torch.int32), Sum, {}, 3),
+            (torch.empty(4), Sum, {}, 3.0),
+            # Beyond its end.
+            (torch.empty(200), Sum, {}, 3.0),
+        ):
+            x.fill_(group.rank + 1)
+            assert (group.all_reduce(x, op, **options) == expected).all()
+        whole.fill_(group.rank + 1)
+        assert [each.tolist() for each in group.grouped_all_reduce([whole[0]])] == [[3.0] * 12]
+        assert group.all_reduce(memory[:0]).numel() == 0
+        memory[:8].fill_(group.rank + 1)
+        scattered = group.reduce_scatter(memory[:8])
+        assert scattered.tolist() == [3.0] * 4
+
+    assert not any(transport.launches for transport in run(2, job))
+
+
+@pytest.mark.parametrize("kind", [Sharing, SharingByMessages])
+def test_ranks_that_pass_other_places_learn_so_and_go_on(kind):
+    def job(group: Group) -> None:
+        memory = group.symmetric_empty(100)
+        places = [memory[:8], memory[8:16], torch.empty(8)]
+        for others in (1, 2):
+            with pytest.raises(CollectiveMismatchError) as caught:
+                group.all_reduce(places[0 if group.rank == 0 else others])
+            assert "symmetric_memory=[0, 0]" in str(caught.value)
+        memory[:8].fill_(1.0)
+        assert group.all_reduce(memory[:8]).tolist() == [2.0] * 8
+
+    for transport in run(2, job, kind):
+        assert transport.launches == [0]
+
+
+def test_rank_that_has_joined_takes_part_by_messages():
+    def job(group: Group) -> None:
+        memory = group.symmetric_empty(8)
+        if group.rank == 0:
+            memory.fill_(3.0)
+            assert group.all_reduce(memory).tolist() == [3.0] * 8
+        group.join()
+        memory.fill_(3.0)
+        assert group.all_reduce(memory).tolist() == [6.0] * 8
+
+    for transport in run(2, job):
+        assert transport.launches == [0]
+
+
+def test_ranks_that_ask_for_other_sizes_learn_so():
+    def job(group: Group) -> None:
+        with pytest.raises(CollectiveMismatchError, match=r"numel=8.*numel=9"):
+            group.symmetric_empty(8 + group.rank)
+
+    run(2, job)
+
+
+def test_group_that_can_have_none_says_what_it_needs():
+    def work(group: Group) -> None:
+        with pytest.raises(ValueError, match="symmetric memory needs NCCL"):
+            group.symmetric_empty(8)
+        with pytest.raises(ValueError, match="numel"):
+            group.symmetric_empty(-1)
+        with pytest.raises(TypeError, match="dtype must be float16"):
+            group.symmetric_empty(8, torch.int32)
+
+    collectives.run_threads(2, work)
+    with pytest.raises(collectives.TransportError, match="symmetric memory on cuda:0 cannot"):
+        node_memory.allocate(64, None, torch.device("cuda", 0))  # type: ignore[arg-type]
+
+
+class ProcessGroup:
+    """What a rank's memory is asked of."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = (lambda: rank), (lambda: size)
+
+
+class Failing:
+    """A node whose launches take a while and find that a rank has not come."""
+
+    def __init__(self, rank: int, buffers: Any, pads: Any, device: Any, timeout: float) -> None:
+        assert [a - b for a, b in zip(buffers, pads, strict=True)] == [buffers[0] - pads[0]] * 2
+        self.rank, self.error = rank, torch.zeros(1, dtype=torch.int64)
+
+    def describe(self, error: int) -> str:
+        return f"rank {self.rank} of the node waited" if error else ""
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    for made in make_machine(monkeypatch, fake_nccl.FakeNccl()):
+        monkeypatch.setattr(node_memory, "cuda", made.cuda)
+        yield made
+
+
+def test_launch_follows_the_stream_and_its_failure_is_told_without_a_wait(machine, monkeypatch):
+    memory = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
+    monkeypatch.setattr(
+        node_memory, "allocate", lambda nbytes, *args: (device_tensor(memory[:nbytes]), [4096] * 2)
+    )
+    monkeypatch.setattr(node_memory, "Node", Failing)
+
+    def fetch(self: NodeMemory) -> None:
+        machine.put(lambda: self._error.copy_(self.node.error))
+
+    monkeypatch.setattr(NodeMemory, "fetch_error", fetch)
+
+    def work(transport: NcclTransport) -> str:
+        transport.process_group = ProcessGroup(transport.rank, 2)  # type: ignore[assignment]
+        made = transport.add_node_memory(64, 5.0)
+        assert made.tensor.nbytes == 64
+        x, order = device_tensor(torch.zeros(4)), []
+        machine.put(lambda: order.append("before"), 0.2)
+
+        def launch() -> None:
+            machine.put(lambda: order.append("launch"), 0.2)
+
+        transport.launch(0, launch, x, "a step", 5.0)
+        machine.put(lambda: order.append("behind"))
+        assert not order
+        machine.cuda.current_stream().synchronize()
+        assert order == ["before", "launch", "behind"]
+        transport.check_streams()
+        made.node.error.fill_(1)
+        transport.launch(0, launch, x, "a step", 5.0)
+        error = told(transport.check_streams)
+        assert isinstance(error, CollectiveTimeoutError)
+        with pytest.raises(CollectiveTimeoutError):
+            transport.launch(0, launch, x, "the next step", 5.0)
+        return str(error)
+
+    expected = [f"rank {rank} of the node waited" for rank in (0, 1)]
+    assert all_good(machine.run(2, work)) == expected

@@ -1,0 +1,99 @@
+"""All-reduces in memory that GPUs share, in one launch a rank: one process a rank, on one GPU.
+
+Ranks on one GPU need NCCL as in test_nccl.py, and torch to let them share it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+import kernels
+from collectives import Average, CollectiveError, Group, Sum
+from tests.processes.harness import run_ranks
+from tests.processes.test_nccl import SHORT, TIMEOUT, start, why_not
+
+SIZES = [2, 3, 4]
+NUMELS = [1, 7, 5_000, 70_001, 1_000_003]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+pytestmark = pytest.mark.gpu
+
+
+def group_of(rank: int, timeout: float = TIMEOUT) -> Group:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    transport = start(rank)
+    size = transport.size
+    return Group(transport, timeout=timeout, local_rank=rank, local_size=size)
+
+
+def terms(size: int, numel: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=made).to(dtype) for _ in range(size)]
+
+
+def sums(rank: int) -> int:
+    """Direct calls and requests, in turns, on several memories; how many results were looked at."""
+    group, looked = group_of(rank), 0
+    memories = {dtype: group.symmetric_empty(max(NUMELS) + 8, dtype) for dtype in DTYPES}
+    for seed in range(3):
+        for dtype, memory in memories.items():
+            for numel in NUMELS:
+                mine = [x.cuda() for x in terms(group.size, numel, dtype, seed)]
+                x = memory[8 : 8 + numel]
+                for op, factor in ((Sum, 1.0), (Average, 1 / group.size)):
+                    wanted = kernels.sum_n(mine, scale=factor)
+                    memory.fill_(float("nan"))
+                    x.copy_(mine[rank])
+                    assert torch.equal(group.all_reduce(x, op), wanted)
+                    assert memory[:8].isnan().all()
+                    assert memory[8 + numel :].isnan().all()
+                    request = group.all_reduce_init(x, op)
+                    for _ in range(3):
+                        x.copy_(mine[rank])
+                        request.start()
+                        assert torch.equal(request.wait(), wanted)
+                    request.close()
+                    looked += 1
+    assert len(group.transport.node_memories) == len(DTYPES)
+    group.close()
+    return looked
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_have_the_bits_of_sum_n(size: int) -> None:
+    if reason := why_not(size):
+        pytest.skip(reason)
+    expected = 3 * len(DTYPES) * len(NUMELS) * 2
+    assert run_ranks(size, sums, timeout=150.0) == [expected] * size
+
+
+def silent_peer(rank: int) -> tuple[str, float]:
+    """Rank 1 makes the call and never launches."""
+    group = group_of(rank, SHORT)
+    memory = group.symmetric_empty(1000)
+    memory.fill_(1.0)
+    assert group.all_reduce(memory)[0].item() == 2.0
+    if rank == 1:
+        group.transport.launch = lambda *args: None  # type: ignore[method-assign]
+    start_time = time.monotonic()
+    try:
+        group.all_reduce(memory)
+        torch.cuda.synchronize()
+        group.all_reduce(memory)
+        torch.cuda.synchronize()
+        group.barrier()
+        group.transport.check_streams()
+    except CollectiveError as error:
+        return str(error), time.monotonic() - start_time
+    return "", time.monotonic() - start_time
+
+
+def test_silent_peer_is_an_error_and_no_hang() -> None:
+    if reason := why_not(2):
+        pytest.skip(reason)
+    text, seconds = run_ranks(2, silent_peer, timeout=60.0)[0]
+    assert "rank 1" in text
+    assert seconds < 4 * SHORT
