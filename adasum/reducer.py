@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,14 @@ from adasum.observer import GramObserver, ObservedGram, Observer
 from adasum.pieces import ClippedPiece, add_up, are_whole, clip, clipped, device_of, segments_of
 from adasum.real_pairs import real_dtype, real_operands
 from collectives import Group, Operands, Reducer
+from collectives.schedules.folding import balanced_tree
 from kernels.validation import EQUAL, tracing
+
+if TYPE_CHECKING:
+    from kernels.gpu.node_kernels import Node
+
+# Of more than these the products of all pairs are more than a program's registers hold.
+_NODE_RANKS = 8
 
 
 class AdasumReducer(Reducer):
@@ -123,7 +130,7 @@ class AdasumReducer(Reducer):
         operands = real_operands(operands)
         segments, leaves = segments_of(operands), operands.leaves if self.weighted else ()
         if operands.tree:
-            reduce_tree(operands, segments, self._weighed(operands), self._keeper(operands))
+            reduce_tree(operands, segments, self._weighed(operands.tree), self._keeper(operands))
             return
         if not are_whole(operands, segments):
             _reduce_cut(operands, segments, leaves)
@@ -153,7 +160,8 @@ class AdasumReducer(Reducer):
         operands = real_operands(operands)
         segments = segments_of(operands)
         if by_tree:
-            return bind_tree(operands, segments, self._weighed(operands), self._keeper(operands))
+            tree = self._weighed(operands.tree)
+            return bind_tree(operands, segments, tree, self._keeper(operands))
         weights = _weights(operands.leaves if self.weighted else (), 1)
         if not are_whole(operands, segments):
             return _bind_cut(operands, segments, weights)
@@ -171,17 +179,29 @@ class AdasumReducer(Reducer):
 
         return run
 
+    def bind_on_node(
+        self, node: Node, flat: Tensor, offset: int, segments: Sequence[int] | None
+    ) -> Callable[[], None] | None:
+        """Bind the launch that joins all ranks' vectors by the balanced tree, of at most 8 ranks.
+
+        Not of float64, and not where the Gram matrices are asked for, which it does not keep.
+        """
+        overridden = type(self).reduce is not AdasumReducer.reduce
+        narrow = flat.dtype in kernels.DTYPES and self.reads_tree_of(flat.dtype)
+        if overridden or not narrow or self._original is not None or node.size > _NODE_RANKS:
+            return None
+        tree = self._weighed(balanced_tree(node.size))
+        return node.bind_adasum(flat.numel(), flat.dtype, tree, segments, offset)
+
     def _keeper(self, operands: Operands) -> Callable[[ObservedGram], None] | None:
         """Return what keeps the Gram matrices of ranks' own vectors, not of what others made."""
         ranks = sum(operands.tree[-1][2:])
         own = ranks == len(operands.tree) + 1
         return self._keep_gram if own and self._original is not None else None
 
-    def _weighed(self, operands: Operands) -> Tree:
-        """Return the operands' tree with the weights of both sides of each join."""
-        if self.weighted:
-            return operands.tree
-        return [(left, right, 1, 1) for left, right, *_ in operands.tree]
+    def _weighed(self, tree: Tree) -> Tree:
+        """Return a tree with the weights of both sides of each join."""
+        return tree if self.weighted else [(left, right, 1, 1) for left, right, *_ in tree]
 
     def finish(self, buffer: Tensor, size: int) -> None:
         """Do nothing: Adasum is not divided by the number of ranks."""

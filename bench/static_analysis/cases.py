@@ -15,6 +15,7 @@ from kernels.gpu import (
     double_double_kernels,
     gram_kernels,
     launcher,
+    node_adasum,
     node_kernels,
     one_launch_kernel,
     projection_kernels,
@@ -128,6 +129,24 @@ KERNELS |= {
         {"misaligned": {"ALIGNED": False}},
         node_kernels.OPTIONS,
     ),
+}
+# By the number of ranks, for each of which the code is another.
+KERNELS |= {
+    f"node_adasum{count}": Kernel(
+        node_adasum._adasum_kernel.function,
+        partial(gram_kernels.tile_of, count),
+        {
+            "COUNT": count,
+            "ROW": gram_kernels.row_of(count),
+            "SIZE": launcher.power_of_two_above(count),
+            "SPINS": node_kernels._SPINS,
+            "BLEND": {"fp16": 2048, "bf16": 2048, "fp32": 1024},
+        },
+        {},
+        node_adasum.OPTIONS,
+        dtypes=("fp16", "bf16", "fp32"),
+    )
+    for count in range(2, 9)
 }
 # By the number of tensors: each depth has its code, without pairs and with pairs among the leaves.
 KERNELS |= {

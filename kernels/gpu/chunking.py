@@ -84,17 +84,29 @@ def chunks_of(a: Tensor, bounds: tuple[int, ...], summed: bool = True) -> Chunks
 
     summed: Whether their partials are.
     """
-    itemsize = a.element_size()
-    block, warps = tile_of(a.numel(), itemsize)
+    return chunks_on(a.device, a.element_size(), bounds, summed)
+
+
+def chunk_count(itemsize: int, bounds: tuple[int, ...]) -> int:
+    """Return how many chunks a buffer has whose partials are summed."""
+    block = tile_of(bounds[-1], itemsize)[0]
+    return len(cut(bounds, block, 16 // itemsize, _tiles(bounds, block, _MAX_CHUNKS))[0])
+
+
+def chunks_on(
+    device: torch.device, itemsize: int, bounds: tuple[int, ...], summed: bool = True
+) -> Chunks:
+    """Return the chunks of buffers of bounds[-1] elements, their table on `device`."""
+    block, warps = tile_of(bounds[-1], itemsize)
     tiles = _tiles(bounds, block, _MAX_CHUNKS if summed else _MAX_UNSUMMED)
 
     def make(pinned: Tensor | None) -> Chunks:
         rows, shares = cut(bounds, block, 16 // itemsize, tiles)
-        table, host = upload(np.concatenate([rows.ravel(), shares.ravel()]), a.device, pinned)
+        table, host = upload(np.concatenate([rows.ravel(), shares.ravel()]), device, pinned)
         return Chunks(table, host, len(rows), len(shares), block, warps, tiles == 1)
 
     key = ("chunks", itemsize, block, tiles, bounds)
-    found: Chunks = TABLES.fetch(key, a.device, make)
+    found: Chunks = TABLES.fetch(key, device, make)
     return found
 
 

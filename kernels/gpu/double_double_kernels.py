@@ -74,7 +74,7 @@ def _at(vector, one):
 
 
 @jit
-def _may_cancel(matrix, n, SIZE: tl.constexpr):
+def may_cancel(matrix, n, SIZE: tl.constexpr):
     """Whether vectors may cancel beyond the limit; kernels/cpu/replay.h says how it is known.
 
     There by n, and here by SIZE, which is a constant and no less.
@@ -94,6 +94,29 @@ def _may_cancel(matrix, n, SIZE: tl.constexpr):
         less = tl.fma((-column / pivot)[:, None], row[None, :], g)
         g = tl.where((i > step) & (j > step), less, g)
     return found > 0
+
+
+@jit
+def precise_chunk(partials, addresses, offset, length, chunk, chunks, n, DTYPE: tl.constexpr):
+    """Store the partials of all pairs of tensors over one chunk, `offset` bytes into each."""
+    for i in range(n):
+        a = tl.load(addresses + i) + offset
+        for j in range(i + 1):
+            b = tl.load(addresses + j) + offset
+            high, low = _chunk_sum(a, b, length, DTYPE)
+            _store_pair(partials + 2 * ((i * (i + 1) // 2 + j) * chunks + chunk), high, low)
+
+
+@jit
+def precise_matrix(partials, matrix, first, count, chunks, n):
+    """Store the matrix of a segment of `count` chunks, the sums of their partials."""
+    for i in range(n):
+        for j in range(i + 1):
+            rows = partials + 2 * ((i * (i + 1) // 2 + j) * chunks + first)
+            high, low = _sum_of_chunks(rows, count)
+            # On the diagonal both are one place, and the values equal.
+            _store_pair(matrix + 2 * (i * n + j), high, low)
+            _store_pair(matrix + 2 * (j * n + i), high, low)
 
 
 @Kernel
@@ -121,21 +144,10 @@ def _precise_gram_kernel(
     share = table + 3 * chunks + 2 * segment
     first, count = tl.load(share), tl.load(share + 1)
     matrix = matrices + 2 * segment * n * n
-    if _may_cancel(matrix, n, SIZE):
-        for i in range(n):
-            a = tl.load(addresses + ahead + i) + start * BYTES
-            for j in range(i + 1):
-                b = tl.load(addresses + ahead + j) + start * BYTES
-                high, low = _chunk_sum(a, b, length, DTYPE)
-                _store_pair(partials + 2 * ((i * (i + 1) // 2 + j) * chunks + chunk), high, low)
+    if may_cancel(matrix, n, SIZE):
+        precise_chunk(partials, addresses + ahead, start * BYTES, length, chunk, chunks, n, DTYPE)
         if is_last(arrivals + segment, count):
-            for i in range(n):
-                for j in range(i + 1):
-                    rows = partials + 2 * ((i * (i + 1) // 2 + j) * chunks + first)
-                    high, low = _sum_of_chunks(rows, count)
-                    # On the diagonal both are one place, and the values equal.
-                    _store_pair(matrix + 2 * (i * n + j), high, low)
-                    _store_pair(matrix + 2 * (j * n + i), high, low)
+            precise_matrix(partials, matrix, first, count, chunks, n)
 
 
 def made_precise(call: Call, chunks: Chunks, addresses: Tensor) -> Callable[[], None]:
@@ -201,38 +213,32 @@ def _share(join, column):
     return bits.to(tl.float64, bitcast=True)
 
 
-@Kernel
-def _coefficients_kernel(
-    partials,
-    tree,
-    spread,
-    out,
-    tables: tl.int32,
-    n: tl.int32,
-    SIZE: tl.constexpr,
-    PRECISE: tl.constexpr,
-    SPREAD: tl.constexpr,
-):
-    """The coefficients of one segment.
+@jit
+def add_table(high, low, at, n, PRECISE: tl.constexpr):
+    """Add the matrix at `at` to [SIZE, SIZE] high and low."""
+    PARTS: tl.constexpr = 2 if PRECISE else 1
+    k = tl.arange(0, high.shape[0])
+    i, j = k[:, None], k[None, :]
+    inside = (i < n) & (j < n)
+    at += (i.to(tl.int64) * n + j) * PARTS
+    part = tl.load(at, mask=inside, other=0.0)
+    rest = tl.zeros(high.shape, tl.float64)
+    if PRECISE:
+        rest = tl.load(at + 1, mask=inside, other=0.0)
+    return add(high, low, part, rest)
+
+
+@jit
+def replay(high, low, tree, n, PRECISE: tl.constexpr):
+    """(coefficients [SIZE], spread) of a segment by its matrix; NaN where that is not finite.
 
     The matrix of the vectors that stand becomes, join by join, that of the vectors that then do.
     Each leaf has one coefficient, and is below one vector that stands, its root.
     """
+    SIZE: tl.constexpr = high.shape[0]
     GUARD: tl.constexpr = 2.0**-92 if PRECISE else 2.0**-46
-    PARTS: tl.constexpr = 2 if PRECISE else 1
-    segment, segments = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     k = tl.arange(0, SIZE)
     i, j = k[:, None], k[None, :]
-    high = tl.zeros([SIZE, SIZE], tl.float64)
-    low = tl.zeros([SIZE, SIZE], tl.float64)
-    inside = (i < n) & (j < n)
-    for table in range(tables):
-        at = partials + (((table * segments + segment) * n + i) * n + j) * PARTS
-        part = tl.load(at, mask=inside, other=0.0)
-        rest = tl.zeros([SIZE, SIZE], tl.float64)
-        if PRECISE:
-            rest = tl.load(at + 1, mask=inside, other=0.0)
-        high, low = add(high, low, part, rest)
     lost = tl.max(tl.max(tl.where(tl.abs(high) < float("inf"), 0, 1), axis=1), axis=0) > 0
     c_high = tl.full([SIZE], 1.0, tl.float64)
     c_low = tl.zeros([SIZE], tl.float64)
@@ -290,12 +296,37 @@ def _coefficients_kernel(
         # Of a result that is nothing rounded coefficients would leave a direction.
         c_high = tl.where(nothing > 0, 0.0, c_high)
     nan = float("nan")
-    tl.store(out + segment * n + k, tl.where(lost, nan, c_high), mask=k < n)
+    return tl.where(lost, nan, c_high), tl.where(lost, nan, widest)
+
+
+@Kernel
+def _coefficients_kernel(
+    partials,
+    tree,
+    spread,
+    out,
+    tables: tl.int32,
+    n: tl.int32,
+    SIZE: tl.constexpr,
+    PRECISE: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
+    """The coefficients of one segment."""
+    PARTS: tl.constexpr = 2 if PRECISE else 1
+    segment, segments = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    high = tl.zeros([SIZE, SIZE], tl.float64)
+    low = tl.zeros([SIZE, SIZE], tl.float64)
+    for table in range(tables):
+        at = partials + (table * segments + segment) * n * n * PARTS
+        high, low = add_table(high, low, at, n, PRECISE)
+    found, widest = replay(high, low, tree, n, PRECISE)
+    k = tl.arange(0, SIZE)
+    tl.store(out + segment * n + k, found, mask=k < n)
     if SPREAD:
-        tl.store(spread + segment, tl.where(lost, nan, widest))
+        tl.store(spread + segment, widest)
 
 
-def _tree_table(tree: Tree, device: torch.device) -> Tensor:
+def tree_table(tree: Tree, device: torch.device) -> Tensor:
     """int64 rows (left, right, and p/(p+q) and q/(p+q) as the bits of high and low)."""
 
     def make(pinned: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -331,7 +362,7 @@ def adasum_coefficients(call: Call) -> Callable[[], None]:
         segments,
         (),
         partials,
-        _tree_table(call.tree, out.device),
+        tree_table(call.tree, out.device),
         out if call.spread is None else call.spread,
         out,
         partials.shape[0],

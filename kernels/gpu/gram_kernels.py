@@ -35,7 +35,15 @@ from kernels.gpu.device_tables import TABLES, AddressTable, Scratch, upload
 from kernels.gpu.dot_products import is_last
 from kernels.gpu.double_double_kernels import made_precise
 from kernels.gpu.launcher import Kernel, jit, tl, triton
-from kernels.gpu.tiles import THREADS, convert, load_edges, load_tile, whole_vectors
+from kernels.gpu.tiles import (
+    THREADS,
+    convert,
+    edge_pointer,
+    load_edges,
+    load_tile,
+    store_tile,
+    whole_vectors,
+)
 
 _SCRATCH = Scratch()
 # Tensors that one program takes at most, and of two groups' each.
@@ -45,7 +53,7 @@ SET = 64 if triton is None else tl.constexpr(64)
 
 
 @jit
-def _no_tiles():
+def no_tiles():
     """An empty tuple, to which tiles of any kind are added."""
     return ()
 
@@ -53,7 +61,7 @@ def _no_tiles():
 @jit
 def _halve(parts, WIDTH: tl.constexpr):
     """Cut each of `parts`, tiles whose threads hold 2 * WIDTH neighbours, in even and odd ones."""
-    halves = _no_tiles()
+    halves = no_tiles()
     for k in tl.static_range(len(parts)):
         x = parts[k]
         if WIDTH > 1:
@@ -79,14 +87,14 @@ def _by_element(x, VECTOR: tl.constexpr):
 @jit
 def _add_products(sums, tiles, VECTOR: tl.constexpr, COUNT: tl.constexpr):
     """Add to each thread's sums [(i, j) for j <= i] what its elements of the tiles have."""
-    parts = _no_tiles()
+    parts = no_tiles()
     for i in tl.static_range(COUNT):
         parts += (_by_element(tiles[i], VECTOR),)
     for v in tl.static_range(VECTOR):
-        x = _no_tiles()
+        x = no_tiles()
         for i in tl.static_range(COUNT):
             x += (convert(parts[i][v], tl.float64),)
-        added = _no_tiles()
+        added = no_tiles()
         for i in tl.static_range(COUNT):
             for j in tl.static_range(i + 1):
                 added += (tl.fma(x[i], x[j], sums[i * (i + 1) // 2 + j]),)
@@ -95,7 +103,7 @@ def _add_products(sums, tiles, VECTOR: tl.constexpr, COUNT: tl.constexpr):
 
 
 @jit
-def _store_sums(row, sums, PAIRS: tl.constexpr):
+def store_sums(row, sums, PAIRS: tl.constexpr):
     """Store the sums over all threads at `row`, four at once, which share their barriers."""
     column = tl.arange(0, 4)
     zero = tl.zeros([THREADS], tl.float64)
@@ -134,7 +142,7 @@ def _store_entries(out, total, places, n, ROW: tl.constexpr, PARTS: tl.constexpr
 
 
 @jit
-def _finish(
+def finish(
     partials,
     arrivals,
     out,
@@ -148,12 +156,16 @@ def _finish(
     ROW: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Add the partials of a set of chunks, then of the segment, where no chunk of it is missing."""
+    """Add the partials of a set of chunks, then of the segment, where no chunk of it is missing.
+
+    Returns whether the segment's entries have been stored.
+    """
     first, count = tl.load(share), tl.load(share + 1)
     # The set's sums take the place of the partials of its first chunk.
     head = first + (chunk - first) // SET * SET
     held = tl.minimum(first + count - head, SET)
-    if is_last(arrivals + head, held):
+    complete = is_last(arrivals + head, held)
+    if complete:
         total = _add_rows(partials + head * PAIRS, 1, held, PAIRS, ROW)
         complete = count <= SET
         if count > SET:
@@ -166,6 +178,51 @@ def _finish(
                 total = _add_rows(partials + first * PAIRS, SET, sets, PAIRS, ROW)
         if complete:
             _store_entries(out + segment * n * n * PARTS, total, places, n, ROW, PARTS)
+    return complete
+
+
+@jit
+def chunk_sums(
+    at, copies, start, length, DTYPE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sums [THREADS] of the products of each pair of COUNT tensors' chunks at the addresses `at`.
+
+    copies: None, or (address, stride, k): there the chunks are written as well, `stride` bytes from
+    each other, without the k-th, of which nothing is.
+    """
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    PAIRS: tl.constexpr = COUNT * (COUNT + 1) // 2
+    before, inner = whole_vectors(start, length, VECTOR)
+    wide = no_tiles()
+    for _ in tl.static_range(PAIRS):
+        wide += (tl.zeros([BLOCK // VECTOR], tl.float64),)
+    for done in range(0, inner, BLOCK):
+        tiles = no_tiles()
+        for i in tl.static_range(COUNT):
+            here = at[i] + (before + done) * BYTES
+            tiles += (load_tile(here, inner - done, DTYPE, True, BLOCK),)
+        if copies is not None:
+            for i in tl.static_range(COUNT):
+                to = copies[0] + i * copies[1] + (before + done) * BYTES
+                count = tl.where(i == copies[2], 0, inner - done)
+                store_tile(to, count, tiles[i], True)
+        wide = _add_products(wide, tiles, VECTOR, COUNT)
+    sums = no_tiles()
+    for k in tl.static_range(PAIRS):
+        by_thread = tl.reshape(wide[k], [BLOCK // VECTOR // THREADS, THREADS])
+        sums += (tl.sum(by_thread, axis=0),)
+    if inner != length:
+        edges = no_tiles()
+        for i in tl.static_range(COUNT):
+            edges += (load_edges(at[i], before, inner, length, DTYPE),)
+        if copies is not None:
+            inside = tl.arange(0, THREADS) < length - inner
+            for i in tl.static_range(COUNT):
+                to = edge_pointer(copies[0] + i * copies[1], before, inner, DTYPE)
+                tl.store(to, edges[i], mask=inside & (i != copies[2]))
+        sums = _add_products(sums, edges, 1, COUNT)
+    return sums
 
 
 @Kernel
@@ -187,7 +244,6 @@ def _gram_kernel(
 ):
     """Partials of one chunk of COUNT tensors; the last program of a segment writes its entries."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    VECTOR: tl.constexpr = 16 // BYTES
     PAIRS: tl.constexpr = COUNT * (COUNT + 1) // 2
     chunks = tl.num_programs(0) // ranges
     # The ranges of a chunk run side by side.
@@ -196,34 +252,16 @@ def _gram_kernel(
     start = tl.load(table + 3 * chunk)
     length = tl.load(table + 3 * chunk + 1)
     segment = tl.load(table + 3 * chunk + 2)
-    before, inner = whole_vectors(start, length, VECTOR)
-    at = _no_tiles()
+    at = no_tiles()
     for i in tl.static_range(COUNT):
         at += (tl.load(addresses + mine * COUNT + i) + start * BYTES,)
-    wide = _no_tiles()
-    for _ in tl.static_range(PAIRS):
-        wide += (tl.zeros([BLOCK // VECTOR], tl.float64),)
-    for done in range(0, inner, BLOCK):
-        tiles = _no_tiles()
-        for i in tl.static_range(COUNT):
-            here = at[i] + (before + done) * BYTES
-            tiles += (load_tile(here, inner - done, DTYPE, True, BLOCK),)
-        wide = _add_products(wide, tiles, VECTOR, COUNT)
-    sums = _no_tiles()
-    for k in tl.static_range(PAIRS):
-        by_thread = tl.reshape(wide[k], [BLOCK // VECTOR // THREADS, THREADS])
-        sums += (tl.sum(by_thread, axis=0),)
-    if inner != length:
-        edges = _no_tiles()
-        for i in tl.static_range(COUNT):
-            edges += (load_edges(at[i], before, inner, length, DTYPE),)
-        sums = _add_products(sums, edges, 1, COUNT)
+    sums = chunk_sums(at, None, start, length, DTYPE, COUNT, BLOCK)
     partials += mine * chunks * PAIRS
-    _store_sums(partials + chunk * PAIRS, sums, PAIRS)
+    store_sums(partials + chunk * PAIRS, sums, PAIRS)
     share = table + 3 * chunks + 2 * segment
     arrivals += mine * (chunks + segments)
     places += mine * ROW
-    _finish(
+    finish(
         partials, arrivals, matrices, places, n, chunk, chunks, segment, share, PAIRS, ROW, PARTS
     )
 
@@ -236,7 +274,7 @@ def _ranges(n: int) -> list[list[int]]:
     return [first + second for first, second in itertools.combinations(groups, 2)]
 
 
-def _places_of(n: int, row: int, device: torch.device) -> Tensor:
+def places_of(n: int, row: int, device: torch.device) -> Tensor:
     """int64 [ranges, row] on the device: which entry of the matrix each sum is, -1 for none.
 
     The entries of one group are in several ranges: in equal bits, of which one stores them.
@@ -294,7 +332,7 @@ def gram(call: Call, table: AddressTable) -> Callable[[], None]:
         (call.out, chunks.table),
         addresses,
         chunks.table,
-        _places_of(n, row, device),
+        places_of(n, row, device),
         call.out,
         n,
         len(ranges),

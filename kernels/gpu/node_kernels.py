@@ -5,6 +5,8 @@ to all of them, in the place of the vectors. Programs of one number take the sam
 slices, and wait for their likes alone: until they have come, since the vectors are in the buffers
 when a launch begins, and until they have written.
 
+Adasum is two-shot as well: node_adasum.py.
+
 One-shot, where a wait costs more than the bytes: each rank reads all of all. A program copies its
 tile to a place in its pad, of two in turn, signals, waits, and adds up. A place is written again
 two launches later, after the peers' launches between have begun, and those before have ended.
@@ -21,21 +23,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.arguments import check_segments
 from kernels.arithmetic import compute_dtype
-from kernels.gpu import launcher
+from kernels.gpu import launcher, node_adasum
 from kernels.gpu.device_tables import upload
-from kernels.gpu.launcher import Kernel, jit, tl, triton
+from kernels.gpu.launcher import Kernel, tl, triton
 from kernels.gpu.signals import (
+    ERROR_WORD,
+    MAILBOX_BYTES,
     MAX_PROGRAMS,
-    PROGRAMS,
     STATE_WORDS,
     end_turn,
+    places_at,
     signal,
     turn_of,
     wait,
 )
 from kernels.gpu.sum_kernels import in_order
-from kernels.gpu.tiles import convert, float_of, load_tile, part_of, store_tile
+from kernels.gpu.tiles import convert, float_of, load_tile, part_of, store_tile, store_to_all
+from kernels.gram_arguments import check_tree
 
 # Bytes of a program's tile of a one-shot sum, at most: of its place.
 _TILE_BYTES = 4096
@@ -46,17 +52,19 @@ MAX_RANKS = 32
 # All programs of a launch must be resident: those of other ranks wait for them.
 # So few need not be small, and ptxas would spill to make them so.
 OPTIONS = {"launch_cooperative_grid": True, "maxnreg": 128}
-_PHASES = {1: "came", 2: "wrote its part of the result"}
+_PHASES = (
+    "ran all of its programs at once",
+    "came",
+    "did its part",
+    "wrote its part of the result",
+)
+GIVEN_UP = 1 << 62
 # Looks at the peers' counters between two at the clock: about a third of a millisecond.
 _SPINS = 256
 
 
-@jit
-def _store_to_all(buffers, offset, count, x, rank, n, VECTORS: tl.constexpr):
-    """Store a tile `offset` bytes into each rank's buffer, the next rank's first."""
-    for k in range(n):
-        to = tl.load(buffers + (rank + 1 + k) % n) + offset
-        store_tile(to, count, x, VECTORS)
+# (left, right, p, q), as `adasum_coefficients` takes them.
+Rows = Sequence[tuple[int, int, float, float]]
 
 
 @Kernel
@@ -93,7 +101,7 @@ def _two_shot_kernel(
             if count % VECTOR == 0:
                 x = in_order(buffers, at, count, n, DTYPE, WIDE, False, True, BLOCK)
                 x = convert(x * scale, DTYPE)
-                _store_to_all(buffers, at, count, x, rank, n, True)
+                store_to_all(buffers, at, count, x, rank, n, True)
             else:
                 # In parts, rolled up: see scalar_pointer.
                 PART: tl.constexpr = part_of(BLOCK, 4)
@@ -102,9 +110,9 @@ def _two_shot_kernel(
                     here = at + done * BYTES
                     y = in_order(buffers, here, count - done, n, DTYPE, WIDE, False, False, PART)
                     y = convert(y * scale, DTYPE)
-                    _store_to_all(buffers, here, count - done, y, rank, n, False)
+                    store_to_all(buffers, here, count - done, y, rank, n, False)
         signal(pads, rank, n, SIZE)
-        going = wait(pads, state, rank, n, turn + 1, limit, 2, SIZE, SPINS)
+        going = wait(pads, state, rank, n, turn + 1, limit, 3, SIZE, SPINS)
     if going:
         end_turn(state, turn + 2)
 
@@ -138,8 +146,7 @@ def _one_shot_kernel(
     turn = turn_of(state)
     going = turn >= 0
     vectors = (count % VECTOR == 0) & ALIGNED
-    # Behind the counters, of which there is an even number.
-    place = PROGRAMS * n * 8 + (2 * program + (turn & 1)) * _PLACE
+    place = places_at(n) + (2 * program + (turn & 1)) * _PLACE
     if going:
         mine = tl.load(pads + rank) + place
         if vectors:
@@ -168,8 +175,11 @@ def _one_shot_kernel(
 
 
 def pad_bytes(size: int) -> int:
-    """Return how many bytes the signal pad of each of `size` ranks takes: counters and places."""
-    return MAX_PROGRAMS * size * 8 + 2 * ONE_SHOT_BYTES
+    """Return how many bytes the signal pad of each of `size` ranks takes.
+
+    Counters, mailboxes and places.
+    """
+    return MAX_PROGRAMS * size * 8 + MAILBOX_BYTES + 2 * ONE_SHOT_BYTES
 
 
 class Node:
@@ -204,10 +214,12 @@ class Node:
         if any(address % 16 for address in (*buffers, *pads)):
             raise ValueError("a buffer or pad does not start at a multiple of 16 bytes")
         self.rank, self.size, self.device = rank, len(pads), device
+        self._places = [*buffers]
         self._buffers, self._host = upload(np.array([*buffers, *pads], np.int64), device)
         self._pads = self._buffers[self.size :]
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
         self._limit = int(timeout * 1e9)
+        self._copies = torch.empty(0, dtype=torch.uint8, device=device)
 
     def check(self) -> None:
         """Wait for the launches so far, and raise TimeoutError if one waited in vain.
@@ -220,14 +232,19 @@ class Node:
 
     @property
     def error(self) -> Tensor:
-        """The word, [1], that is not zero once a launch has waited in vain."""
-        return self._state[-1:]
+        """The word, [1], that is not zero once a launch has waited in vain.
+
+        A host that writes GIVEN_UP to it ends what waits, and all launches behind it.
+        """
+        return self._state[ERROR_WORD : ERROR_WORD + 1]
 
     def describe(self, error: int) -> str:
         """Return for errors what such a word says; "" for zero."""
         if not error:
             return ""
         missing = [q for q in range(self.size) if error >> q & 1]
+        if not missing:
+            return f"rank {self.rank} of the node gave up its launches"
         return (
             f"rank {self.rank} of the node waited {self._limit / 1e9:g} s, and no sign came that "
             f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} "
@@ -308,6 +325,63 @@ class Node:
             **self._constants(x.dtype, block, 4),
         )
         return lambda scale: launch(launcher.float_bits(scale))
+
+    def bind_adasum(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        tree: Rows,
+        segments: Sequence[int] | None = None,
+        offset: int = 0,
+    ) -> Callable[[], None]:
+        """Bind the launch that joins what the ranks' buffers hold by Adasum, in its place.
+
+        Where vectors may cancel beyond `SPREAD_LIMIT` their sums are double-double, as those of
+        `gram(precise=True)`. All bits are those of the algorithm `direct` where its slices begin at
+        16 bytes, too; elsewhere it cuts its float64 sums at other elements.
+
+        Args:
+            numel: The length of each vector.
+            dtype: Of its elements: float16, bfloat16 or float32. Of float64 vectors their own
+                rounding would be left of a Gram matrix: `direct` joins them by pairs.
+            tree: The ranks' pairs with their weights, as `adasum_coefficients` takes it.
+            segments: Element boundaries (0, ..., numel), None for one segment.
+            offset: Bytes at which the vector starts in each buffer, a multiple of 16.
+
+        Raises:
+            TypeError: It is another dtype, or an argument of another type.
+            ValueError: There are more than 8 ranks, or an argument cannot be used.
+        """
+        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise TypeError(
+                f"Adasum of a node takes float16, bfloat16 and float32, not {dtype}: join by pairs"
+            )
+        if self.size > node_adasum.MAX_RANKS:
+            raise ValueError(f"Adasum of a node takes at most 8 ranks, not {self.size}")
+        if offset % 16:
+            raise ValueError(f"offset is {offset}: vectors start at multiples of 16 bytes")
+        bounds, joins = check_segments(segments, numel), check_tree(tree, self.size)
+        if numel == 0 or self.size == 1:
+            return launcher.nothing
+        places = [slice_of(numel, dtype.itemsize, self.size, rank) for rank in range(self.size)]
+        slices = [node_adasum.slice_with(bounds, *one, places[0][1]) for one in places]
+        first = offset + slices[self.rank].start * dtype.itemsize
+        return node_adasum.bind(
+            slices,
+            self.rank,
+            [place + first for place in self._places],
+            joins,
+            dtype,
+            (self._pads, self._state, self._limit),
+            self._copies_of,
+            _SPINS,
+        )
+
+    def _copies_of(self, nbytes: int) -> Tensor:
+        """Return memory that is only used within a launch."""
+        if self._copies.numel() < nbytes:
+            self._copies = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self._copies
 
     def _shared(self) -> tuple[Tensor | int, ...]:
         return self._pads, self._state, self._limit, self.rank, self.size

@@ -29,7 +29,7 @@ def in_order(
     """Sum, in list order, of the tensors' tiles that start `offset` bytes into each."""
     x = load_tile(tl.load(addresses) + offset, count, DTYPE, VECTORS, BLOCK)
     if ROUNDED:
-        # -0.0, to which adding changes nothing; by its bits, as in `_weighted_total`.
+        # -0.0, to which adding changes nothing; by its bits, as in `weighted_total`.
         none = tl.full([BLOCK], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
         total = none.to(SUM)
     else:
@@ -225,7 +225,7 @@ def scaled_add(call: Call) -> Callable[[float, float], None]:
 
 
 @jit
-def _weighted_total(
+def weighted_total(
     addresses,
     row,
     offset,
@@ -281,7 +281,7 @@ def _weighted_sum_kernel(
         offset = (start + done) * BYTES
         to = out.to(tl.int64) + offset
         if ALIGNED and offset % 16 == 0 and count % VECTOR == 0:
-            x = _weighted_total(addresses, row, offset, count, n, DTYPE, True, BLOCK)
+            x = weighted_total(addresses, row, offset, count, n, DTYPE, True, BLOCK)
             report(x, findings)
             store_tile(to, count, x, True, ONCE)
         else:
@@ -289,7 +289,7 @@ def _weighted_sum_kernel(
             PART: tl.constexpr = part_of(BLOCK, 4)
             for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
                 before = part * PART
-                y = _weighted_total(
+                y = weighted_total(
                     addresses, row, offset + before * BYTES, count - before, n, DTYPE, False, PART
                 )
                 report(y, findings)

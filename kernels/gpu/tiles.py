@@ -94,6 +94,14 @@ def store_tile(address, count, x, VECTORS: tl.constexpr, EVICT: tl.constexpr = _
 
 
 @jit
+def store_to_all(addresses, offset, count, x, rank, n, VECTORS: tl.constexpr):
+    """Store a tile `offset` bytes behind each of n ranks' addresses, the next rank's first."""
+    for k in range(n):
+        to = tl.load(addresses + (rank + 1 + k) % n) + offset
+        store_tile(to, count, x, VECTORS)
+
+
+@jit
 def whole_vectors(start, length, VECTOR: tl.constexpr):
     """(elements before the first whole vector, elements of whole vectors) of a run of elements."""
     before = tl.minimum((VECTOR - start % VECTOR) % VECTOR, length)

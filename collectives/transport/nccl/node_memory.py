@@ -10,7 +10,7 @@ from torch import cuda
 
 from collectives.errors import CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import first_line
-from kernels.gpu.node_kernels import Node, pad_bytes
+from kernels.gpu.node_kernels import GIVEN_UP, Node, pad_bytes
 
 # Vectors of all dtypes start at whole lines of memory behind the pads.
 _LINE = 256
@@ -39,7 +39,9 @@ class NodeMemory:
         buffers = [address + pads for address in addresses]
         self.node = Node(rank, buffers, addresses, device, timeout)
         # Where the error comes, without a wait, behind each launch.
-        self._error = torch.zeros(1, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+        pinned = torch.cuda.is_available()
+        self._error = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
+        self._given_up = torch.full((1,), GIVEN_UP, dtype=torch.int64, pin_memory=pinned)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Return the bytes at which a contiguous tensor starts here; None where it does not."""
@@ -50,6 +52,12 @@ class NodeMemory:
     def fetch_error(self) -> None:
         """Put on the current stream, behind a launch, what tells `check` whether it has failed."""
         self._error.copy_(self.node.error, non_blocking=True)
+
+    def give_up(self) -> None:
+        """End what waits for a peer, and all launches from now on; does not wait for it."""
+        # Streams that wait are behind it: one of its own, by the GPU's copy engine.
+        with cuda.device(self.tensor.device), cuda.stream(cuda.Stream()):
+            self.node.error.copy_(self._given_up, non_blocking=True)
 
     def check(self) -> None:
         """Raise CollectiveTimeoutError if a launch that has ended had waited in vain.

@@ -169,7 +169,7 @@ class NcclTransport(Transport):
                 work()
                 memory.fetch_error()
 
-        self._start(put, [tensor], tensor.device, self._others, step, timeout)()
+        self._start(put, [tensor], tensor.device, self._others, step, timeout, held=work)()
 
     def captures(self, device: torch.device) -> bool:
         """Whether the device is a GPU whose communicators are ours, so that graphs end before."""
@@ -242,6 +242,8 @@ class NcclTransport(Transport):
     def _abort(self, reason: str) -> None:
         # CUDA itself may have failed, too: the error that led to the abort is the one to raise.
         with suppress(RuntimeError):
+            for memory in self.node_memories:
+                memory.give_up()
             if not (self._backend.shared and self._watcher.is_idle()):
                 self._watcher.abort(reason)
 
@@ -253,6 +255,7 @@ class NcclTransport(Transport):
         peers: tuple[int, ...],
         step: str,
         timeout: float,
+        held: object = None,
     ) -> Callable[[], None]:
         """Put one group on the communication stream, after the caller's work so far.
 
@@ -272,7 +275,7 @@ class NcclTransport(Transport):
             self._bounded(lambda: call(stream), peers, step, timeout)
             event = stream.record_event()
         if not capturing:
-            self._watcher.add(Posted(event, peers, step, timeout, start))
+            self._watcher.add(Posted(event, peers, step, timeout, start, held))
 
         def wait() -> None:
             with cuda.device(device):

@@ -46,6 +46,8 @@ class Posted(NamedTuple):
     step: str
     timeout: float
     since: float
+    # What must live until then.
+    held: object = None
 
 
 class Watcher:

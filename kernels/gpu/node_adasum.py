@@ -1,0 +1,440 @@
+"""Adasum of all ranks' vectors of a node, one launch a rank, in memory that all its GPUs can reach.
+
+What the algorithm `direct` does in several launches and exchanges (adasum/gram_reduction.py), by
+the same device functions. Each rank takes its slice of all vectors, in four parts:
+
+1. Its Gram matrices. Each program has some chunks that follow each other, reads them from the
+   peers' buffers, and leaves a copy in memory of its own GPU: what is another's is kept in no L2,
+   and would cross between GPUs again. The program that completes a segment stores its matrix. At a
+   barrier of the launch all are complete.
+2. Those of segments that may cancel too far for float64, once more, in double-double, from the
+   copies. Mostly there are none, and no second barrier.
+3. A slice may share its first segment with slices before it, and its last one with those behind.
+   Whoever completes the matrix of such a segment has written it to the mailboxes in all ranks'
+   pads. Programs of one number signal and wait for each other: behind the barrier that is enough
+   for the matrices of all.
+4. Each program adds the ranks' matrices of its segments in rank order, replays the tree, blends its
+   chunks from the copies, and writes them to all buffers, in the place of the vectors. Then it
+   waits for its likes, as at the beginning.
+
+A mailbox is written again in the next launch, after all ranks have come to that: those before have
+ended everywhere.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.arguments import Tree
+from kernels.gpu import launcher
+from kernels.gpu.chunking import chunk_count, chunks_on
+from kernels.gpu.device_tables import upload
+from kernels.gpu.dot_products import is_last
+from kernels.gpu.double_double_kernels import (
+    add_table,
+    may_cancel,
+    precise_chunk,
+    precise_matrix,
+    replay,
+    tree_table,
+)
+from kernels.gpu.gram_kernels import (
+    chunk_sums,
+    finish,
+    no_tiles,
+    places_of,
+    row_of,
+    store_sums,
+    tile_of,
+)
+from kernels.gpu.launcher import Kernel, jit, tl
+from kernels.gpu.signals import (
+    MAILBOX_BYTES,
+    MAX_PROGRAMS,
+    end_turn,
+    grid_barrier,
+    mailboxes_at,
+    signal,
+    turn_of,
+    wait,
+)
+from kernels.gpu.sum_kernels import weighted_tile_of, weighted_total
+from kernels.gpu.tiles import part_of, store_to_all
+
+# Ranks whose products one program keeps in its registers.
+MAX_RANKS = 8
+assert MAILBOX_BYTES >= 2 * MAX_RANKS * MAX_RANKS**2 * 16
+# Its float64 sums of eight vectors take more registers than those of other launches.
+OPTIONS = {"launch_cooperative_grid": True, "maxnreg": 255}
+
+
+@jit
+def _holders(segment, segments, rank, before, after):
+    """The first and the last rank that has a part of one of this slice's segments."""
+    return tl.where(segment == 0, before, rank), tl.where(segment == segments - 1, after, rank)
+
+
+@jit
+def _mailbox(pad, sender, last, n):
+    """Where in a pad `sender` puts a matrix: one of a segment that ends in its slice, or another.
+
+    last: The last rank that has a part of the segment.
+    """
+    behind = tl.where(sender == last, 0, 1)
+    return pad + mailboxes_at(n) + (behind * n + sender) * n * n * 16
+
+
+@jit
+def _publish(matrix, pads, segment, segments, rank, before, after, n, SIZE: tl.constexpr):
+    """Write the matrix of a segment that other slices share to the mailboxes of all ranks."""
+    first, last = _holders(segment, segments, rank, before, after)
+    if first != last:
+        k = tl.arange(0, 2 * SIZE * SIZE)
+        inside = k < 2 * n * n
+        x = tl.load(matrix + k, mask=inside)
+        for q in range(n):
+            pad = tl.load(pads + (rank + 1 + q) % n)
+            to = _mailbox(pad, rank, last, n).to(tl.pointer_type(tl.float64))
+            tl.store(to + k, x, mask=inside)
+
+
+@jit
+def _coefficients(
+    matrices, pads, tree, segment, segments, rank, before, after, n, SIZE: tl.constexpr
+):
+    """The coefficients [SIZE] of a segment, by the matrices of all ranks that have a part of it."""
+    first, last = _holders(segment, segments, rank, before, after)
+    pad = tl.load(pads + rank)
+    high = tl.zeros([SIZE, SIZE], tl.float64)
+    low = tl.zeros([SIZE, SIZE], tl.float64)
+    for sender in range(first, last + 1):
+        alone = (matrices + segment * n * n * 2).to(tl.int64)
+        at = tl.where(first == last, alone, _mailbox(pad, sender, last, n))
+        high, low = add_table(high, low, at.to(tl.pointer_type(tl.float64)), n, True)
+    found, _ = replay(high, low, tree, n, True)
+    return found
+
+
+@jit
+def _blend(sources, held, row, start, length, rank, n, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write one chunk of the result to all ranks: of `held`, with the coefficients at `row`.
+
+    Tiles go backwards, as in `weighted_sum`.
+    """
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    tiles = (length + BLOCK - 1) // BLOCK
+    for k in range(tiles):
+        done = (tiles - 1 - k) * BLOCK
+        count = tl.minimum(length - done, BLOCK)
+        offset = (start + done) * BYTES
+        if offset % 16 == 0 and count % VECTOR == 0:
+            x = weighted_total(held, row, offset, count, n, DTYPE, True, BLOCK)
+            store_to_all(sources, offset, count, x, rank, n, True)
+        else:
+            # In parts, rolled up: see scalar_pointer.
+            PART: tl.constexpr = part_of(BLOCK, 4)
+            for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
+                here = offset + part * PART * BYTES
+                left = count - part * PART
+                y = weighted_total(held, row, here, left, n, DTYPE, False, PART)
+                store_to_all(sources, here, left, y, rank, n, False)
+
+
+@jit
+def _run(runs):
+    """The chunks of this program."""
+    at = runs + tl.program_id(0)
+    return tl.load(at), tl.load(at + 1)
+
+
+@jit
+def _chunk(table, chunk):
+    """(start, length, segment) of a chunk."""
+    return (
+        tl.load(table + 3 * chunk),
+        tl.load(table + 3 * chunk + 1),
+        tl.load(table + 3 * chunk + 2),
+    )
+
+
+@jit
+def _multiply(
+    sources, copies, stride, runs, table, partials, rank,
+    DTYPE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of the products of this program's chunks, and copies of what is read."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    PAIRS: tl.constexpr = COUNT * (COUNT + 1) // 2
+    low, high = _run(runs)
+    for chunk in range(low, high):
+        start, length, _ = _chunk(table, chunk)
+        at = no_tiles()
+        for i in tl.static_range(COUNT):
+            at += (tl.load(sources + i) + start * BYTES,)
+        to = copies.to(tl.int64) + start * BYTES
+        sums = chunk_sums(at, (to, stride, rank), start, length, DTYPE, COUNT, BLOCK)
+        store_sums(partials + chunk * PAIRS, sums, PAIRS)
+
+
+@jit
+def _add_up(
+    runs, table, shares, places, partials, arrivals, matrices, flags, flagged, pads, rank, n,
+    before, after, chunks, segments, PAIRS: tl.constexpr, ROW: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Count this program's chunks in; who completes a segment looks at its matrix.
+
+    In a loop of its own: what stands ready for this one takes no registers from the other.
+    """
+    low, high = _run(runs)
+    for chunk in range(low, high):
+        segment = _chunk(table, chunk)[2]
+        share = shares + 2 * segment
+        complete = finish(
+            partials, arrivals, matrices, places, n, chunk, chunks, segment, share, PAIRS, ROW, 2
+        )
+        if complete:
+            # Other threads have stored it.
+            tl.debug_barrier()
+            matrix = matrices + segment * n * n * 2
+            again = may_cancel(matrix, n, SIZE)
+            tl.store(flags + segment, again.to(tl.int64))
+            if again:
+                tl.atomic_add(flagged, 1, sem="relaxed")
+            else:
+                _publish(matrix, pads, segment, segments, rank, before, after, n, SIZE)
+
+
+@jit
+def _multiply_precisely(
+    held, runs, table, shares, partials, arrivals, matrices, flags, flagged, pads, state,
+    rank, n, before, after, chunks, segments, limit,
+    DTYPE: tl.constexpr, SIZE: tl.constexpr, SPINS: tl.constexpr,
+):  # fmt: skip
+    """Take the products of flagged segments once more; return whether all programs have."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    going = tl.full([], 1, tl.int1)
+    if tl.load(flagged) != 0:
+        low, high = _run(runs)
+        for chunk in range(low, high):
+            start, length, segment = _chunk(table, chunk)
+            if tl.load(flags + segment) != 0:
+                precise_chunk(partials, held, start * BYTES, length, chunk, chunks, n, DTYPE)
+                first = tl.load(shares + 2 * segment)
+                count = tl.load(shares + 2 * segment + 1)
+                if is_last(arrivals + segment, count):
+                    matrix = matrices + segment * n * n * 2
+                    precise_matrix(partials, matrix, first, count, chunks, n)
+                    # Other threads have stored it.
+                    tl.debug_barrier()
+                    _publish(matrix, pads, segment, segments, rank, before, after, n, SIZE)
+        going = grid_barrier(state, rank, limit, SPINS)
+        # All have read it.
+        if tl.program_id(0) == 0:
+            tl.store(flagged, tl.full([], 0, tl.int64))
+    return going
+
+
+@jit
+def _blend_chunks(
+    sources, held, row, runs, table, matrices, pads, tree, rank, n, before, after, segments,
+    DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write these chunks of the result, the last ones first, which L2 still holds."""
+    known = tl.full([], -1, tl.int64)
+    low, high = _run(runs)
+    for k in range(high - low):
+        start, length, segment = _chunk(table, high - 1 - k)
+        if (segment != known) & (length > 0):
+            found = _coefficients(
+                matrices, pads, tree, segment, segments, rank, before, after, n, SIZE
+            )
+            i = tl.arange(0, SIZE)
+            # Not before all threads have read the row of the segment before.
+            tl.debug_barrier()
+            tl.store(row + i, found, mask=i < n)
+            tl.debug_barrier()
+            known = segment
+        _blend(sources, held, row, start, length, rank, n, DTYPE, BLOCK)
+
+
+@Kernel
+def _adasum_kernel(
+    sources,
+    held,
+    copies,
+    pads,
+    state,
+    table,
+    runs,
+    places,
+    tree,
+    partials,
+    matrices,
+    coefficients,
+    arrivals,
+    limit: tl.int64,
+    stride: tl.int64,
+    rank: tl.int32,
+    n: tl.int32,
+    before: tl.int32,
+    after: tl.int32,
+    chunks: tl.int32,
+    segments: tl.int32,
+    DTYPE: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROW: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLEND: tl.constexpr,
+):
+    """This rank's slice of all vectors: their Adasum to all buffers."""
+    shares = table + 3 * chunks.to(tl.int64)
+    # Behind the counters of chunks and sets, of segments: those of precise matrices, and flags.
+    again = arrivals + chunks + segments
+    flags = again + segments
+    flagged = flags + segments
+    turn = turn_of(state)
+    going = turn >= 0
+    if going:
+        signal(pads, rank, n, SIZE)
+        going = wait(pads, state, rank, n, turn, limit, 1, SIZE, SPINS)
+    if going:
+        _multiply(sources, copies, stride, runs, table, partials, rank, DTYPE, COUNT, BLOCK)
+        _add_up(
+            runs, table, shares, places, partials, arrivals, matrices, flags, flagged, pads,
+            rank, n, before, after, chunks, segments, COUNT * (COUNT + 1) // 2, ROW, SIZE,
+        )  # fmt: skip
+        going = grid_barrier(state, rank, limit, SPINS)
+    if going:
+        going = _multiply_precisely(
+            held, runs, table, shares, partials, again, matrices, flags, flagged, pads,
+            state, rank, n, before, after, chunks, segments, limit, DTYPE, SIZE, SPINS,
+        )  # fmt: skip
+    if going:
+        signal(pads, rank, n, SIZE)
+        going = wait(pads, state, rank, n, turn + 1, limit, 2, SIZE, SPINS)
+    if going:
+        row = coefficients + tl.program_id(0).to(tl.int64) * n
+        _blend_chunks(
+            sources, held, row, runs, table, matrices, pads, tree, rank, n, before, after,
+            segments, DTYPE, SIZE, BLEND,
+        )  # fmt: skip
+        signal(pads, rank, n, SIZE)
+        going = wait(pads, state, rank, n, turn + 2, limit, 3, SIZE, SPINS)
+    if going:
+        end_turn(state, turn + 3)
+
+
+class Slice(NamedTuple):
+    """What one rank takes of all vectors.
+
+    Attributes:
+        start: Its first element.
+        bounds: Of the segments that it has a part of, from there on.
+        before: The first rank that has a part of the first of them.
+        after: The last rank that has a part of the last of them.
+    """
+
+    start: int
+    bounds: tuple[int, ...]
+    before: int
+    after: int
+
+
+def slice_with(segments: tuple[int, ...], start: int, length: int, each: int) -> Slice:
+    """Return a slice of `length` elements.
+
+    Args:
+        segments: Boundaries of all segments.
+        start: Its first element.
+        length: How many it has.
+        each: How many the first slice has, and all but the last ones.
+    """
+    if length == 0:
+        return Slice(start, (0, 0), 0, 0)
+    # Empty segments at its ends are none of its own.
+    first = bisect_right(segments, start) - 1
+    last = bisect_left(segments, start + length)
+    inner = (bound - start for bound in segments[first + 1 : last])
+    holders = segments[first] // each, (segments[last] - 1) // each
+    return Slice(start, (0, *inner, length), *holders)
+
+
+def bind(
+    slices: Sequence[Slice],
+    rank: int,
+    sources: Sequence[int],
+    tree: Tree,
+    dtype: torch.dtype,
+    shared: tuple[Tensor, Tensor, int],
+    copies: Callable[[int], Tensor],
+    spins: int,
+) -> launcher.Launch:
+    """Bind the launch of one rank.
+
+    Args:
+        slices: All ranks'.
+        rank: This one.
+        sources: Where its slice begins in each buffer.
+        tree: By which the ranks' vectors are joined.
+        dtype: Of their elements.
+        shared: Pads, state, and nanoseconds that a wait takes at most.
+        copies: Returns so many bytes of this GPU's memory, which launches that follow may share.
+        spins: Looks at a counter between two at the clock.
+    """
+    (pads, state, limit), n, mine = shared, len(slices), slices[rank]
+    device, length, itemsize = state.device, mine.bounds[-1], dtype.itemsize
+    chunks, row = chunks_on(device, itemsize, mine.bounds), row_of(n)
+    programs = min(MAX_PROGRAMS, max(chunk_count(itemsize, one.bounds) for one in slices))
+    # Each at 16 bytes.
+    stride = -(-length * itemsize // 16) * 16
+    memory = copies(n * stride)
+    held = [memory.data_ptr() + i * stride for i in range(n)]
+    held[rank] = sources[rank]
+    runs = np.arange(programs + 1, dtype=np.int64) * chunks.chunks // programs
+    addresses, _ = upload(np.array([*sources, *held, *runs], np.int64), device)
+    # Partials of the precise matrices take two numbers each, in the place of the others.
+    sizes = [n * (n + 1) * chunks.chunks, 2 * n * n * chunks.segments, n * programs]
+    floats = torch.empty(sum(sizes), dtype=torch.float64, device=device).split(sizes)
+    counters = chunks.chunks + 3 * chunks.segments + 1
+    block, warps = tile_of(n, length, itemsize)
+    return _adasum_kernel.bind(
+        programs,
+        (),
+        addresses[:n],
+        addresses[n:],
+        memory,
+        pads,
+        state,
+        chunks.table,
+        addresses[2 * n :],
+        places_of(n, row, device),
+        tree_table(tree, device),
+        *floats,
+        torch.zeros(counters, dtype=torch.int64, device=device),
+        limit,
+        stride,
+        rank,
+        n,
+        mine.before if length else rank,
+        mine.after if length else rank,
+        chunks.chunks,
+        chunks.segments,
+        DTYPE=dtype,
+        COUNT=n,
+        ROW=row,
+        SIZE=launcher.power_of_two_above(n),
+        SPINS=spins,
+        BLOCK=block,
+        BLEND=weighted_tile_of(length, itemsize)[0],
+        num_warps=warps,
+        **OPTIONS,
+    )
