@@ -33,8 +33,10 @@ def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
     call.options = {key: value for key, value in call.options.items() if key != OPTION}
     (tensor,) = call.tensors
     options = AllReduceOptions.of(call)
+    if not (tensor.is_contiguous() and tensor.numel()):
+        return None
     # Tables cannot be uploaded in a capture of the caller's, which is one on all ranks.
-    if not (tensor.is_contiguous() and tensor.numel()) or torch.cuda.is_current_stream_capturing():
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     if spec_for(options.specs, tensor.numel()).outer != "auto":
         return None

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 import collectives
+import kernels
+from adasum import AdasumReducer
 from collectives import (
     Average,
     CollectiveMismatchError,
@@ -30,11 +32,14 @@ from collectives.transport.nccl import node_memory
 from collectives.transport.nccl.node_memory import NodeMemory
 from collectives.transport.nccl.transport import NcclTransport
 from collectives.tree_order import in_order
+from tests.adasum import definition
 from tests.collectives.consistency.ranks import WithoutSharedMemory
 from tests.collectives.transport.thread_ranks import TIMEOUT, together
 from tests.fakes import fake_nccl
 from tests.fakes.fake_cuda import device_tensor
 from tests.fakes.nccl_machine import Machine, all_good, make_machine, told
+
+EPS = torch.finfo(torch.float32).eps
 
 
 class Node:
@@ -51,6 +56,21 @@ class Node:
             total = torch.stack(places).double().sum(0) * factor
             self._barrier.wait(TIMEOUT)
             x.copy_(total)
+
+        return launch
+
+    def bind_adasum(
+        self, numel: int, dtype: torch.dtype, tree: Any, segments: Any, offset: int
+    ) -> Callable[[], None]:
+        def launch() -> None:
+            self._barrier.wait(TIMEOUT)
+            places = [
+                each[offset:][: numel * dtype.itemsize].view(dtype) for each in self._memories
+            ]
+            found = kernels.adasum_coefficients(kernels.gram(places, segments)[None], tree)
+            result = kernels.weighted_sum(places, found, segments)
+            self._barrier.wait(TIMEOUT)
+            places[self.rank].copy_(result)
 
         return launch
 
@@ -150,6 +170,29 @@ def test_tensor_in_it_is_one_launch_of_all_ranks(op, kind):
 
     for transport in run(size, job, kind):
         assert transport.launches == [0, 0, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_adasum_has_the_groups_tree_segments_and_weights(weighted):
+    size, numel = 3, 1000
+    op = AdasumReducer(weighted=weighted)
+
+    def job(group: Group) -> None:
+        memory, bounds = group.symmetric_empty(numel + 8), [0, 10, 10, 700, numel]
+        for x, segments in ((memory[8:], bounds), (memory[:numel], None)):
+            mine = terms(size, numel, torch.float32, seed=1)
+            x.copy_(mine[group.rank])
+            group.all_reduce(x, op, segments=segments)
+            exact = definition.tree(mine, segments, weighted=weighted)
+            # One rounding of the blend, and of the coefficients in float64.
+            assert (x.double() - exact).abs().max() <= 2 * EPS * exact.abs().max()
+        observed = op.observed()
+        group.all_reduce(memory[:numel], observed)
+        assert observed.take_gram() is not None
+        group.all_reduce(torch.empty(8, dtype=torch.float64).copy_(memory[:8]), op)
+
+    for transport in run(size, job):
+        assert transport.launches == [0, 0]
 
 
 def test_request_of_another_buffer_goes_where_that_lies():

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import kernels
+from adasum import Adasum
 from collectives import Average, CollectiveError, Group, Sum
+from tests.adasum import definition
 from tests.processes.harness import run_ranks
 from tests.processes.test_nccl import SHORT, TIMEOUT, start, why_not
 
@@ -68,6 +70,49 @@ def test_sums_have_the_bits_of_sum_n(size: int) -> None:
         pytest.skip(reason)
     expected = 3 * len(DTYPES) * len(NUMELS) * 2
     assert run_ranks(size, sums, timeout=150.0) == [expected] * size
+
+
+def adasums(rank: int) -> tuple[int, float]:
+    """Direct calls and requests; how many had the bits of `direct`, and the largest error in eps."""
+    group, alike, worst = group_of(rank), 0, 0.0
+    for dtype in DTYPES[:3]:
+        memory = group.symmetric_empty(max(NUMELS) + 8, dtype)
+        for numel in NUMELS:
+            segments = [0, numel // 3, numel // 3, numel // 2, numel]
+            mine = terms(group.size, numel, dtype, numel)
+            exact = definition.tree(mine, segments)
+            x, apart = memory[8 : 8 + numel], mine[rank].cuda()
+            memory.fill_(float("nan"))
+            x.copy_(apart)
+            first = group.all_reduce(x, Adasum, segments=segments).clone()
+            assert memory[:8].isnan().all()
+            assert memory[8 + numel :].isnan().all()
+            request = group.all_reduce_init(x, Adasum, segments=segments)
+            for _ in range(3):
+                x.copy_(apart)
+                request.start()
+                assert torch.equal(request.wait(), first)
+            request.close()
+            copies = [torch.empty_like(first) for _ in range(group.size)]
+            for root, copy in enumerate(copies):
+                copy.copy_(first)
+                group.broadcast(copy, root)
+                assert torch.equal(copy, first)
+            direct = group.all_reduce(apart.clone(), Adasum, segments=segments, algorithm="direct")
+            alike += torch.equal(direct, first)
+            error = (first.cpu().double() - exact).abs().max() / exact.abs().max()
+            worst = max(worst, error.item() / torch.finfo(dtype).eps)
+    group.close()
+    return alike, worst
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_adasum_is_what_it_is_defined_to_be_on_all_ranks(size: int) -> None:
+    if reason := why_not(size):
+        pytest.skip(reason)
+    for _, worst in run_ranks(size, adasums, timeout=150.0):
+        # The blend rounds once; the largest element's error is at most half an eps of it.
+        assert worst <= 1.0
 
 
 def silent_peer(rank: int) -> tuple[str, float]:
