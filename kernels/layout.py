@@ -75,6 +75,11 @@ class Layout:
         return b"".join(self.in_c)
 
     @cached_property
+    def sizes(self) -> array[int]:
+        """Bytes of each tensor in the buffer's dtype, as uint64."""
+        return array("Q", [numel * self.dtype.itemsize for numel in self.numels])
+
+    @cached_property
     def smallest(self) -> int:
         """The elements of the smallest tensor; 0 without tensors."""
         return min(self.numels, default=0)
@@ -196,9 +201,9 @@ class PackedList:
     @cached_property
     def sizes(self) -> array[int]:
         """Bytes of each tensor, as uint64."""
-        one = self.one_dtype
-        each = map(_itemsize, self.dtypes) if one is None else itertools.repeat(one.itemsize)
-        return array("Q", map(operator.mul, self.layout.numels, each))
+        if self.one_dtype == self.layout.dtype:
+            return self.layout.sizes
+        return array("Q", map(operator.mul, self.layout.numels, map(_itemsize, self.dtypes)))
 
 
 def check_packed(

@@ -18,7 +18,7 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
 _SUPPORTED = frozenset(DTYPES)
-_dtype, _shape, _eq = operator.attrgetter("dtype"), operator.attrgetter("shape"), operator.eq
+_dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
 _is_cpu, _is_cuda = operator.attrgetter("is_cpu"), operator.attrgetter("is_cuda")
 _is_nested = operator.attrgetter("is_nested")
 # What calls ask of a list's tensors, read once: their dtypes, and addresses as uint64 or none.
@@ -163,11 +163,11 @@ def traits_of(tensors: Sequence[Any], shapes: Sequence[Sequence[int]] | None) ->
         return None
     try:
         # Those that are not strided have no address, and nested ones no shape.
-        addresses = array("Q", map(Tensor.data_ptr, tensors))
+        addresses = array("Q", list(map(Tensor.data_ptr, tensors)))
         if shapes is None:
             alike = not any(map(_is_nested, tensors))
         else:
-            alike = len(tensors) == len(shapes) and all(map(_eq, map(_shape, tensors), shapes))
+            alike = list(map(_shape, tensors)) == list(shapes)
     except RuntimeError:
         return None
     if (

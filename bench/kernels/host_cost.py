@@ -7,9 +7,10 @@ The second runs in turns, in processes of their own, this tree and another one t
 Figures are minima in microseconds of the calling thread's processor time, to which what else runs
 on the machine adds least.
 
-"to Triton's launcher" is a planned run on the GPU path, on CPU tensors and without a GPU: what is
-stubbed is the compiled kernel that Triton would start, the look-up of the current stream, and the
-GPU's size. Asking torch for the current device, about 0.1 us, is left out.
+"to Triton's launcher" is a run on the GPU path, of a plan or direct, on CPU tensors and without a
+GPU: what is stubbed is the compiled kernel that Triton would start, the look-up of the current
+stream, and the GPU's size. Left out are asking torch for the current device, about 0.2 us, and of
+direct calls the upload of the addresses and the question on which GPU each tensor is.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from kernels.gpu import launcher
 SIZES = (16, 16384)
 # As many tensors as ResNet-50 has parameters.
 COUNT = 161
+# Of direct calls on the GPU path.
+COUNTS = (16, COUNT, 1000)
 _SECONDS = 0.02
 _REPEATS = 15
 Call = Callable[[], object]
@@ -113,15 +116,28 @@ def stubbed_launches() -> Iterator[None]:
 
 
 def to_launcher() -> dict[str, Call]:
-    """Return planned runs of many tensors or segments that end at Triton's launcher."""
+    """Return planned runs and direct calls of many tensors that end at Triton's launcher."""
     tensors = [torch.randn(5, 3) for _ in range(COUNT)]
     layout = kernels.layout_of(tensors)
     a, b = torch.randn(layout.numel), torch.randn(layout.numel)
-    return {
+    calls: dict[str, Call] = {
         f"pack of {COUNT}": partial(kernels.plan_pack(tensors, layout=layout, out=a), 0.5),
         f"unpack of {COUNT}": partial(kernels.plan_unpack(a, tensors, layout=layout), 0.5),
         f"adasum of {COUNT} segments": kernels.plan_adasum(a, b, layout.segments),
+        "adasum": kernels.plan_adasum(a, b),
+        "adasum in two launches": kernels.plan_adasum(a, b, cooperative=False),
     }
+    for count in COUNTS:
+        given = [torch.randn(5, 3) for _ in range(count)]
+        chosen = kernels.layout_of(given)
+        buffer = kernels.pack(given, layout=chosen)
+        calls[f"direct pack of {count}"] = partial(
+            kernels.pack, given, layout=chosen, out=buffer, scale=0.5
+        )
+        calls[f"direct unpack of {count}"] = partial(
+            kernels.unpack, buffer, given, layout=chosen, scale=0.5
+        )
+    return calls
 
 
 def figures() -> dict[str, float]:

@@ -203,7 +203,8 @@ class Scratch:
             counters: How many int64 there are at least.
             stream: The current one.
         """
-        if _is_capturing(device):
+        # The default stream, 0, cannot be captured.
+        if stream and _is_capturing(device):
             return _scratch(device, floats, counters)
         key = (use, device, stream)
         found = self._kept.get(key)

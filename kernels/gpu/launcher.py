@@ -30,6 +30,7 @@ _emulated = False
 # finalizer may launch another kernel in the same thread meanwhile.
 _compiling = threading.RLock()
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
+_DOUBLES, _INT64S = struct.Struct("<2d"), struct.Struct("<2q")
 
 # Of every kernel: without it sums of products need more registers. Written out, because Triton's
 # default is about to change; the code of kernels without such sums does not depend on it.
@@ -61,20 +62,30 @@ class Launch:
         self._run, self._arguments = run, arguments
 
     def __call__(
-        self, *leading: Tensor | int, scratch: Callable[[int], tuple[Tensor, ...]] | None = None
+        self,
+        *leading: Tensor | int,
+        scratch: Callable[[int], tuple[Tensor, ...]] | None = None,
+        then: Callable[..., None] | None = None,
     ) -> None:
         """Launch on the current stream, with what the kernel takes first.
 
-        scratch: Returns what it takes behind that, for a stream.
+        scratch: Returns what it takes behind that, for a stream. then: `start` of another launch on
+        the same device, called with the same stream.
         """
         device = self._device
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self(*leading, scratch=scratch)
+                self(*leading, scratch=scratch, then=then)
             return
         stream = self._stream_of(device)
         more = () if scratch is None else scratch(stream)
         self._run(*leading, *more, *self._arguments, stream=stream)
+        if then is not None:
+            then(stream=stream)
+
+    def start(self, *leading: Tensor | int, stream: int) -> None:
+        """Launch on a stream of the current device, which is this launch's."""
+        self._run(*leading, *self._arguments, stream=stream)
 
 
 class Kernel:
@@ -213,7 +224,14 @@ def nothing(*_: float) -> None:
 
 def float_bits(value: float) -> int:
     """Return the bits of a float64 as a signed integer: Triton would pass a float as float32."""
-    return int(_INT64.unpack(_DOUBLE.pack(value))[0])
+    bits: int = _INT64.unpack(_DOUBLE.pack(value))[0]
+    return bits
+
+
+def bits_of_two(first: float, second: float) -> tuple[int, int]:
+    """Return `float_bits` of both, in half the time."""
+    both: tuple[int, int] = _INT64S.unpack(_DOUBLES.pack(first, second))
+    return both
 
 
 def power_of_two_above(value: int) -> int:

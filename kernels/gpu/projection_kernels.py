@@ -199,14 +199,15 @@ def _with_scratch(
 ) -> Callable[..., None]:
     """A launch that takes factors of the squared norms, if any, partials and zeroed counters first.
 
-    use: what decides how the counters are left behind.
+    use: what decides how the counters are left behind. What is returned takes `then` of `Launch`.
     """
     device, floats = aligned.tensors[0].device, 3 * (chunks.chunks + chunks.segments)
     scratch = partial(_SCRATCH.fetch, use, device, floats, counters)
 
-    def run(*factors: float) -> None:
+    def run(*factors: float, then: Callable[..., None] | None = None) -> None:
         aligned.refresh()
-        launch(*map(launcher.float_bits, factors), scratch=scratch)
+        bits = launcher.bits_of_two(*factors) if factors else ()
+        launch(*bits, scratch=scratch, then=then)
 
     return run
 
@@ -218,7 +219,7 @@ def dot_and_norms(call: Call) -> Callable[[], None]:
     return _dots(call, chunks_of(call.inputs[0], call.bounds), call.out)
 
 
-def _dots(call: Call, chunks: Chunks, out: Tensor) -> Callable[[], None]:
+def _dots(call: Call, chunks: Chunks, out: Tensor) -> Callable[..., None]:
     aligned = Aligned(*call.inputs)
     launch = _dots_kernel.bind(
         chunks.chunks,
@@ -236,15 +237,16 @@ def combine(call: Call) -> Callable[[float, float], None]:
     assert call.dots is not None
     if call.inputs[0].numel() == 0:
         return launcher.nothing
-    return _blend(call, call.dots, dependent=False)
+    blend = _blend(call, call.dots, dependent=False)
+    return lambda f, g: blend(*launcher.bits_of_two(f, g))
 
 
-def _blend(call: Call, dots: Tensor, *, dependent: bool) -> Callable[[float, float], None]:
+def _blend(call: Call, dots: Tensor, *, dependent: bool) -> launcher.Launch:
     """dependent: whether to launch while the kernel ahead on the stream ends, where the GPU can."""
     a, b = call.inputs
     chunks = chunks_of(a, call.bounds, summed=False)
     dependent = dependent and launcher.chip_of(a.device).dependent_launch
-    launch = _combine_kernel.bind(
+    return _combine_kernel.bind(
         chunks.chunks,
         (0, 0),
         a,
@@ -258,7 +260,6 @@ def _blend(call: Call, dots: Tensor, *, dependent: bool) -> Callable[[float, flo
         # Only where it is: a backend that lacks the option refuses its name.
         **({"launch_pdl": True} if dependent else {}),
     )
-    return lambda f, g: launch(launcher.float_bits(f), launcher.float_bits(g))
 
 
 def _programs(a: Tensor, chunks: Chunks) -> int:
@@ -315,7 +316,6 @@ def _in_two(call: Call, chunks: Chunks) -> Callable[[float, float], None]:
     first, second = _dots(call, chunks, dots), _blend(call, dots, dependent=True)
 
     def run(factor_a: float, factor_b: float) -> None:
-        first()
-        second(factor_a, factor_b)
+        first(then=partial(second.start, *launcher.bits_of_two(factor_a, factor_b)))
 
     return run

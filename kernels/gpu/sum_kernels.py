@@ -221,7 +221,7 @@ def scaled_add(call: Call) -> Callable[[float, float], None]:
         BLOCK=block,
         num_warps=warps,
     )
-    return lambda alpha, beta: launch(launcher.float_bits(alpha), launcher.float_bits(beta))
+    return lambda alpha, beta: launch(*launcher.bits_of_two(alpha, beta))
 
 
 @jit

@@ -124,6 +124,18 @@ def test_scratch_is_one_for_each_use_and_stream_and_grows() -> None:
     assert scratch.fetch("dots", CPU, 6, 5, 1) is not larger
 
 
+def test_scratch_on_the_default_stream_is_no_graphs(
+    cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which cannot be captured: another thread's capture is none of its business."""
+    monkeypatch.setattr(device_tables, "_scratch", lambda *_: ([0.0], [0]))
+    scratch = Scratch()
+    first = scratch.fetch("dots", ONE, 1, 1, 0)
+    cuda.capturing = True
+    assert scratch.fetch("dots", ONE, 1, 1, 0) is first
+    assert scratch.fetch("dots", ONE, 1, 1, 1) is not scratch.fetch("dots", ONE, 1, 1, 1)
+
+
 def test_scratch_of_a_graph_is_its_own(
     cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -29,14 +29,18 @@ from tests.ptx_emulator.driver import emulated
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the kernels launched inside, in order."""
     log: list[str] = []
-    run = Launch.__call__
 
-    def counted(launch: Launch, *leading: Any, **given: Any) -> None:
-        log.append(launch.name)
-        run(launch, *leading, **given)
+    def counted(run: Callable[..., None]) -> Callable[..., None]:
+        def logged(launch: Launch, *leading: Any, **given: Any) -> None:
+            log.append(launch.name)
+            run(launch, *leading, **given)
+
+        return logged
 
     with monkeypatch.context() as patch:
-        patch.setattr(Launch, "__call__", counted)
+        # `start` is of a launch behind another one.
+        for name in ("__call__", "start"):
+            patch.setattr(Launch, name, counted(getattr(Launch, name)))
         yield log
 
 
@@ -238,7 +242,7 @@ def test_a_launch_finds_the_code_that_triton_would(on_triton, monkeypatch):
 
     monkeypatch.setattr(Kernel, "bind", compared)
     # What is bound is not run: that takes the emulator seconds.
-    monkeypatch.setattr(Launch, "__call__", lambda launch, *leading, scratch=None: None)
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *leading, **kept: None)
     calls(on_triton.device)
     assert len(found) == 10
 
