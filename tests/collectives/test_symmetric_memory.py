@@ -186,9 +186,8 @@ def test_adasum_has_the_groups_tree_segments_and_weights(weighted):
             exact = definition.tree(mine, segments, weighted=weighted)
             # One rounding of the blend, and of the coefficients in float64.
             assert (x.double() - exact).abs().max() <= 2 * EPS * exact.abs().max()
-        observed = op.observed()
-        group.all_reduce(memory[:numel], observed)
-        assert observed.take_gram() is not None
+        # Whose matrices are asked for, and whose dtype takes pairs.
+        group.all_reduce(memory[:numel], op.observed())
         group.all_reduce(torch.empty(8, dtype=torch.float64).copy_(memory[:8]), op)
 
     for transport in run(size, job):

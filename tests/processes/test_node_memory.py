@@ -73,7 +73,7 @@ def test_sums_have_the_bits_of_sum_n(size: int) -> None:
 
 
 def adasums(rank: int) -> tuple[int, float]:
-    """Direct calls and requests; how many had the bits of `direct`, and the largest error in eps."""
+    """Calls and requests; how many had the bits of `direct`, and the largest error in eps."""
     group, alike, worst = group_of(rank), 0, 0.0
     for dtype in DTYPES[:3]:
         memory = group.symmetric_empty(max(NUMELS) + 8, dtype)
