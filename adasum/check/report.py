@@ -37,6 +37,7 @@ PRIVATE_NAMES = (
     *(f"torch.overrides:{each}" for each in _FUNCTION_MODES),
     "torch.utils:_device",
     "torch.utils._python_dispatch:_disable_current_modes",
+    "torch.distributed._symmetric_memory",
     *(
         f"torch.distributed.distributed_c10d:{each}"
         for each in ("_world.pg_map", "_world.pg_group_ranks", "_new_process_group_helper")
@@ -100,10 +101,12 @@ def _private_names() -> str:
 
 
 def _has(name: str) -> bool:
-    """Return whether a dotted name exists: a module, and attributes from there."""
+    """Return whether a dotted name exists: a module, and attributes from there, if any."""
     module, _, rest = name.partition(":")
     try:
-        operator.attrgetter(rest)(importlib.import_module(module))
+        found = importlib.import_module(module)
+        if rest:
+            operator.attrgetter(rest)(found)
     except (ImportError, AttributeError):
         return False
     return True

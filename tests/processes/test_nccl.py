@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.execution.replay import CAPTURED
 from collectives.schedules import recursive_doubling, recursive_halving, ring
+from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.topology import Topology
 from collectives.transport import GlooTransport, Message, Transport
@@ -284,6 +286,26 @@ def check_requests(transport: NcclTransport) -> None:
         captures = len(cases)
         assert stages == [CAPTURED + n for n in (captures + 1, *range(2, captures + 1))]
     # While the graphs are there.
+    group.close()
+
+
+def check_reduced_slices(transport: NcclTransport) -> None:
+    """reduce_scatter and owners of Adasum are the slices of an all-reduce."""
+    part = transport.split(range(transport.size), TIMEOUT)
+    rank, size, device = transport.rank, transport.size, transport.device
+    group = Group(part, timeout=TIMEOUT, local_rank=rank, local_size=size)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        mine = inputs(size, dtype)[rank].to(device)
+        bounds = split_bounds(NUMEL, size)
+        whole = group.all_reduce(mine.clone(), Adasum)
+        piece = group.reduce_scatter(mine.clone(), Adasum)
+        assert torch.equal(piece, whole[bounds[rank] : bounds[rank + 1]])
+        ends = [0, 5, 5, 40_000, NUMEL]
+        segments = [mine[low:high].clone() for low, high in pairwise(ends)]
+        wanted = group.grouped_all_reduce([each.clone() for each in segments], Adasum, packed=True)
+        for number, owner in enumerate(group.reduce_to_owners(segments, Adasum)):
+            if owner == rank:
+                assert torch.equal(segments[number], wanted[number])
     group.close()
 
 

@@ -136,6 +136,38 @@ def silent_peer(rank: int) -> tuple[str, float]:
     return "", time.monotonic() - start_time
 
 
+def killed_peer(rank: int) -> tuple[str, float]:
+    """Rank 1 ends while rank 0's kernel waits for it; what rank 0 is told, and when it is over."""
+    group = group_of(rank)
+    memory = group.symmetric_empty(1000)
+    group.all_reduce(memory)
+    torch.cuda.synchronize()
+    if rank == 1:
+        group.transport.launch = lambda *args: None  # type: ignore[method-assign]
+        group.all_reduce(memory)
+        time.sleep(1.0)
+        os._exit(0)
+    begun, text = time.monotonic(), ""
+    try:
+        group.all_reduce(memory)
+        while time.monotonic() < begun + TIMEOUT / 2:
+            group.transport.check_streams()
+            time.sleep(0.05)
+    except CollectiveError as error:
+        text = str(error)
+    torch.cuda.synchronize()
+    return text, time.monotonic() - begun
+
+
+def test_killed_peer_is_named_and_the_kernel_that_waits_for_it_ends() -> None:
+    if reason := why_not(2):
+        pytest.skip(reason)
+    text, seconds = run_ranks(2, killed_peer, timeout=90.0, may_die=frozenset({1}))[0]
+    assert "rank 1" in text
+    # Long before the timeout.
+    assert seconds < TIMEOUT / 4
+
+
 def test_silent_peer_is_an_error_and_no_hang() -> None:
     if reason := why_not(2):
         pytest.skip(reason)
