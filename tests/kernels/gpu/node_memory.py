@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
+import kernels
 from kernels.gpu.node_kernels import ONE_SHOT_BYTES, Node, pad_bytes
+from kernels.gpu.signals import MAX_PROGRAMS
 from tests.kernels.cases import random
+from tests.kernels.trees import balanced
+from tests.ptx_emulator.driver import Emulator
 
 # Bytes of a buffer before and behind the vector, which nothing may touch.
 GUARD = 64
@@ -25,12 +31,21 @@ class Ranks:
     Attributes:
         vectors: What the ranks put in, fresh for every seed.
         results: A tensor of NaN for each.
+        tree: By which Adasum joins them.
+        segments: Of Adasum.
         nodes: What each rank launches with.
     """
 
     def __init__(
-        self, size: int, numel: int, dtype: torch.dtype, seed: int = 0, timeout: float = 600.0
+        self,
+        size: int,
+        numel: int,
+        dtype: torch.dtype,
+        seed: int = 0,
+        timeout: float = 600.0,
+        segments: tuple[int, ...] | None = None,
     ) -> None:
+        self.tree, self.segments = balanced(size), segments or (0, numel)
         self.size, self.numel, self.dtype = size, numel, dtype
         self.vectors = [random(numel, dtype, "cpu", 100 * seed + rank) for rank in range(size)]
         self.results = [torch.full_like(x, torch.nan) for x in self.vectors]
@@ -40,7 +55,7 @@ class Ranks:
         tiles = -(-numel * dtype.itemsize // 2048)
         self.pads = [_aligned(counters + 2 * 4096 * min(tiles, 64)) for _ in range(size)]
         for pad in self.pads:
-            pad[:counters] = 0
+            pad[: MAX_PROGRAMS * size * 8] = 0
         places = [[one.data_ptr() for one in some] for some in (self._buffers, self.pads)]
         self.nodes = [Node(rank, *places, torch.device("cpu"), timeout) for rank in range(size)]
 
@@ -53,6 +68,41 @@ class Ranks:
         """Return what a rank's buffer holds in the place of the vector."""
         stop = GUARD + self.numel * self.dtype.itemsize
         return self._buffers[rank][GUARD:stop].view(self.dtype)
+
+    def put(
+        self,
+        emulator: Emulator,
+        kinds: str,
+        scale: float = 1.0,
+        first: int = 0,
+        absent: Collection[int] = (),
+    ) -> None:
+        """Launch on every rank what `kinds` names.
+
+        "fill" its buffer, sum in the buffers by "two" shots, join by "adasum" there, "read" that to
+        the results, sum to the results by "one" shot. first: the emulator's number of rank 0.
+        """
+        for rank in {*range(self.size)} - {*absent}:
+            emulator.rank, node, x = first + rank, self.nodes[rank], self.vectors[rank]
+            held, out = self.held(rank), self.results[rank]
+            for kind in kinds.split():
+                if kind == "fill":
+                    kernels.sum_n([x], out=held)
+                elif kind == "read":
+                    kernels.sum_n([held], out=out)
+                elif kind == "two":
+                    node.bind_two_shot(self.numel, self.dtype, GUARD)(scale)
+                elif kind == "adasum":
+                    node.bind_adasum(self.numel, self.dtype, self.tree, self.segments, GUARD)()
+                else:
+                    node.bind_one_shot(x, out)(scale)
+
+    def run(
+        self, emulator: Emulator, kinds: str, scale: float = 1.0, absent: Collection[int] = ()
+    ) -> None:
+        """Launch, and run all of it together."""
+        with emulator.together():
+            self.put(emulator, kinds, scale, absent=absent)
 
     def check_guards(self) -> None:
         """Raise AssertionError if anything was written beside the vectors."""

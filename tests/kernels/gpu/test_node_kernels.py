@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -30,31 +29,6 @@ def _few_spins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_kernels, "_SPINS", 16)
 
 
-def put(
-    emulator: Emulator, ranks: Ranks, kinds: str, scale: float, first: int = 0, absent: Any = ()
-) -> None:
-    """Launch on every rank: "fill" its buffer, sum in the buffers by "two" shots, "read" it to the
-    results, sum to the results by "one" shot. first: the emulator's number of rank 0."""
-    for rank in range(ranks.size):
-        emulator.rank, node, x = first + rank, ranks.nodes[rank], ranks.vectors[rank]
-        held, out = ranks.held(rank), ranks.results[rank]
-        for kind in kinds.split() if rank not in absent else ():
-            if kind == "fill":
-                kernels.sum_n([x], out=held)
-            elif kind == "read":
-                kernels.sum_n([held], out=out)
-            elif kind == "two":
-                node.bind_two_shot(ranks.numel, ranks.dtype, GUARD)(scale)
-            else:
-                node.bind_one_shot(x, out)(scale)
-
-
-def run(emulator: Emulator, ranks: Ranks, kinds: str, scale: float = 1.0, absent: Any = ()) -> None:
-    """Launch, and run all of it together."""
-    with emulator.together():
-        put(emulator, ranks, kinds, scale, absent=absent)
-
-
 def expect_sum(ranks: Ranks, kinds: str, scale: float) -> None:
     """All ranks hold the bits of `sum_n`, near the float64 sum, and nothing beside it changed."""
     expected = bits(kernels.sum_n(ranks.vectors, scale=scale))
@@ -77,14 +51,14 @@ def test_sum_of_each_dtype_has_the_bits_of_sum_n_on_all_ranks(dtype):
         for size, numel in sizes:
             ranks = Ranks(size, numel, dtype, seed=numel)
             ranks.fill()
-            run(emulator, ranks, "two one", 1 / size)
+            ranks.run(emulator, "two one", 1 / size)
             expect_sum(ranks, "two one", 1 / size)
 
 
 def test_no_element_is_no_error():
     ranks = Ranks(2, 0, torch.float32)
     with emulated() as emulator:
-        run(emulator, ranks, "two one two")
+        ranks.run(emulator, "two one two")
     expect_sum(ranks, "two one", 1.0)
 
 
@@ -94,12 +68,12 @@ def test_program_with_several_tiles_and_vectors_off_their_alignment(dtype, monke
     ranks = Ranks(2, 8200, dtype)
     ranks.fill()
     with emulated(races=dtype == torch.float16) as emulator:
-        run(emulator, ranks, "two")
+        ranks.run(emulator, "two")
         assert {one.grid for one in emulator.launches} == {2}
         expect_sum(ranks, "two", 1.0)
         short = Ranks(2, 700, dtype)
         short.vectors = [torch.cat([x[:1], x])[1:] for x in short.vectors]
-        run(emulator, short, "one")
+        short.run(emulator, "one")
         expect_sum(short, "one", 1.0)
 
 
@@ -118,7 +92,7 @@ def interleave(emulator: Emulator, size: int, count: int, nodes: int) -> None:
         late = [(seed + rank) % 4 == 0 for seed in range(len(some)) for rank in range(size)]
         with emulator.together([150 * one for one in late]):
             for k, ranks in enumerate(some):
-                put(emulator, ranks, wanted, 1.0, k * size)
+                ranks.put(emulator, wanted, first=k * size)
         for ranks in some:
             expect_sum(ranks, wanted, 1.0)
 
@@ -141,7 +115,7 @@ def test_rank_that_never_comes_is_an_error_on_the_others_and_no_hang(absent):
     ranks = Ranks(3, 100, torch.float32, timeout=3e-6)
     ranks.fill()
     with emulated() as emulator:
-        run(emulator, ranks, "two one", absent=(absent,))
+        ranks.run(emulator, "two one", absent=(absent,))
         for rank in {0, 1, 2} - {absent}:
             with pytest.raises(TimeoutError, match=f"rank {rank} .*that rank {absent} came"):
                 ranks.nodes[rank].check()
@@ -149,7 +123,7 @@ def test_rank_that_never_comes_is_an_error_on_the_others_and_no_hang(absent):
             # The launch behind did nothing.
             assert ranks.results[rank].isnan().all()
         # Who comes when the others have given up waits for them in vain.
-        run(emulator, ranks, "two", absent={0, 1, 2} - {absent})
+        ranks.run(emulator, "two", absent={0, 1, 2} - {absent})
         others = ", ".join(str(rank) for rank in range(3) if rank != absent)
         with pytest.raises(TimeoutError, match=f"ranks {others} wrote"):
             ranks.nodes[absent].check()
@@ -186,14 +160,14 @@ def test_fault_in_the_protocol_is_found_as_a_race(kinds, fault, monkeypatch):
         for pad in ranks.pads:
             pad[: 64 * 2 * 8].view(torch.int64).fill_(7)
     with emulated() as emulator, pytest.raises(RaceError, match="nothing orders the two"):
-        run(emulator, ranks, kinds)
+        ranks.run(emulator, kinds)
 
 
 def test_each_rank_reads_its_slice_once_and_writes_it_to_all():
     ranks = Ranks(4, 4096, torch.bfloat16)
     ranks.fill()
     with emulated(traffic=True) as emulator:
-        run(emulator, ranks, "two")
+        ranks.run(emulator, "two")
     assert len(emulator.launches) == 4
     share = 4096 * 2 // 4
     for launched in emulator.launches:

@@ -1,0 +1,319 @@
+"""Adasum over the ranks of a node in one launch each, on compiled code in the emulator."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import kernels
+from collectives.schedules.partition import split_bounds
+from kernels.gpu import launcher, node_adasum, node_kernels
+from kernels.gpu.launcher import tl
+from kernels.gpu.node_kernels import slice_of
+from tests.kernels.cases import bits, random, rounding
+from tests.kernels.gpu.node_memory import Ranks
+from tests.kernels.trees import adasum_of, balanced, distance, length, unweighted
+from tests.ptx_emulator import driver
+from tests.ptx_emulator.driver import Emulator, emulated
+from tests.ptx_emulator.parse import Program
+from tests.ptx_emulator.races import RaceError
+
+slow = pytest.mark.slow
+# Interleavings of each size that the long test runs.
+LONG = int(os.environ.get("INTERLEAVINGS", "20"))
+
+
+@pytest.fixture(autouse=True)
+def _few_spins_and_poisoned_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at the clock often, as in the emulator's time a wait is short; new memory is NaN."""
+    monkeypatch.setattr(node_kernels, "_SPINS", 16)
+    plain = torch.empty
+
+    def poisoned(*shape: Any, **options: Any) -> Tensor:
+        made: Tensor = plain(*shape, **options)
+        made.view(-1).view(torch.uint8).fill_(0xFF)
+        return made
+
+    monkeypatch.setattr(node_adasum.torch, "empty", poisoned)
+
+
+def direct(ranks: Ranks) -> Tensor:
+    """What `direct` makes of the vectors, launch by launch, with the node's slices."""
+    segments, numel, size = ranks.segments, ranks.numel, ranks.size
+    tables = torch.zeros(size, len(segments) - 1, size, size, 2, dtype=torch.float64)
+    pieces = []
+    for rank in range(size):
+        start, count = slice_of(numel, ranks.dtype.itemsize, size, rank)
+        edges = [min(max(edge - start, 0), count) for edge in segments]
+        parts = [x[start : start + count] for x in ranks.vectors]
+        first = max(k for k, edge in enumerate(edges) if edge == 0)
+        last = min(k for k, edge in enumerate(edges) if edge == count)
+        if count:
+            cut = tuple(edges[first : last + 1])
+            tables[rank, first:last] = kernels.gram(parts, cut, precise=True)
+            pieces.append((parts, slice(first, last), cut))
+    found = kernels.adasum_coefficients(tables, ranks.tree)
+    return torch.cat([kernels.weighted_sum(x, found[rows], cut) for x, rows, cut in pieces])
+
+
+def expect_adasum(ranks: Ranks, got: list[Tensor]) -> None:
+    """All ranks hold the same bits, in each segment near the tree evaluated with 120 digits."""
+    assert len({bits(one) for one in got}) == 1
+    for low, high in itertools.pairwise(ranks.segments):
+        vectors, mine = [x[low:high] for x in ranks.vectors], got[0][low:high]
+        if not all(x.isfinite().all() for x in vectors):
+            assert mine.isnan().all()
+        elif high > low:
+            exact = adasum_of(vectors, ranks.tree, (0, high - low))
+            # One rounding, which of bfloat16 is through float32. Coefficients are off by what
+            # float64 leaves of the spread, 2**-53 times 2**15 at most.
+            floor = torch.finfo(ranks.dtype).smallest_normal * torch.finfo(ranks.dtype).eps
+            bound = rounding(ranks.dtype) * 1.001 * length(exact) + floor * (high - low)
+            assert distance(mine, exact) <= bound
+    for node in ranks.nodes:
+        node.check()
+    ranks.check_guards()
+
+
+def held(ranks: Ranks) -> list[Tensor]:
+    return [ranks.held(rank) for rank in range(ranks.size)]
+
+
+# Segments cut by slices and not, empty ones, of one element; several programs and one.
+CASES = [
+    (2, 2064, torch.float32, (0, 0, 3, 700, 700, 701, 1900, 2064, 2064)),
+    *[pytest.param(*case, marks=slow) for case in (
+        (3, 1000, torch.float16, None),
+        (2, 5, torch.bfloat16, (0, 2, 5)),
+        (4, 1024, torch.bfloat16, (0, 100, 900, 1023, 1024)),
+        (4, 1, torch.float32, None),
+        (5, 333, torch.float32, (0, 1, 2, 300, 333)),
+        (6, 96, torch.float16, None),
+        (7, 200, torch.bfloat16, (0, 90, 200)),
+        (8, 1024, torch.float16, (0, 3, 700, 1024)),
+        (8, 333, torch.float32, None),
+        (3, 12000, torch.float32, (0, 4001, 4003, 12000)),
+    )],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "numel", "dtype", "segments"), CASES, ids=str)
+def test_adasum_has_the_bits_of_direct_on_all_ranks(size, numel, dtype, segments):
+    ranks = Ranks(size, numel, dtype, numel, segments=segments)
+    with emulated() as emulator:
+        ranks.run(emulator, "fill adasum")
+        expect_adasum(ranks, held(ranks))
+        assert bits(ranks.held(0)) == bits(direct(ranks))
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [pytest.param(2, torch.float32, marks=slow), pytest.param(3, torch.float16, marks=slow),
+     pytest.param(4, torch.bfloat16, marks=slow), pytest.param(8, torch.float32, marks=slow)],
+    ids=str,
+)  # fmt: skip
+def test_vectors_that_are_zero_or_nan_or_cancel_have_the_answer_of_direct(size, dtype):
+    """In segments of their own, some of which slices cut; and again in a launch behind that."""
+    ranks = Ranks(size, 640, dtype, 5, segments=(0, 60, 300, 301, 380, 460, 550, 640))
+    x, y = ranks.vectors[:2]
+    y[:60] = 0
+    # But for 1e-3 of noise, or a bit, and equal but for one's length.
+    y[60:300] = -x[60:300] * (1 + 1e-3 * random(240, torch.float32, "cpu", 9)).to(dtype)
+    y[301] = math.nan
+    for one in ranks.vectors:
+        one[380:460] = 0
+    for k, one in enumerate(ranks.vectors):
+        one[460:550] = x[460:550] * 2.0**k
+    with emulated() as emulator:
+        for _ in range(2):
+            ranks.run(emulator, "fill adasum")
+            expect_adasum(ranks, held(ranks))
+            assert bits(ranks.held(0)) == bits(direct(ranks))
+
+
+@slow
+def test_weights_of_the_tree_count():
+    answers = []
+    with emulated() as emulator:
+        for tree in (balanced(3), unweighted(balanced(3))):
+            ranks = Ranks(3, 50, torch.float16)
+            ranks.vectors[1] = 2 * ranks.vectors[0]
+            ranks.tree = tree
+            ranks.run(emulator, "fill adasum")
+            expect_adasum(ranks, held(ranks))
+            answers.append(bits(ranks.held(0)))
+    assert answers[0] != answers[1]
+
+
+def test_no_element_and_one_rank_are_no_launch():
+    with emulated() as emulator:
+        Ranks(2, 0, torch.float32).nodes[0].bind_adasum(0, torch.float32, balanced(2))()
+        Ranks(1, 8, torch.float32).nodes[0].bind_adasum(8, torch.float32, [])()
+    assert not emulator.launches
+
+
+def interleave(emulator: Emulator, size: int, count: int, nodes: int) -> None:
+    """Run `count` interleavings of several launches a rank, ranks late among them.
+
+    nodes: how many run at once, which share nothing but the emulator's steps.
+    """
+    kinds = ("fill adasum read", "fill adasum fill adasum read", "one fill adasum read fill two")
+    for done in range(0, count, nodes):
+        # Of one segment a rank has one program, of several some.
+        numel = 5 + 4 * size * (done // nodes % 3)
+        cuts = (0, numel) if done // nodes % 2 else (0, 2, numel // 2, numel - 1, numel)
+        some = [
+            Ranks(size, numel, torch.float32, seed, segments=cuts)
+            for seed in range(done, min(done + nodes, count))
+        ]
+        late = [(seed + rank) % 4 == 0 for seed in range(len(some)) for rank in range(size)]
+        with emulator.together([300 * one for one in late]):
+            for k, ranks in enumerate(some):
+                ranks.put(emulator, kinds[done // nodes % 3], first=k * size)
+        for ranks in some:
+            expect_adasum(ranks, ranks.results)
+
+
+def test_launches_in_any_interleaving_give_the_answer():
+    with emulated() as emulator:
+        interleave(emulator, 2, 6, 2)
+
+
+@slow
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_launches_in_many_interleavings_give_the_answer(size):
+    with emulated(seed=1_000_000 * size) as emulator:
+        interleave(emulator, size, LONG, 60 // size)
+
+
+@pytest.mark.parametrize(("size", "absent"), [(2, 1), pytest.param(3, 0, marks=slow)])
+def test_rank_that_never_comes_is_an_error_on_the_others_and_no_hang(size, absent):
+    ranks = Ranks(size, 100, torch.float32, timeout=3e-6, segments=(0, 30, 60, 100))
+    ranks.fill()
+    others = {*range(size)} - {absent}
+    with emulated() as emulator:
+        ranks.run(emulator, "adasum read", absent=(absent,))
+        for rank in others:
+            with pytest.raises(TimeoutError, match=rf"rank {rank} .*that rank {absent} came"):
+                ranks.nodes[rank].check()
+            assert bits(ranks.held(rank)) == bits(ranks.vectors[rank])
+        # Who comes when the others have given up waits for them in vain.
+        ranks.run(emulator, "adasum", absent=others)
+        with pytest.raises(TimeoutError, match=f"{', '.join(map(str, others))} did its part"):
+            ranks.nodes[absent].check()
+
+
+# In the compiled code: what it says, and what it is made to say.
+FAULTS = {
+    "signals release nothing": (".sys.release.", ".sys.relaxed."),
+    "waits acquire nothing": (".sys.acquire.", ".sys.relaxed."),
+    "signals reach one GPU": (".global.sys.release.", ".global.gpu.release."),
+    "partial sums are counted in no order": (".gpu.acq_rel.", ".gpu.relaxed."),
+    "the barrier releases nothing": (".gpu.release.", ".gpu.relaxed."),
+    "the barrier acquires nothing": (".gpu.acquire.", ".gpu.relaxed."),
+}
+
+
+@pytest.fixture
+def _as_compiled() -> Iterator[None]:
+    """Whoever binds the kernels afterwards reads their code anew."""
+    yield
+    for compiled, _ in node_adasum._adasum_kernel._compiled.values():
+        compiled._run = None
+
+
+@pytest.mark.usefixtures("_as_compiled")
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(one, marks=() if "counted" in one else slow)
+        for one in (*FAULTS, "nobody waits")
+    ],
+)
+def test_fault_in_the_protocol_is_found_as_a_race(fault, monkeypatch):
+    # Two programs a rank, which share a segment with those of the other.
+    ranks = Ranks(2, 2064, torch.float32)
+    if fault in FAULTS:
+        plain, (right, wrong) = driver._parse, FAULTS[fault]
+
+        def parse(text: str) -> Program:
+            if "_adasum_kernel" in text:
+                assert right in text
+                text = text.replace(right, wrong)
+            return plain(text)
+
+        monkeypatch.setattr(driver, "_parse", parse)
+        for compiled, _ in node_adasum._adasum_kernel._compiled.values():
+            compiled._run = None
+    else:
+        for pad in ranks.pads:
+            pad[: 64 * 2 * 8].view(torch.int64).fill_(7)
+    with emulated() as emulator, pytest.raises(RaceError, match="nothing orders the two"):
+        ranks.run(emulator, "fill adasum read")
+
+
+@launcher.jit
+def _no_barrier(state, rank, limit, SPINS: tl.constexpr):
+    return tl.full([], 1, tl.int1)
+
+
+@slow
+def test_barrier_that_is_left_out_is_found_as_a_race(monkeypatch):
+    monkeypatch.setattr(node_adasum, "grid_barrier", _no_barrier)
+    function = node_adasum._adasum_kernel.function.fn
+    for name in ("_multiply_precisely",):
+        monkeypatch.setattr(node_adasum, name, launcher.jit(getattr(node_adasum, name).fn))
+    monkeypatch.setattr(node_adasum, "_adasum_kernel", launcher.Kernel(function))
+    ranks = Ranks(2, 2064, torch.float32)
+    with emulated() as emulator, pytest.raises(RaceError, match="nothing orders the two"):
+        ranks.run(emulator, "fill adasum")
+
+
+def test_each_rank_reads_its_slice_once_from_the_peers_and_once_from_copies():
+    ranks = Ranks(2, 4096, torch.float32)
+    ranks.fill()
+    with emulated(traffic=True) as emulator:
+        ranks.run(emulator, "adasum")
+    share = 4096 * 4 // 2
+    for launched in emulator.launches:
+        assert launched.name == "_adasum_kernel"
+        traffic = launched.traffic
+        # In sectors of 32 bytes, by accesses of 16 bytes a thread: two slices, one of which is
+        # copied, and the result to both ranks. Beside them the matrices.
+        matrices = 64 * launched.grid
+        assert 0 <= traffic.load_sectors[16] - 4 * share // 32 <= matrices
+        assert 0 <= traffic.store_sectors[16] - 3 * share // 32 <= matrices
+        assert traffic.distinct_stored <= 3 * share + 32 * matrices
+
+
+def test_slices_are_those_of_direct_where_they_begin_at_16_bytes():
+    for size in range(2, 9):
+        for itemsize in (2, 4):
+            for vectors in (1, 3, 40):
+                numel = vectors * size * 16 // itemsize
+                starts = [slice_of(numel, itemsize, size, rank)[0] for rank in range(size)]
+                assert [*starts, numel] == split_bounds(numel, size)
+
+
+def test_call_that_no_kernel_can_take_is_an_error():
+    node, joined = Ranks(2, 4, torch.float32).nodes[0], balanced(2)
+    for dtype in (torch.float64, torch.int32):
+        with pytest.raises(TypeError, match=f"float16, bfloat16 and float32, not {dtype}"):
+            node.bind_adasum(4, dtype, joined)
+    with pytest.raises(ValueError, match="at most 8 ranks, not 9"):
+        Ranks(9, 4, torch.float32).nodes[0].bind_adasum(4, torch.float32, balanced(9))
+    with pytest.raises(ValueError, match="offset is 8"):
+        node.bind_adasum(4, torch.float32, joined, offset=8)
+    with pytest.raises(ValueError, match="segments must start at 0 and end at the 4"):
+        node.bind_adasum(4, torch.float32, joined, (0, 3))
+    with pytest.raises(ValueError, match="tree joins 0 pairs of 2 vectors"):
+        node.bind_adasum(4, torch.float32, [])
