@@ -23,9 +23,7 @@ ended everywhere.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +52,7 @@ from kernels.gpu.gram_kernels import (
     tile_of,
 )
 from kernels.gpu.launcher import Kernel, jit, tl
+from kernels.gpu.node_slices import Slice
 from kernels.gpu.signals import (
     MAILBOX_BYTES,
     MAX_PROGRAMS,
@@ -331,41 +330,6 @@ def _adasum_kernel(
         going = wait(pads, state, rank, n, turn + 2, limit, 3, SIZE, SPINS)
     if going:
         end_turn(state, turn + 3)
-
-
-class Slice(NamedTuple):
-    """What one rank takes of all vectors.
-
-    Attributes:
-        start: Its first element.
-        bounds: Of the segments that it has a part of, from there on.
-        before: The first rank that has a part of the first of them.
-        after: The last rank that has a part of the last of them.
-    """
-
-    start: int
-    bounds: tuple[int, ...]
-    before: int
-    after: int
-
-
-def slice_with(segments: tuple[int, ...], start: int, length: int, each: int) -> Slice:
-    """Return a slice of `length` elements.
-
-    Args:
-        segments: Boundaries of all segments.
-        start: Its first element.
-        length: How many it has.
-        each: How many the first slice has, and all but the last ones.
-    """
-    if length == 0:
-        return Slice(start, (0, 0), 0, 0)
-    # Empty segments at its ends are none of its own.
-    first = bisect_right(segments, start) - 1
-    last = bisect_left(segments, start + length)
-    inner = (bound - start for bound in segments[first + 1 : last])
-    holders = segments[first] // each, (segments[last] - 1) // each
-    return Slice(start, (0, *inner, length), *holders)
 
 
 def bind(

@@ -28,6 +28,7 @@ from kernels.arithmetic import compute_dtype
 from kernels.gpu import launcher, node_adasum
 from kernels.gpu.device_tables import upload
 from kernels.gpu.launcher import Kernel, tl, triton
+from kernels.gpu.node_slices import slice_of, slice_with
 from kernels.gpu.signals import (
     ERROR_WORD,
     MAILBOX_BYTES,
@@ -364,7 +365,7 @@ class Node:
         if numel == 0 or self.size == 1:
             return launcher.nothing
         places = [slice_of(numel, dtype.itemsize, self.size, rank) for rank in range(self.size)]
-        slices = [node_adasum.slice_with(bounds, *one, places[0][1]) for one in places]
+        slices = [slice_with(bounds, *one, places[0][1]) for one in places]
         first = offset + slices[self.rank].start * dtype.itemsize
         return node_adasum.bind(
             slices,
@@ -396,14 +397,3 @@ class Node:
             "num_warps": warps,
             **OPTIONS,
         }
-
-
-def slice_of(numel: int, itemsize: int, size: int, rank: int) -> tuple[int, int]:
-    """Return the (start, length) of a rank's slice: equal runs of whole vectors of 16 bytes.
-
-    The last ranks' may be shorter, or empty.
-    """
-    vector = 16 // itemsize
-    each = -(-numel // (size * vector)) * vector
-    start = min(rank * each, numel)
-    return start, min(each, numel - start)

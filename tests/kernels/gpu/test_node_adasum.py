@@ -18,7 +18,7 @@ import kernels
 from collectives.schedules.partition import split_bounds
 from kernels.gpu import launcher, node_adasum, node_kernels
 from kernels.gpu.launcher import tl
-from kernels.gpu.node_kernels import slice_of
+from kernels.gpu.node_slices import slice_of
 from tests.kernels.cases import bits, random, rounding
 from tests.kernels.gpu.node_memory import Ranks
 from tests.kernels.trees import adasum_of, balanced, distance, length, unweighted

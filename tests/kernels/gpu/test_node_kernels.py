@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 
 import kernels
 from kernels.gpu import node_kernels
-from kernels.gpu.node_kernels import Node, slice_of
+from kernels.gpu.node_kernels import Node
+from kernels.gpu.node_slices import slice_of
 from tests.kernels.cases import DTYPES, assert_close, bits, tolerance
 from tests.kernels.gpu.node_memory import GUARD, Ranks
 from tests.ptx_emulator import driver
