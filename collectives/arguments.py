@@ -22,6 +22,8 @@ from collectives.tree_order import in_order
 
 kernels = require_ours("kernels")
 Tensor = torch.Tensor
+# Of `kernels.gpu.node_kernels`.
+_SYMMETRIC_RANKS = 32
 _WITH_ALGORITHM = ("all_reduce", "grouped_all_reduce")
 
 
@@ -124,6 +126,11 @@ class Arguments:
             raise TypeError(
                 f"dtype must be float16, bfloat16, float32 or float64, which kernels reduce, got "
                 f"{dtype}"
+            )
+        if self._transport.size > _SYMMETRIC_RANKS:
+            raise ValueError(
+                f"symmetric memory is for at most {_SYMMETRIC_RANKS} ranks, and the group has "
+                f"{self._transport.size}"
             )
         if not self._transport.shares_gpu_memory:
             raise ValueError(

@@ -17,7 +17,7 @@ from collectives.consistency.negotiation import Joined, Negotiation
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
 from collectives.execution.call import Call
 from collectives.execution.call_queue import CallQueue
-from collectives.execution.node_all_reduce import plan_node_all_reduce
+from collectives.execution.node_all_reduce import by_messages, plan_node_all_reduce
 from collectives.execution.operations import OPERATIONS
 from collectives.execution.replay import NEW, SEEN, Replay
 from collectives.execution.shared_memory_all_reduce import plan_shared_memory_all_reduce
@@ -116,6 +116,10 @@ class Calls:
             return self.queue.begin(call, partial(self._begin, call), carry_out)
         on_gpu = any(tensor.is_cuda for tensor in call.tensors)
         if on_gpu and torch.cuda.is_current_stream_capturing():
+            if call.node is not None:
+                # The graph would outlive what is bound, and run beside other launches.
+                call = by_messages(call)
+                carry_out = partial(self._carry_out, call)
             call.stage = NEW
             # In this thread: only the work on its stream is captured in the graph.
             done: Work[Any] = Work()

@@ -16,6 +16,7 @@ from collectives.calls import Calls
 from collectives.compiling import untraced
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call import Call
+from collectives.execution.operations import symmetric_empty
 from collectives.flight.recorder import GroupRecord
 from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
@@ -656,8 +657,8 @@ class Group:
 
         For ranks of one node with a GPU each, joined by NVLink, over NCCL. It is torch's symmetric
         memory (`torch.distributed._symmetric_memory`), and lives until the group is closed. All
-        ranks pass tensors at the same place of the same allocation: ranks that differ in it make
-        other calls.
+        ranks pass tensors at the same place of the same allocation, also to a request's `start`:
+        ranks that differ in it make other calls.
 
         Args:
             numel: How many elements; the same on all ranks.
@@ -677,6 +678,11 @@ class Group:
                 f"symmetric memory is that of one node's GPUs, and the group is on "
                 f"{self.num_nodes} hosts: split it by host"
             )
+        # Found here: the communication thread, which may carry it out, has another current GPU.
+        device = self.transport.device
+        if device is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        call.instead = lambda: symmetric_empty(self._runner, call, device)
         memory: Tensor = self._calls.run(call)
         return memory
 

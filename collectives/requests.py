@@ -149,7 +149,8 @@ class Request(Generic[T_co]):
                     f"tensor must be like the request's, shape {tuple(shape)} {dtype} on "
                     f"{device}, got shape {tuple(new.shape)} {new.dtype} on {new.device}"
                 )
-        self._bind(replace(self._call, tensors=tensors))
+        # Without what works on the old ones: to plan for these may fail.
+        self._bind(replace(self._call, tensors=tensors, shared=None, node=None))
 
     def wait(self) -> T_co:
         """Block until the collective has ended; return what the direct call returns.
@@ -191,7 +192,7 @@ class Request(Generic[T_co]):
             raise RuntimeError(f"{self!r} was started: call wait() first")
         # What is passed next may be other memory at the same address, for which NCCL has made
         # arrangements in a graph.
-        self._call = replace(self._call, tensors=(), shared=None, replay=None)
+        self._call = replace(self._call, tensors=(), shared=None, node=None, replay=None)
         self._memory = []
 
     def close(self) -> None:

@@ -7,7 +7,8 @@ what it has reduced to all of them (`kernels.gpu.node_kernels`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,9 +17,16 @@ from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
 from collectives.execution.call import Call
 from collectives.execution.vectors import flatten, multiply
 from collectives.schedules.spec import spec_for
+from kernels.gpu.launcher import elsewhere
 
 # Where in the memory that the ranks share a call's tensor lies; ranks compare it.
 OPTION = "symmetric_memory"
+
+
+def by_messages(call: Call) -> Call:
+    """Return a call that goes by messages whatever was planned, as another one to the ranks."""
+    options = {key: value for key, value in call.options.items() if key != OPTION}
+    return replace(call, options=options, node=None)
 
 
 def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
@@ -45,11 +53,15 @@ def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
         if offset is None:
             continue
         flat = flatten(tensor)
-        launch = call.op.bind_on_node(memory.node, flat, offset, options.segments)
+        # Triton compiles and launches for the current device, which may be another one.
+        with elsewhere(flat) or nullcontext():
+            launch = call.op.bind_on_node(memory.node, flat, offset, options.segments)
         if launch is None:
             return None
         call.options = {**call.options, OPTION: [number, offset]}
-        return NodeAllReduce(runner, flat, options, number, launch)
+        # What the launch reads was put on this stream.
+        bound = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
+        return NodeAllReduce(runner, flat, options, number, launch, bound)
     return None
 
 
@@ -60,6 +72,7 @@ class NodeAllReduce:
     Attributes:
         flat: The tensor, in the memory of this number.
         launch: What reduces it in place, on the current stream.
+        bound: The event after which it may; None once that was waited for.
     """
 
     runner: Runner
@@ -67,10 +80,14 @@ class NodeAllReduce:
     options: AllReduceOptions
     number: int
     launch: Callable[[], None]
+    bound: torch.cuda.Event | None = None
 
     def run(self, call: Call) -> Tensor:
         """Put the call on the stream, and return its tensor."""
         flat, runner, options = self.flat, self.runner, self.options
+        if self.bound is not None:
+            torch.cuda.current_stream(flat.device).wait_event(self.bound)
+            self.bound = None
         with call_span(call.label, call.op, "one launch", flat):
             multiply(flat, options.prescale)
             runner.transport.launch(self.number, self.launch, flat, call.label, runner.timeout)

@@ -200,10 +200,11 @@ def _exchange(
         )
 
 
-def _symmetric_empty(runner: Runner, call: Call) -> Tensor:
+def symmetric_empty(runner: Runner, call: Call, device: torch.device | None) -> Tensor:
+    """Make memory that all ranks' GPUs reach, on this rank's `device`."""
     dtype = getattr(torch, call.options["dtype"].removeprefix("torch."))
     nbytes = call.options["numel"] * dtype.itemsize
-    memory = runner.transport.add_node_memory(nbytes, runner.timeout)
+    memory = runner.transport.add_node_memory(nbytes, device, runner.timeout)
     # All ranks' pads are cleared before anyone launches.
     ready = torch.zeros(runner.size, device="cpu")
     bounds = range(runner.size + 1)
@@ -228,11 +229,8 @@ OPERATIONS: dict[str, Callable[[Runner, Call], Any]] = {
     "all_to_all": _all_to_all,
     "broadcast": _broadcast,
     "barrier": _barrier,
-    "symmetric_empty": _symmetric_empty,
 }
 
 # Every rank owns some of the results, which a rank that has joined would lose; and a schedule that
-# a user wrote is not there, nor anyone who would take memory.
-WITH_JOINED = OPERATIONS.keys() - {
-    *("reduce_to_owners", "broadcast_from_owners", "run", "symmetric_empty")
-}
+# a user wrote is not there.
+WITH_JOINED = OPERATIONS.keys() - {"reduce_to_owners", "broadcast_from_owners", "run"}

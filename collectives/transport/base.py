@@ -192,13 +192,16 @@ class Transport(ABC):
         """
         raise TransportError(f"{self!r}: there is no library that sums")
 
-    def add_node_memory(self, nbytes: int, timeout: float) -> NodeMemory:
+    def add_node_memory(
+        self, nbytes: int, device: torch.device | None, timeout: float
+    ) -> NodeMemory:
         """Make memory on all ranks' GPUs that kernels of each of them reach; a collective.
 
         It lives as long as the transport. Ranks must have heard that all have it before `launch`.
 
         Args:
             nbytes: The bytes on each rank.
+            device: This rank's GPU.
             timeout: Seconds that a launch on it may wait for a peer.
 
         Raises:

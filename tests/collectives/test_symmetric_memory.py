@@ -6,10 +6,13 @@ tests/processes/test_node_memory.py.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,11 +30,13 @@ from collectives import (
     Sum,
     calls,
 )
+from collectives.execution import node_all_reduce
 from collectives.transport import ThreadTransport, ThreadWorld
 from collectives.transport.nccl import node_memory
 from collectives.transport.nccl.node_memory import NodeMemory
 from collectives.transport.nccl.transport import NcclTransport
 from collectives.tree_order import in_order
+from kernels.gpu.node_kernels import GIVEN_UP
 from tests.adasum import definition
 from tests.collectives.consistency.ranks import WithoutSharedMemory
 from tests.collectives.transport.thread_ranks import TIMEOUT, together
@@ -80,6 +85,7 @@ class Sharing(ThreadTransport):
 
     Attributes:
         launches: The memories' numbers.
+        devices: On which memory was asked for.
     """
 
     memories: dict[int, tuple[list[Tensor], threading.Barrier]]
@@ -90,8 +96,12 @@ class Sharing(ThreadTransport):
         super().__init__(world, rank)
         self.node_memories: list[NodeMemory] = []
         self.launches: list[int] = []
+        self.devices: list[torch.device | None] = []
 
-    def add_node_memory(self, nbytes: int, timeout: float) -> NodeMemory:
+    def add_node_memory(
+        self, nbytes: int, device: torch.device | None, timeout: float
+    ) -> NodeMemory:
+        self.devices.append(device)
         with self.lock:
             made = self.memories.setdefault(
                 len(self.node_memories),
@@ -208,6 +218,57 @@ def test_request_of_another_buffer_goes_where_that_lies():
         assert transport.launches == [0, 0]
 
 
+def test_request_that_could_not_be_planned_leaves_its_old_buffer_alone():
+    def job(group: Group) -> None:
+        memory = group.symmetric_empty(16)
+        old, new = memory[:8], memory[8:]
+        request = group.all_reduce_init(old)
+        node: Any = group.transport.node_memories[0].node
+        node.bind_sum = None
+        with pytest.raises(TypeError):
+            request.start(new)
+        old.fill_(1.0)
+        new.fill_(2.0)
+        request.start()
+        assert request.wait().tolist() == [4.0] * 8
+        assert old.tolist() == [1.0] * 8
+
+    assert not any(transport.launches for transport in run(2, job))
+
+
+def test_released_request_keeps_no_launch():
+    def job(group: Group) -> None:
+        request = group.all_reduce_init(group.symmetric_empty(8))
+        launch = weakref.ref(request._call.node)
+        assert launch() is not None
+        request.release()
+        assert launch() is None
+
+    run(2, job)
+
+
+def test_launch_is_bound_for_the_gpu_of_its_tensor(monkeypatch):
+    at_binding: list[bool] = []
+
+    @contextlib.contextmanager
+    def elsewhere(tensor: Tensor) -> Iterator[None]:
+        current.append(tensor.data_ptr())
+        yield
+        current.pop()
+
+    current: list[int] = []
+    bind_sum = Node.bind_sum
+
+    def bind(self: Node, x: Tensor, offset: int) -> Callable[[float], None]:
+        at_binding.append(current == [x.data_ptr()])
+        return bind_sum(self, x, offset)
+
+    monkeypatch.setattr(node_all_reduce, "elsewhere", elsewhere)
+    monkeypatch.setattr(Node, "bind_sum", bind)
+    run(1, lambda group: group.all_reduce(group.symmetric_empty(8)))
+    assert at_binding == [True]
+
+
 def test_what_has_no_such_kernel_goes_by_messages():
     def job(group: Group) -> None:
         memory = group.symmetric_empty(100)
@@ -266,6 +327,29 @@ def test_rank_that_has_joined_takes_part_by_messages():
         assert transport.launches == [0]
 
 
+def test_memory_is_on_the_callers_gpu_whichever_thread_makes_it(monkeypatch):
+    of_threads = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # As CUDA has it: 0 in every new thread.
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(of_threads, "device", 0))
+
+    def job(group: Group) -> None:
+        of_threads.device = group.rank + 1
+        work = None
+        if group.rank == 0:
+            # The queue is not empty until rank 1 has come.
+            work = group.all_reduce(torch.ones(4), async_op=True)
+        else:
+            time.sleep(0.2)
+            group.all_reduce(torch.ones(4))
+        group.symmetric_empty(8)
+        if work is not None:
+            work.wait()
+
+    made = [transport.devices for transport in run(2, job)]
+    assert made == [[torch.device("cuda", 1)], [torch.device("cuda", 2)]]
+
+
 def test_ranks_that_ask_for_other_sizes_learn_so():
     def job(group: Group) -> None:
         with pytest.raises(CollectiveMismatchError, match=r"numel=8.*numel=9"):
@@ -285,7 +369,7 @@ def test_group_that_can_have_none_says_what_it_needs():
 
     collectives.run_threads(2, work)
     with pytest.raises(collectives.TransportError, match="symmetric memory on cuda:0 cannot"):
-        node_memory.allocate(64, None, torch.device("cuda", 0))  # type: ignore[arg-type]
+        node_memory.allocate(64, None, torch.device("cuda", 0), list)  # type: ignore[arg-type]
 
 
 class ProcessGroup:
@@ -313,6 +397,73 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         yield made
 
 
+def test_rank_without_memory_is_told_before_torch_waits_for_it(machine, monkeypatch):
+    symmetric_memory, rank = pytest.importorskip("torch.distributed._symmetric_memory"), {}
+
+    def empty(*args: Any, **options: Any) -> None:
+        if rank[threading.get_ident()] == 1:
+            raise RuntimeError("CUDA out of memory")
+
+    def rendezvous(*args: Any) -> None:
+        raise AssertionError("rank 0 waits for rank 1 for as long as torch's store does")
+
+    monkeypatch.setattr(symmetric_memory, "empty", empty)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
+
+    def work(transport: NcclTransport) -> None:
+        rank[threading.get_ident()] = transport.rank
+        transport.process_group = ProcessGroup(transport.rank, 2)  # type: ignore[assignment]
+        transport.add_node_memory(64, torch.device("cuda", 0), 5.0)
+
+    other, mine = machine.run(2, work)
+    assert isinstance(other, CollectiveTimeoutError)
+    assert "rank 1 has ended" in str(other)
+    assert isinstance(mine, collectives.TransportError)
+    assert "out of memory" in str(mine)
+
+
+def test_launch_that_is_late_is_ended_though_no_call_follows(machine, monkeypatch):
+    memory = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
+    monkeypatch.setattr(
+        node_memory, "allocate", lambda nbytes, *args: (device_tensor(memory[:nbytes]), [4096] * 2)
+    )
+    monkeypatch.setattr(node_memory, "Node", Failing)
+    monkeypatch.setattr(NodeMemory, "fetch_error", lambda self: None)
+
+    def work(transport: NcclTransport) -> int:
+        transport.process_group = ProcessGroup(transport.rank, 2)  # type: ignore[assignment]
+        made = transport.add_node_memory(64, torch.device("cuda", 0), 20.0)
+        error, ended = made.node.error, []
+
+        def spin() -> None:
+            end = time.monotonic() + 20.0
+            while not error[0] and time.monotonic() < end:
+                time.sleep(0.01)
+            ended.append(int(error[0]))
+
+        x = device_tensor(torch.zeros(4))
+        transport.launch(0, lambda: machine.put(spin), x, "a step", 0.3)
+        machine.cuda.current_stream().synchronize()
+        assert isinstance(told(transport.check_streams), CollectiveTimeoutError)
+        return ended[0]
+
+    assert all_good(machine.run(2, work)) == [GIVEN_UP] * 2
+
+
+def test_stream_that_gives_up_is_none_that_waits(monkeypatch):
+    class Stream:
+        made: ClassVar[list[Stream]] = []
+
+        def __init__(self) -> None:
+            self.made.append(self)
+
+        def query(self) -> bool:
+            return len(self.made) == 3
+
+    monkeypatch.setattr(node_memory.cuda, "Stream", Stream)
+    assert node_memory._free_stream() is Stream.made[2]
+
+
 def test_launch_follows_the_stream_and_its_failure_is_told_without_a_wait(machine, monkeypatch):
     memory = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
     monkeypatch.setattr(
@@ -327,7 +478,7 @@ def test_launch_follows_the_stream_and_its_failure_is_told_without_a_wait(machin
 
     def work(transport: NcclTransport) -> str:
         transport.process_group = ProcessGroup(transport.rank, 2)  # type: ignore[assignment]
-        made = transport.add_node_memory(64, 5.0)
+        made = transport.add_node_memory(64, torch.device("cuda", 0), 5.0)
         assert made.tensor.nbytes == 64
         x, order = device_tensor(torch.zeros(4)), []
         machine.put(lambda: order.append("before"), 0.2)

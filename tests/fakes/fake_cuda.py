@@ -87,6 +87,9 @@ class FakeStream:
         event.record(self)
         return event
 
+    def query(self) -> bool:
+        return self.record_event()._done.wait(0.05)
+
     def synchronize(self) -> None:
         self.record_event().synchronize()
 

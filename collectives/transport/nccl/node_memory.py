@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import cuda
 
-from collectives.errors import CollectiveTimeoutError, TransportError
+from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import first_line
 from kernels.gpu.node_kernels import GIVEN_UP, Node, pad_bytes
 
 # Vectors of all dtypes start at whole lines of memory behind the pads.
 _LINE = 256
+# More streams than torch has in a pool: 32 of each priority.
+_POOL = 64
 
 
 class NodeMemory:
@@ -28,16 +31,22 @@ class NodeMemory:
     """
 
     def __init__(
-        self, nbytes: int, process_group: dist.ProcessGroup, device: torch.device, timeout: float
+        self,
+        nbytes: int,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: float,
+        arrive: Callable[[], None],
     ) -> None:
         rank, size = process_group.rank(), process_group.size()
         pads = -(-pad_bytes(size) // _LINE) * _LINE
-        whole, addresses = allocate(pads + nbytes, process_group, device)
+        whole, addresses = allocate(pads + nbytes, process_group, device, arrive)
         whole[:pads].zero_()
-        cuda.synchronize(device)
         self.tensor = whole[pads:]
         buffers = [address + pads for address in addresses]
         self.node = Node(rank, buffers, addresses, device, timeout)
+        # What was cleared, and the node's own memory.
+        cuda.synchronize(device)
         # Where the error comes, without a wait, behind each launch.
         pinned = torch.cuda.is_available()
         self._error = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
@@ -55,8 +64,8 @@ class NodeMemory:
 
     def give_up(self) -> None:
         """End what waits for a peer, and all launches from now on; does not wait for it."""
-        # Streams that wait are behind it: one of its own, by the GPU's copy engine.
-        with cuda.device(self.tensor.device), cuda.stream(cuda.Stream()):
+        # Streams that wait are behind it: by the GPU's copy engine, on one that does not.
+        with cuda.device(self.tensor.device), cuda.stream(_free_stream()):
             self.node.error.copy_(self._given_up, non_blocking=True)
 
     def check(self) -> None:
@@ -69,10 +78,22 @@ class NodeMemory:
             raise CollectiveTimeoutError(why)
 
 
+def _free_stream() -> cuda.Stream:
+    """Return a stream with nothing under way: torch hands out those of a pool, again and again."""
+    for _ in range(_POOL):
+        stream = cuda.Stream()
+        if stream.query():
+            break
+    return stream
+
+
 def allocate(
-    nbytes: int, process_group: dist.ProcessGroup, device: torch.device
+    nbytes: int, process_group: dist.ProcessGroup, device: torch.device, arrive: Callable[[], None]
 ) -> tuple[torch.Tensor, list[int]]:
     """Return new memory, as bytes, and the address of each rank's, here.
+
+    arrive: Returns once all ranks have come to it. torch waits for them by its store, where nothing
+    tells that one of them has failed.
 
     Raises:
         TransportError: torch has no such memory, or the GPUs do not reach each other's.
@@ -81,8 +102,11 @@ def allocate(
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         whole = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        arrive()
         handle: Any = symmetric_memory.rendezvous(whole, process_group.group_name)
         addresses = [int(address) for address in handle.buffer_ptrs]
+    except CollectiveError:
+        raise
     except (ImportError, AttributeError, RuntimeError) as error:
         raise TransportError(
             f"torch's symmetric memory on {device} cannot be had among these ranks: "

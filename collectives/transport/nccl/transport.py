@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import cuda
 
 from collectives.errors import TransportError
-from collectives.transport.base import Messages, Transport
+from collectives.transport.base import Message, Messages, Transport
 from collectives.transport.nccl.backend import Backend, translate_errors
 from collectives.transport.nccl.cupy_backend import DTYPES
 from collectives.transport.nccl.graphs import Graphs
@@ -59,7 +59,8 @@ class NcclTransport(Transport):
         self._closed = False
         self._graphs = Graphs()
         self.node_memories: list[NodeMemory] = []
-        self._watcher = Watcher(host, backend, self._graphs.reset)
+        end_launches = partial(_end_launches, self.node_memories, self._graphs)
+        self._watcher = Watcher(host, backend, end_launches)
         # Runs at the latest when the interpreter exits.
         self._end = weakref.finalize(self, _end, self._watcher, self._graphs, backend)
         if self.device is not None:
@@ -145,12 +146,22 @@ class NcclTransport(Transport):
             timeout,
         )()
 
-    def add_node_memory(self, nbytes: int, timeout: float) -> NodeMemory:
+    def add_node_memory(
+        self, nbytes: int, device: torch.device | None, timeout: float
+    ) -> NodeMemory:
         assert self.process_group is not None
-        device = self.device or torch.device("cuda", cuda.current_device())
-        memory = NodeMemory(nbytes, self.process_group, device, timeout)
+        assert device is not None
+        memory = NodeMemory(
+            nbytes, self.process_group, device, timeout, partial(self._arrive, timeout)
+        )
         self.node_memories.append(memory)
         return memory
+
+    def _arrive(self, timeout: float) -> None:
+        """Return once all ranks have called it."""
+        sends = [Message(peer, torch.zeros(1, device="cpu")) for peer in self._others]
+        recvs = [Message(peer, torch.zeros(1, device="cpu")) for peer in self._others]
+        self._host.exchange(sends, recvs, "the making of symmetric memory", timeout)
 
     def launch(
         self,
@@ -242,8 +253,6 @@ class NcclTransport(Transport):
     def _abort(self, reason: str) -> None:
         # CUDA itself may have failed, too: the error that led to the abort is the one to raise.
         with suppress(RuntimeError):
-            for memory in self.node_memories:
-                memory.give_up()
             if not (self._backend.shared and self._watcher.is_idle()):
                 self._watcher.abort(reason)
 
@@ -317,6 +326,15 @@ def _device_of(sends: Messages, recvs: Messages) -> torch.device | None:
     """Return the GPU of messages of CUDA tensors; None for those of CPU tensors."""
     devices = (message.tensor.device for message in (*sends, *recvs))
     return next((device for device in devices if device.type != "cpu"), None)
+
+
+def _end_launches(memories: Sequence[NodeMemory], graphs: Graphs) -> None:
+    # Graphs and communicators may wait for what the launches hold up. Where CUDA has failed these
+    # have ended.
+    for memory in memories:
+        with suppress(RuntimeError):
+            memory.give_up()
+    graphs.reset()
 
 
 def _end(watcher: Watcher, graphs: Graphs, backend: Backend) -> None:

@@ -33,7 +33,7 @@ CHECK_SECONDS = 0.25
 # For this long messages that a rank sent before it ended may still be arriving.
 GRACE_SECONDS = 1.0
 # CUDA destroys graphs at once, those under way at their end, but where it has failed itself.
-_RESET_SECONDS = 0.5
+_END_SECONDS = 0.5
 # A waiting host sleeps so long between two checks, which is short compared with a step.
 _PAUSE_SECONDS = 2e-4
 
@@ -60,19 +60,20 @@ class Watcher:
     was not queried may take up to twice its timeout.
 
     The watcher's thread starts with the first step, does not keep the process from exiting, and
-    ends by `stop`. Before an abort it calls `reset_graphs`: that waits for the graphs' end.
+    ends by `stop`. Before an abort it calls `end_launches`, of what is no message: graphs, for
+    whose end an abort waits, and kernels that wait for peers in the GPUs' memory.
 
     Attributes:
         items: The steps, in their order.
         error: The error that ended them. Nothing can be put on the streams afterwards.
     """
 
-    def __init__(self, host: Transport, backend: Backend, reset_graphs: Callable[[], None]) -> None:
+    def __init__(self, host: Transport, backend: Backend, end_launches: Callable[[], None]) -> None:
         self.items: deque[Posted] = deque()
         self.error: CollectiveError | None = None
         self._host = host
         self._backend = backend
-        self._reset_graphs = reset_graphs
+        self._end_launches = end_launches
         self._raised = False
         # When a step was last found to have ended.
         self._passed = 0.0
@@ -146,7 +147,7 @@ class Watcher:
         """Abort all steps and keep the first error. say: makes it from the abort's outcome."""
         with self._lock:
             if self.error is None:
-                run_beside(self._reset_graphs, "nccl-graphs", _RESET_SECONDS)
+                run_beside(self._end_launches, "nccl-end-launches", _END_SECONDS)
                 self.error = say(self._backend.abort())
                 self.items.clear()
 
