@@ -11,12 +11,13 @@ import time
 import pytest
 import torch
 
+import collectives
 import kernels
 from adasum import Adasum
 from collectives import Average, CollectiveError, Group, Sum
 from tests.adasum import definition
 from tests.processes.harness import run_ranks
-from tests.processes.test_nccl import SHORT, TIMEOUT, start, why_not
+from tests.processes.test_nccl import ONE_GPU, SHORT, TIMEOUT, start, why_not
 
 SIZES = [2, 3, 4]
 NUMELS = [1, 7, 5_000, 70_001, 1_000_003]
@@ -138,7 +139,10 @@ def silent_peer(rank: int) -> tuple[str, float]:
 
 def killed_peer(rank: int) -> tuple[str, float]:
     """Rank 1 ends while rank 0's kernel waits for it; what rank 0 is told, and when it is over."""
-    group = group_of(rank)
+    os.environ.update({**ONE_GPU, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    # Over connections, which tell at once that a process has ended.
+    group = collectives.init(transport="nccl", timeout=TIMEOUT)
     memory = group.symmetric_empty(1000)
     group.all_reduce(memory)
     torch.cuda.synchronize()
