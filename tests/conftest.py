@@ -78,6 +78,7 @@ NIGHTLY = (
     "examples",
     "faults",
     "frozen/test_frozen.py",
+    "fuzz/test_huge.py::test_kernels_address",
     "horovod_conformance",
     "kernels/cpu/test_bits.py",
     "kernels/cpu/test_compilers.py",

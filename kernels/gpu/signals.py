@@ -54,7 +54,7 @@ def signal(pads, rank, n, SIZE: tl.constexpr):
     there = q < n
     at = tl.load(pads + q, mask=there, other=0).to(tl.pointer_type(tl.int64))
     tl.debug_barrier()
-    mine = tl.program_id(0) * n + rank
+    mine = tl.program_id(0).to(tl.int64) * n + rank
     tl.atomic_add(at + mine, tl.full([SIZE], 1, tl.int64), mask=there, sem="release", scope="sys")
 
 

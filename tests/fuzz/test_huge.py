@@ -124,7 +124,13 @@ def test_ring_chunks_cover_a_huge_buffer(size: int) -> None:
 _OFFSET = re.compile(r"tt\.addptr \S+, (\S+) : (tensor<\S+?x)?!tt\.ptr<(\w+)>.*?i(32|64)>?( |$)")
 
 
-@pytest.mark.parametrize("name", KERNELS)
+def _name(name: str) -> object:
+    """Of kernels that Triton takes long to compile the smallest is enough by default."""
+    long = name in ("node_adasum4", "node_adasum8")
+    return pytest.param(name, marks=pytest.mark.slow) if long else name
+
+
+@pytest.mark.parametrize("name", map(_name, KERNELS))
 def test_kernels_address_in_64_bits(name: str) -> None:
     """In Triton's code an offset to a tensor's address is an i64, or one within a tile.
 
