@@ -20,7 +20,7 @@ from torch import Tensor
 
 import collectives
 import kernels
-from adasum import AdasumReducer
+from adasum import AdasumReducer, reducer
 from collectives import (
     Average,
     CollectiveMismatchError,
@@ -28,6 +28,7 @@ from collectives import (
     Group,
     Max,
     Sum,
+    arguments,
     calls,
 )
 from collectives.execution import node_all_reduce
@@ -36,6 +37,7 @@ from collectives.transport.nccl import node_memory
 from collectives.transport.nccl.node_memory import NodeMemory
 from collectives.transport.nccl.transport import NcclTransport
 from collectives.tree_order import in_order
+from kernels.gpu import node_adasum, node_kernels
 from kernels.gpu.node_kernels import GIVEN_UP
 from tests.adasum import definition
 from tests.collectives.consistency.ranks import WithoutSharedMemory
@@ -370,6 +372,12 @@ def test_group_that_can_have_none_says_what_it_needs():
     collectives.run_threads(2, work)
     with pytest.raises(collectives.TransportError, match="symmetric memory on cuda:0 cannot"):
         node_memory.allocate(64, None, torch.device("cuda", 0), list)  # type: ignore[arg-type]
+
+
+def test_limits_that_are_checked_before_a_call_are_those_of_the_kernels():
+    """Which are not imported where no GPU is used."""
+    assert arguments._SYMMETRIC_RANKS == node_kernels.MAX_RANKS
+    assert reducer._NODE_RANKS == node_adasum.MAX_RANKS
 
 
 class ProcessGroup:
