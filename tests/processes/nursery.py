@@ -113,7 +113,7 @@ class Nursery:
         nobody looks at that, it is 0.4 s of a processor for each rank: torch takes back every
         operator that it registered.
         """
-        environment = {**os.environ, **environment}
+        environment = {**own_variables(), **environment}
         request = {"main": main, "argument": argument, "environment": environment, "log": str(log)}
         return Rank(self, self.ask(do="start", teardown=teardown, **request))
 
@@ -125,6 +125,15 @@ class Nursery:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def own_variables() -> dict[str, str]:
+    """This process's environment, also while another thread changes it.
+
+    pytest sets and deletes a variable for each test while the ranks of others start in threads; a
+    plain copy lists the names first and raises KeyError for one that is gone when its turn comes.
+    """
+    return {name: text for name in os.environ if (text := os.environ.get(name)) is not None}
 
 
 @functools.cache
