@@ -26,8 +26,9 @@ Key = tuple[str, str, str]
 # By device ("nccl" for a GPU's where a library has its own all-reduce, which stands for every row
 # that is not here), nodes and ranks. Unlike an argument's, these limits count bytes.
 TABLE: dict[Key, str] = {
+    ("cpu", "a rank a node", "16 up, 2^k"): "rd:128k:rechd:128M:xring",
     ("cpu", "a rank a node", "2"): "rd:2M:rechd",
-    ("cpu", "a rank a node", "2^k"): "rd:256k:rechd:16M:xring",
+    ("cpu", "a rank a node", "2^k"): "rd:256k:rechd:4M:xring",
     ("cpu", "a rank a node", "3"): "rd:32k:xring",
     ("cpu", "a rank a node", "5 to 7"): "rd:256k:xring",
     ("cpu", "a rank a node", "other"): "rd:128k:rechd:512k:xring",
@@ -39,6 +40,7 @@ TABLE: dict[Key, str] = {
     ("cpu", "several ranks a node", "2^k"): "rd:16k:rechd/rd:256k:rechd:2M:xring/xring:16M:xring",
     ("cpu", "several ranks a node", "5 to 7"): "rd:8k:rechd/rd:64k:xring/xring:16M:xring",
     ("cpu", "several ranks a node", "other"): "rd:4k:rechd/rd:128k:xring/xring:8M:xring",
+    ("cuda", "a rank a node", "16 up, 2^k"): "rd:4M:rechd",
     ("cuda", "a rank a node", "2"): "rd:32M:rechd",
     ("cuda", "a rank a node", "2^k"): "rd:8M:rechd:256M:xring",
     ("cuda", "a rank a node", "3"): "rd:1M:xring",
@@ -58,6 +60,7 @@ TABLE: dict[Key, str] = {
 
 # The same for an operator that reads trees, by the price of Adasum.
 TREE_TABLE: dict[Key, str] = {
+    ("cpu", "a rank a node", "16 up, 2^k"): "rd:512k:vhdd",
     ("cpu", "a rank a node", "2^k"): "rd:512k:vhdd",
     ("cpu", "a rank a node", "3"): "rd:128k:direct",
     ("cpu", "a rank a node", "5 to 7"): "rd:512k:direct",
@@ -69,7 +72,8 @@ TREE_TABLE: dict[Key, str] = {
     ("cpu", "several ranks a node", "2^k"): "rd:64k:vhdd",
     ("cpu", "several ranks a node", "5 to 7"): "rd:512k:direct",
     ("cpu", "several ranks a node", "other"): "rd:64k:vhdd",
-    ("cuda", "a rank a node", "2^k"): "rd:8M:direct",
+    ("cuda", "a rank a node", "16 up, 2^k"): "rd:8M:direct",
+    ("cuda", "a rank a node", "2^k"): "rd:8M:direct:256M:vhdd",
     ("cuda", "a rank a node", "3"): "rd:1M:direct",
     ("cuda", "a rank a node", "5 to 7"): "rd:1M:direct",
     ("cuda", "a rank a node", "other"): "rd:4M:direct",
@@ -84,6 +88,7 @@ TREE_TABLE: dict[Key, str] = {
 
 # The same for sums of order="tree", of whose algorithms every one makes the same bits.
 ORDER_TABLE: dict[Key, str] = {
+    ("cpu", "a rank a node", "16 up, 2^k"): "rd:128k:rechd",
     ("cpu", "a rank a node", "2"): "rd:2M:rechd",
     ("cpu", "a rank a node", "2^k"): "rd:256k:rechd",
     ("cpu", "a rank a node", "3"): "oneshot:256k:direct",
@@ -97,6 +102,7 @@ ORDER_TABLE: dict[Key, str] = {
     ("cpu", "several ranks a node", "2^k"): "rd:16k:rechd/rd:256k:rechd/rechd",
     ("cpu", "several ranks a node", "5 to 7"): "rd:64k:rechd:256k:direct",
     ("cpu", "several ranks a node", "other"): "rd:64k:rechd",
+    ("cuda", "a rank a node", "16 up, 2^k"): "rd:4M:rechd",
     ("cuda", "a rank a node", "2"): "rd:32M:rechd",
     ("cuda", "a rank a node", "2^k"): "rd:4M:direct:32M:rechd",
     ("cuda", "a rank a node", "3"): "oneshot:1M:direct",
@@ -130,6 +136,9 @@ def key_of(device: str, topology: Topology) -> Key:
         nodes = "one node"
     if not size & (size - 1):
         ranks = "2" if size == 2 else "2^k"
+        # A ring between so many nodes takes steps that recursive halving does not.
+        if size > 8 and topology.local_size == 1:
+            ranks = "16 up, 2^k"
     elif size < 8:
         ranks = "3" if size == 3 else "5 to 7"
     else:
