@@ -6,7 +6,7 @@ what it has reduced to all of them (`kernels.gpu.node_kernels`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
 from collectives.execution.call import Call
-from collectives.execution.vectors import flatten, multiply
+from collectives.execution.vectors import Vector, multiply, vector_of
 from collectives.schedules.spec import spec_for
 from kernels.gpu.launcher import elsewhere
 
@@ -33,29 +33,28 @@ def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
     """Return how a call runs in one launch; None where it goes by messages.
 
     That is where `auto` is free to choose, an operator has such a kernel for the dtype, and the
-    tensor lies in the group's symmetric memory: then the call's options say where.
+    tensor, or the FusedBuffer of several, lies in the group's symmetric memory: then the call's
+    options say where.
     """
-    if not runner.transport.node_memories or call.kind != "all_reduce":
+    if not runner.transport.node_memories or call.kind not in ("all_reduce", "grouped_all_reduce"):
         return None
     # A request's buffer may be another one now.
     call.options = {key: value for key, value in call.options.items() if key != OPTION}
-    (tensor,) = call.tensors
     options = AllReduceOptions.of(call)
-    if not (tensor.is_contiguous() and tensor.numel()):
+    vector = _vector_of(call, options)
+    if vector is None:
         return None
+    (flat,) = vector.tensors
     # Tables cannot be uploaded in a capture of the caller's, which is one on all ranks.
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    if spec_for(options.specs, tensor.numel()).outer != "auto":
+    if flat.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     for number, memory in enumerate(runner.transport.node_memories):
-        offset = memory.offset_of(tensor)
+        offset = memory.offset_of(flat)
         if offset is None:
             continue
-        flat = flatten(tensor)
         # Triton compiles and launches for the current device, which may be another one.
         with elsewhere(flat) or nullcontext():
-            launch = call.op.bind_on_node(memory.node, flat, offset, options.segments)
+            launch = call.op.bind_on_node(memory.node, flat, offset, vector.segments)
         if launch is None:
             return None
         call.options = {**call.options, OPTION: [number, offset]}
@@ -65,12 +64,30 @@ def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
     return None
 
 
+def _vector_of(call: Call, options: AllReduceOptions) -> Vector | None:
+    """Return a call's tensors as the one vector that they are in memory; None where they are not.
+
+    None as well where an algorithm other than `auto` takes them.
+    """
+    tensors = call.tensors
+    if not any(map(Tensor.numel, tensors)) or not all(map(Tensor.is_contiguous, tensors)):
+        return None
+    ranges = options.by_range(tensors)
+    if len(ranges) > 1:
+        return None
+    vector = vector_of(tensors, options.segments)
+    if vector is None or vector.layout is not None:
+        return None
+    ((options, _),) = ranges
+    return vector if spec_for(options.specs, vector.numel).outer == "auto" else None
+
+
 @dataclass(eq=False)
 class NodeAllReduce:
-    """One all-reduce of one rank's tensor; it may be run any number of times.
+    """One all-reduce of one rank's vector; it may be run any number of times.
 
     Attributes:
-        flat: The tensor, in the memory of this number.
+        flat: The vector, in the memory of this number.
         launch: What reduces it in place, on the current stream.
         bound: The event after which it may; None once that was waited for.
     """
@@ -82,8 +99,8 @@ class NodeAllReduce:
     launch: Callable[[], None]
     bound: torch.cuda.Event | None = None
 
-    def run(self, call: Call) -> Tensor:
-        """Put the call on the stream, and return its tensor."""
+    def run(self, call: Call) -> Tensor | Sequence[Tensor]:
+        """Put the call on the stream, and return its tensor or tensors."""
         flat, runner, options = self.flat, self.runner, self.options
         if self.bound is not None:
             torch.cuda.current_stream(flat.device).wait_event(self.bound)
@@ -94,4 +111,4 @@ class NodeAllReduce:
             multiply(flat, options.postscale)
         # As operations of torch's that write to it do.
         torch.autograd.graph.increment_version(flat)
-        return call.tensors[0]
+        return call.tensors if call.kind == "grouped_all_reduce" else call.tensors[0]

@@ -206,6 +206,45 @@ def test_adasum_has_the_groups_tree_segments_and_weights(weighted):
         assert transport.launches == [0, 0]
 
 
+@pytest.mark.parametrize("op", [Sum, Average, AdasumReducer()], ids=str)
+@pytest.mark.parametrize("packed", [True, False])
+def test_tensors_of_a_fused_buffer_in_it_are_one_launch(op, packed):
+    size, shapes = 3, [(7, 11), (300,), ()]
+
+    def job(group: Group) -> None:
+        likes = [torch.empty(shape) for shape in shapes]
+        numel = kernels.layout_of([like.view(-1) for like in likes]).numel
+        fused = collectives.FusedBuffer(likes, memory=group.symmetric_empty(numel))
+        fused.clear_padding()
+        mine = [terms(size, like.numel(), torch.float32, seed) for seed, like in enumerate(likes)]
+        options: Any = {"packed": packed, "algorithm": "auto"}
+        request = group.grouped_all_reduce_init(fused.tensors, op, **options)
+
+        def by_request() -> Any:
+            request.start()
+            return request.wait()
+
+        for reduce in (
+            lambda: group.grouped_all_reduce(fused.tensors, op, **options),
+            by_request,
+            by_request,
+        ):
+            for tensor, each in zip(fused.tensors, mine, strict=True):
+                tensor.copy_(each[group.rank].view(tensor.shape))
+            result = reduce()
+            assert all(one is other for one, other in zip(result, fused.tensors, strict=True))
+            for tensor, each in zip(fused.tensors, mine, strict=True):
+                if isinstance(op, AdasumReducer):
+                    exact = definition.tree(each, None)
+                else:
+                    exact = torch.stack(each).double().sum(0) / (1 if op is Sum else size)
+                bound = 2 * EPS * exact.abs().max()
+                assert (tensor.view(-1).double() - exact).abs().max() <= bound
+
+    for transport in run(size, job):
+        assert transport.launches == [0, 0, 0]
+
+
 def test_request_of_another_buffer_goes_where_that_lies():
     def job(group: Group) -> None:
         memory = group.symmetric_empty(16)
@@ -274,7 +313,7 @@ def test_launch_is_bound_for_the_gpu_of_its_tensor(monkeypatch):
 def test_what_has_no_such_kernel_goes_by_messages():
     def job(group: Group) -> None:
         memory = group.symmetric_empty(100)
-        whole = memory[:96].view(8, 12)
+        apart = [memory[:4], memory[8:12]]
         for x, op, options, expected in (
             (memory[:4], Max, {}, 2.0),
             (memory[:4], in_order(Sum, "tree"), {}, 3.0),
@@ -289,8 +328,14 @@ def test_what_has_no_such_kernel_goes_by_messages():
         ):
             x.fill_(group.rank + 1)
             assert (group.all_reduce(x, op, **options) == expected).all()
-        whole.fill_(group.rank + 1)
-        assert [each.tolist() for each in group.grouped_all_reduce([whole[0]])] == [[3.0] * 12]
+        for tensors in (apart, [memory[:4], torch.empty(4, dtype=torch.float64)], [memory[:0]]):
+            for each in tensors:
+                each.fill_(group.rank + 1)
+            for each in group.grouped_all_reduce(tensors):
+                assert (each == 3.0).all()
+        apart[0].fill_(group.rank + 1)
+        group.grouped_all_reduce(apart[:1], algorithm="rd")
+        assert apart[0].tolist() == [3.0] * 4
         assert group.all_reduce(memory[:0]).numel() == 0
         memory[:8].fill_(group.rank + 1)
         scattered = group.reduce_scatter(memory[:8])

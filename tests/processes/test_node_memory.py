@@ -116,6 +116,45 @@ def test_adasum_is_what_it_is_defined_to_be_on_all_ranks(size: int) -> None:
         assert worst <= 1.0
 
 
+def fused(rank: int) -> int:
+    """Calls and requests of a FusedBuffer; how many of its tensors were right."""
+    group, right = group_of(rank), 0
+    likes = [torch.empty(shape, device="cuda") for shape in [(300, 7), (70_001,), (), (16,)]]
+    numel = kernels.layout_of([like.view(-1) for like in likes]).numel
+    buffer = collectives.FusedBuffer(likes, memory=group.symmetric_empty(numel))
+    buffer.clear_padding()
+    mine = [terms(group.size, like.numel(), torch.float32, like.numel()) for like in likes]
+    eps = torch.finfo(torch.float32).eps
+    for op in (Sum, Average, Adasum):
+        request = group.grouped_all_reduce_init(buffer.tensors, op, packed=True)
+        for turn in range(3):
+            for tensor, each in zip(buffer.tensors, mine, strict=True):
+                tensor.copy_(each[rank].view(tensor.shape))
+            if turn:
+                request.start()
+                request.wait()
+            else:
+                group.grouped_all_reduce(buffer.tensors, op, packed=True)
+            for tensor, each in zip(buffer.tensors, mine, strict=True):
+                got = tensor.view(-1).cpu()
+                if op is Adasum:
+                    exact = definition.tree(each, None)
+                    right += bool((got - exact).abs().max() <= 2 * eps * exact.abs().max())
+                else:
+                    scale = 1.0 if op is Sum else 1 / group.size
+                    right += torch.equal(got, kernels.sum_n(each, scale=scale))
+        request.close()
+    group.close()
+    return right
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tensors_of_a_fused_buffer_are_one_launch(size: int) -> None:
+    if reason := why_not(size):
+        pytest.skip(reason)
+    assert run_ranks(size, fused, timeout=150.0) == [3 * 3 * 4] * size
+
+
 def silent_peer(rank: int) -> tuple[str, float]:
     """Rank 1 makes the call and never launches."""
     group = group_of(rank, SHORT)
