@@ -32,15 +32,16 @@ class Kernel(NamedTuple):
     tile: from a number of elements and an item size to (elements of a tile, warps); values: the
     constexprs of the plain variant that are no dtype; NUMEL, if not the usual one; `findings`, the
     names of those asked for; variants: by name, what differs from `values`, where a mapping has a
-    value for each dtype; options: Triton's options beside those of all kernels; stores: whether it
-    writes tiles; dtypes: those to compile it for.
+    value for each dtype; options: Triton's options beside those of all kernels, or a function of
+    the compute capability that returns them; stores: whether it writes tiles; dtypes: those to
+    compile it for.
     """
 
     function: Any
     tile: Callable[[int, int], tuple[int, int]]
     values: Mapping[str, Any]
     variants: Mapping[str, Mapping[str, Any]]
-    options: Mapping[str, Any] = MappingProxyType({})
+    options: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] = MappingProxyType({})
     stores: bool = True
     dtypes: Sequence[str] = tuple(ITEMSIZES)
 
@@ -166,6 +167,7 @@ KERNELS |= {
         partial(gram_kernels.tile_of, count),
         {"COUNT": count, "ROW": gram_kernels.row_of(count), "PARTS": 2, **_EDGES_APART},
         {},
+        partial(gram_kernels.options_of, count),
         stores=False,
     )
     for count in range(1, 9)

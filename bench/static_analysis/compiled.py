@@ -90,7 +90,8 @@ def compile_case(case: Case, amd: str | None = None) -> Any:
                 f"{function.__name__} has an argument {name!r} that {__name__} does not "
                 "know: annotate it, or add it to _POINTERS or the kernel's values"
             )
-    options = {**launcher.OPTIONS, **kernel.options, "num_warps": warps}
+    own = kernel.options(case.capability) if callable(kernel.options) else kernel.options
+    options = {**launcher.OPTIONS, **own, "num_warps": warps}
     if amd is not None:
         options["num_warps"] = max(1, warps // 2)
     return compile_source(function, signature, constexprs, amd or case.capability, options)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-THREADS = 2048
-PROGRAMS = 32
 REGISTERS = 65536
 SCHEDULERS = 4
 REGISTER_UNIT = 256
@@ -23,7 +21,7 @@ class Architecture(NamedTuple):
     """A compute capability, and the part whose data sheet gives its speed.
 
     shared: bytes of shared memory per SM; gigabytes_per_second: its memory's bandwidth; gigahertz:
-    its clock, an assumption about what it sustains.
+    its clock, an assumption about what it sustains; threads, programs: at most on an SM.
     """
 
     part: str
@@ -31,6 +29,8 @@ class Architecture(NamedTuple):
     sms: int
     gigabytes_per_second: float
     gigahertz: float
+    threads: int = 2048
+    programs: int = 32
 
     @property
     def bytes_needed(self) -> float:
@@ -51,6 +51,7 @@ ARCHITECTURES = {
     # The H100 is the same chip with memory of 3350 GB/s: 24.8 KiB in flight will do, not 35.5.
     90: Architecture("H200 SXM", 228 << 10, 132, 4800.0, 1.755),
     100: Architecture("B200", 228 << 10, 148, 8000.0, 1.85),
+    120: Architecture("RTX PRO 6000", 100 << 10, 188, 1792.0, 2.4, threads=1536, programs=24),
 }
 
 
@@ -64,24 +65,25 @@ class Residency(NamedTuple):
 def residency(capability: int, registers: int, warps: int, shared: int) -> Residency:
     """Return how many programs of this size one SM holds at once, the least of four limits.
 
-      by threads:   2048 // (32 * warps)
-      by slots:     32
+      by threads:   the SM's // (32 * warps)
+      by slots:     the SM's programs
       by registers: each of four schedulers owns 16384, a warp takes 32 * registers of them rounded
                     up to 256, so 4 * (16384 // that) warps, // warps rounded up to a multiple of 4
       by shared:    the SM's bytes // (shared + 1024 for the system, rounded up to 128)
 
     Source: CUDA C++ Programming Guide, "Compute Capabilities", "Technical Specifications per
     Compute Capability"; the allocation units are those of the toolkit's cuda_occupancy.h. They are
-    the same for 8.0, 9.0 and 10.0 but for the shared memory.
+    the same for all of these.
     """
+    chip = ARCHITECTURES[capability]
     a_warp = -(-32 * registers // REGISTER_UNIT) * REGISTER_UNIT
     warps_by_registers = SCHEDULERS * (REGISTERS // SCHEDULERS // a_warp)
     a_program = -(-(shared + SHARED_RESERVED) // SHARED_UNIT) * SHARED_UNIT
     limits = {
         "registers": warps_by_registers // (-(-warps // SCHEDULERS) * SCHEDULERS),
-        "threads": THREADS // (32 * warps),
-        "shared": ARCHITECTURES[capability].shared // a_program,
-        "slots": PROGRAMS,
+        "threads": chip.threads // (32 * warps),
+        "shared": chip.shared // a_program,
+        "slots": chip.programs,
     }
     limit = min(limits, key=lambda name: limits[name])
     return Residency(limits[limit], limit)

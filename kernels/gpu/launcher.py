@@ -259,25 +259,27 @@ class Chip(NamedTuple):
         cache: Bytes of L2.
         dependent_launch: Whether a kernel may be launched while the one ahead of it on the stream
             ends, and wait for that itself, also in a CUDA graph.
+        capability: Its compute capability times ten, of NVIDIA's; else 0.
     """
 
     multiprocessors: int
     cache: int
     dependent_launch: bool = False
+    capability: int = 0
 
 
 @functools.cache
 def chip_of(device: torch.device) -> Chip:
     """Return what launchers ask of this GPU."""
     properties = torch.cuda.get_device_properties(device)
-    able = (
-        torch.version.hip is None and properties.major >= 9 and not triton.knobs.runtime.interpret
-    )
+    nvidia = torch.version.hip is None
+    able = nvidia and properties.major >= 9 and not triton.knobs.runtime.interpret
     return Chip(
         properties.multi_processor_count,
         properties.L2_cache_size,
         # CUDA 12.3 gave graphs the edges that such launches need.
         able and _driver_version() >= 12030,
+        10 * properties.major + properties.minor if nvidia else 0,
     )
 
 

@@ -184,7 +184,7 @@ def emulated(
     from triton.runtime.driver import driver
 
     emulator = Emulator(resident, seed, races, traffic)
-    chip = chip or SMALL_CHIP._replace(dependent_launch=capability >= 90)
+    chip = chip or SMALL_CHIP._replace(dependent_launch=capability >= 90, capability=capability)
 
     def handles(self: Any) -> None:
         if self._run is not None:

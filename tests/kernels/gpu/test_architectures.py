@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import kernels
+from kernels.gpu import launcher
 from tests.kernels.cases import bits, misaligned, random, relative_l2
 from tests.ptx_emulator.driver import emulated
 
@@ -52,6 +53,7 @@ def projected(dtype: torch.dtype) -> list[Tensor]:
         (100, torch.float32),
         pytest.param(80, torch.float32, marks=pytest.mark.slow),
         pytest.param(100, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(120, torch.float32, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -64,6 +66,16 @@ def test_the_bits_of_sm_90(capability, dtype):
     assert list(map(bits, got)) == list(map(bits, expected))
     if capability == 80:
         assert list(map(bits, close)) == list(map(bits, exact))
-    # sm_100 adds two float32 at once, in another order: docs/diagnostics.md says what follows.
+    # From sm_100 on two float32 are added at once, in another order: see docs/diagnostics.md.
     for mine, theirs in zip(close, exact, strict=True):
         assert relative_l2(mine, theirs.double()) <= torch.finfo(dtype).eps
+
+
+def test_gram_of_five_tensors_with_the_registers_of_sm_120():
+    """Which has options of its own for them."""
+    tensors = [random(NUMEL, torch.float32, "cpu", seed) for seed in range(5)]
+    with emulated(90):
+        expected = kernels.gram(tensors, CUTS)
+    with emulated(120):
+        assert launcher.chip_of(tensors[0].device).capability == 120
+        assert torch.equal(kernels.gram(tensors, CUTS), expected)

@@ -66,7 +66,8 @@ def test_launches_that_overlap_give_the_bits_of_launches_that_do_not(backend, mo
 def test_launches_overlap_where_gpu_and_driver_can_also_in_a_graph(
     monkeypatch, major, hip, driver, interpreted, expected
 ):
-    properties = SimpleNamespace(major=major, multi_processor_count=132, L2_cache_size=60 << 20)
+    chip = {"multi_processor_count": 132, "L2_cache_size": 60 << 20}
+    properties = SimpleNamespace(major=major, minor=3, **chip)
 
     def version(result: Any) -> int:
         result._obj.value = driver
@@ -81,5 +82,7 @@ def test_launches_overlap_where_gpu_and_driver_can_also_in_a_graph(
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)
     monkeypatch.setattr(ctypes, "CDLL", library)
-    chip = launcher.chip_of.__wrapped__(torch.device("cuda", 0))
-    assert chip == launcher.Chip(132, 60 << 20, expected)
+    capability = 10 * major + 3 if hip is None else 0
+    assert launcher.chip_of.__wrapped__(torch.device("cuda", 0)) == launcher.Chip(
+        132, 60 << 20, expected, capability
+    )
