@@ -18,14 +18,14 @@ _SlotsKey = tuple[int, torch.dtype, torch.device, tuple[int, ...]]
 class FusedBuffer:
     """A buffer with a slot for each of several tensors of one dtype and device.
 
-    Slots lie where `kernels.layout_of` puts them, and the padding between them is zeros. A grouped
-    all-reduce of the attribute `tensors` is carried out in the buffer itself.
+    Slots lie where `kernels.layout_of` puts them. A grouped all-reduce of the attribute `tensors`
+    is carried out in the buffer itself, whose padding between the slots it zeroes first.
 
     Args:
         tensors: Strided tensors of one dtype and device; slots take their shapes and strides, but
             not their values.
         memory: Memory for the buffer, at least `layout.numel` elements, which nothing else may use
-            from now on; `clear_padding` zeroes its padding. None allocates zeros.
+            from now on. None allocates zeros.
 
     Attributes:
         layout: Where the slots lie.
@@ -34,6 +34,7 @@ class FusedBuffer:
             memory has holes or overlaps.
         tensors: The slots as contiguous tensors for collectives; 1-D if a view is not contiguous.
         addresses: The address of each slot.
+        padding: What lies behind slots, up to the next ones.
 
     Examples:
         >>> fused = collectives.FusedBuffer([torch.ones(2, 3), torch.ones(4)])
@@ -59,7 +60,7 @@ class FusedBuffer:
             for view, slot in zip(self.views, slots, strict=True)
         ]
         ends = [o + n for o, n in zip(self.layout.offsets, self.layout.numels, strict=True)]
-        self._padding = [
+        self.padding = [
             self.buffer[end:stop]
             for end, stop in zip(ends, self.layout.segments[1:], strict=True)
             if stop > end
@@ -69,9 +70,9 @@ class FusedBuffer:
             _buffers[_slots_key(self.tensors)] = self
 
     def clear_padding(self) -> None:
-        """Zero the padding; needed if another buffer has used the memory before."""
-        if self._padding:
-            torch._foreach_zero_(self._padding)
+        """Zero the padding, for whoever reduces `buffer` by itself."""
+        if self.padding:
+            torch._foreach_zero_(self.padding)
 
 
 # Buffers by the first slot's address, dtype and device and by the sizes of all: facts that the host

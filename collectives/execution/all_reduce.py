@@ -199,6 +199,7 @@ class Runner:
             for tensor in tensors:
                 self.all_reduce(flatten(tensor), op, options, label)
         elif vector.layout is None:
+            vector.fill(vector.tensors[0])
             options = options._replace(segments=vector.segments)
             self.all_reduce(vector.tensors[0], op, options, label)
         else:

@@ -60,7 +60,7 @@ def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
         call.options = {**call.options, OPTION: [number, offset]}
         # What the launch reads was put on this stream.
         bound = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
-        return NodeAllReduce(runner, flat, options, number, launch, bound)
+        return NodeAllReduce(runner, vector, options, number, launch, bound)
     return None
 
 
@@ -87,13 +87,13 @@ class NodeAllReduce:
     """One all-reduce of one rank's vector; it may be run any number of times.
 
     Attributes:
-        flat: The vector, in the memory of this number.
+        vector: What is reduced, one tensor in the memory of this number.
         launch: What reduces it in place, on the current stream.
         bound: The event after which it may; None once that was waited for.
     """
 
     runner: Runner
-    flat: Tensor
+    vector: Vector
     options: AllReduceOptions
     number: int
     launch: Callable[[], None]
@@ -101,12 +101,12 @@ class NodeAllReduce:
 
     def run(self, call: Call) -> Tensor | Sequence[Tensor]:
         """Put the call on the stream, and return its tensor or tensors."""
-        flat, runner, options = self.flat, self.runner, self.options
+        (flat,), runner, options = self.vector.tensors, self.runner, self.options
         if self.bound is not None:
             torch.cuda.current_stream(flat.device).wait_event(self.bound)
             self.bound = None
         with call_span(call.label, call.op, "one launch", flat):
-            multiply(flat, options.prescale)
+            self.vector.fill(flat, options.prescale)
             runner.transport.launch(self.number, self.launch, flat, call.label, runner.timeout)
             multiply(flat, options.postscale)
         # As operations of torch's that write to it do.

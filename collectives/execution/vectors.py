@@ -25,6 +25,9 @@ class Vector:
         numel: Number of elements, with the padding between slots.
         segments: Element boundaries that operators work by; None for one segment.
         layout: Where the slots lie; None where one tensor is the vector.
+        padding: What lies between a FusedBuffer's slots. It has no meaning, and what an earlier
+            reduction was given may have left NaN there: operators that work by segments read it, so
+            it is zeroed before each reduction. Not the FusedBuffer, whose request may hold this.
     """
 
     tensors: Sequence[Tensor]
@@ -32,6 +35,7 @@ class Vector:
     dtype: torch.dtype
     segments: Sequence[int] | None
     layout: Layout | None = None
+    padding: list[Tensor] | None = None
 
     @cached_property
     def nbytes(self) -> int:
@@ -45,6 +49,8 @@ class Vector:
 
     def fill(self, buffer: Tensor, scale: float = 1.0) -> None:
         """Copy the vector to `buffer`, unless it is that already, and scale it there."""
+        if self.padding:
+            torch._foreach_zero_(self.padding)
         if self.layout is not None:
             kernels.pack(self.tensors, layout=self.layout, scale=scale, out=buffer)
         elif buffer is self.tensors[0]:
@@ -100,7 +106,8 @@ def vector_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Vect
         return None
     fused = buffer_of(tensors)
     if fused is not None:
-        return Vector([fused.buffer], fused.buffer.numel(), dtype, fused.layout.segments)
+        buffer, segments = fused.buffer, fused.layout.segments
+        return Vector([buffer], buffer.numel(), dtype, segments, padding=fused.padding)
     layout = kernels.layout_of(tensors)
     memory = memory_of(tensors, layout)
     if memory is not None:

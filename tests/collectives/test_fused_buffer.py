@@ -116,6 +116,45 @@ def test_grouped_all_reduce_in_a_buffer_packs_nothing(monkeypatch, op, dtype, al
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+# "auto" in shared memory, the others by messages; owners have no algorithm.
+@pytest.mark.parametrize(
+    ("way", "algorithm"),
+    [
+        ("owners", "auto"),
+        *itertools.product(["call", "request"], ["auto", "rd", "vhdd", "xring", "direct"]),
+    ],
+)
+@pytest.mark.parametrize("local_size", [3, 1])
+def test_what_is_not_finite_once_does_not_stay_in_the_padding(way, algorithm, local_size):
+    """Adasum of infinity leaves NaN there, which the next Adasum must not read."""
+
+    def run(group):
+        fused = FusedBuffer(draw(group.rank))
+        if way == "owners":
+            request = group.reduce_to_owners_init(fused.tensors, Adasum, owners=[0] * len(SHAPES))
+        else:
+            options = {"algorithm": algorithm, "packed": True}
+            request = group.grouped_all_reduce_init(fused.tensors, Adasum, **options)
+
+        def reduce():
+            if way == "call":
+                group.grouped_all_reduce(fused.tensors, Adasum, **options)
+            else:
+                request.start()
+                request.wait()
+
+        for value in (float("inf"), 1.0):
+            for view, each in zip(fused.views, draw(group.rank), strict=True):
+                view.copy_(each * value)
+            reduce()
+            finite = fused.buffer.isfinite().all()
+            if group.rank == 0 or way != "owners":
+                assert finite == (value == 1.0)
+            fused.buffer.fill_(float("nan"))
+
+    run_threads(3, run, local_size=local_size)
+
+
 # Whole slots of 64 bytes in every dtype, so that the layout has no padding.
 GUARD = 128
 WHOLE = [(64, 3), (64,), (0, 3), (8, 16)]

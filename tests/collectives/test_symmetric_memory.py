@@ -215,7 +215,6 @@ def test_tensors_of_a_fused_buffer_in_it_are_one_launch(op, packed):
         likes = [torch.empty(shape) for shape in shapes]
         numel = kernels.layout_of([like.view(-1) for like in likes]).numel
         fused = collectives.FusedBuffer(likes, memory=group.symmetric_empty(numel))
-        fused.clear_padding()
         mine = [terms(size, like.numel(), torch.float32, seed) for seed, like in enumerate(likes)]
         options: Any = {"packed": packed, "algorithm": "auto"}
         request = group.grouped_all_reduce_init(fused.tensors, op, **options)

@@ -43,9 +43,7 @@ class DeltaBuffers:
         """
         slot = name if self._slots is None else str(self._turn % self._slots)
         self._turn += 1
-        before, delta = (self._in(each, name, parameters) for each in ("before", slot))
-        delta.clear_padding()
-        return before, delta
+        return self._in("before", name, parameters), self._in(slot, name, parameters)
 
     def _in(self, slot: str, name: str, parameters: Sequence[Tensor]) -> FusedBuffer:
         kinds = list(map(kind_of, parameters))

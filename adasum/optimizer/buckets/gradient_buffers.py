@@ -162,9 +162,6 @@ class GradientBucket:
         ValueError: a gradient has another shape than its parameter.
         """
         is_zero, self._is_zero = self._is_zero, False
-        if not is_zero:
-            # Adasum of what is not finite leaves NaN there.
-            self.fused.clear_padding()
         gradients = [parameter.grad for parameter in self._parameters]
         targets: list[Tensor] = []
         sources: list[Tensor] = []

@@ -88,6 +88,36 @@ def test_compression_changes_the_result_by_its_rounding_only(
     assert relative_error(results[0], want) > trajectory_tolerance(STEPS), "nothing was compressed"
 
 
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, Compression.bf16])
+@pytest.mark.parametrize("op", sorted(OPS))
+@pytest.mark.parametrize("options", [{}, {"method": "gradient"}, {"mode": "owners"}], ids=str)
+def test_gradients_that_overflow_spoil_no_later_step(
+    op: str, compression: Any, options: dict[str, Any]
+) -> None:
+    """Where one rank's are infinite in a step after which the parameters are set back."""
+
+    def run(group: collectives.Group) -> torch.Tensor:
+        model = make_model()
+        optimizer = DistributedOptimizer(
+            OPTIMIZERS["sgd"](model.parameters()), op=OPS[op], compression=compression, **options
+        )
+        for step in range(3):
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            optimizer.zero_grad()
+            loss = loss_of(model, group.rank, step)
+            (loss * float("inf") if step == 1 and group.rank == 1 else loss).backward()
+            optimizer.step()
+            after = flat(model)
+            assert after.isfinite().all() == (step != 1)
+            if step == 1:
+                for parameter, value in zip(model.parameters(), before, strict=True):
+                    parameter.data.copy_(value)
+        return after
+
+    first, second = collectives.run_threads(2, run)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_one_rank_gives_the_bits_of_the_plain_optimizer(op: str, kind: str) -> None:
