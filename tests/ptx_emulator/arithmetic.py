@@ -348,6 +348,11 @@ def _list_floats() -> None:
                 "f32",
                 lambda a, b, compute=compute, widen=widen: _canonical(compute(widen(a), b)),
             )
+        OPERATIONS[f"fma.rn.f32.{kind}", 3] = Operation(
+            (kind, kind, "f32"),
+            "f32",
+            lambda a, b, c, widen=widen: _fma32(widen(a), widen(b), c),
+        )
 
 
 def _list_16_bits() -> None:

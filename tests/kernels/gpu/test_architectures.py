@@ -53,6 +53,7 @@ def projected(dtype: torch.dtype) -> list[Tensor]:
         (100, torch.float32),
         pytest.param(80, torch.float32, marks=pytest.mark.slow),
         pytest.param(100, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(100, torch.float16, marks=pytest.mark.slow),
         pytest.param(120, torch.float32, marks=pytest.mark.slow),
     ],
     ids=str,
