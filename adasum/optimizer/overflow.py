@@ -21,8 +21,9 @@ class SharedOverflow:
 
     def __init__(self) -> None:
         self.substitute: Tensor | None = None
-        # An element of a gradient, its value, and whether NaN has taken its place.
-        self._overwritten: tuple[Tensor, Tensor, Tensor] | None = None
+        # A gradient, whose memory is nobody else's while it is here, an element of it, its value,
+        # and whether NaN has taken its place.
+        self._overwritten: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def share(
         self, group: Group, finite: Tensor, mine: Sequence[Tensor], others: Sequence[Tensor]
@@ -40,9 +41,10 @@ class SharedOverflow:
             self.substitute.grad = zeros = torch.zeros_like(self.substitute)
             usable = [zeros] if _is_writable(zeros) else []
         if usable:
-            element = usable[0][(0,) * usable[0].dim()]
+            # By way of `data`, since what torch counts as a change of a gradient is the user's.
+            element = usable[0].data[(0,) * usable[0].dim()]
             overflowed = overflows[0].to(element.device) > 0
-            self._overwritten = element, element.clone(), overflowed
+            self._overwritten = usable[0], element, element.clone(), overflowed
             element.masked_fill_(overflowed, float("nan"))
 
     def keep(self) -> None:
@@ -53,7 +55,7 @@ class SharedOverflow:
     def undo(self) -> None:
         """Give the gradient its element back, and drop the substitute's gradient."""
         if self._overwritten is not None:
-            element, value, overflowed = self._overwritten
+            _, element, value, overflowed = self._overwritten
             # What was not overwritten may have been clipped since.
             element.copy_(torch.where(overflowed, value, element))
         if self.substitute is not None:

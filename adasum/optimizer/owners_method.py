@@ -59,8 +59,10 @@ class OwnersMethod(GradientMethod):
     # Whether ranks have states that others lack.
     _adasum_scattered = False
     _adasum_overflow: SharedOverflow
-    # The parameters whose gradients were reduced onto other ranks, until they are zeroed.
+    # The parameters whose gradients were reduced onto other ranks, until they are zeroed: those of
+    # earlier steps, and of this one.
     _adasum_given: set[Tensor]
+    _adasum_giving: set[Tensor]
     # The ranks' places in a buffer.
     _adasum_places: Mapping[int, int]
     # Whether gradients go to their owners alone.
@@ -68,7 +70,8 @@ class OwnersMethod(GradientMethod):
 
     def _prepare(self) -> None:
         super()._prepare()
-        self._adasum_owners, self._adasum_reduced, self._adasum_given = {}, {}, set()
+        self._adasum_owners, self._adasum_reduced = {}, {}
+        self._adasum_given, self._adasum_giving = set(), set()
         self._adasum_overflow = SharedOverflow()
         reducer = self._adasum_settings.reducer
         op = reducer.op
@@ -121,16 +124,28 @@ class OwnersMethod(GradientMethod):
 
     def _end_step(self) -> None:
         super()._end_step()
-        self._adasum_given |= {p for p in self._adasum_reduced if not self._is_mine(p)}
+        self._adasum_given |= self._adasum_giving
+        self._adasum_giving.clear()
 
     def _is_left(self, parameter: Tensor) -> bool:
-        if parameter in self._adasum_given:
-            return parameter.grad is None
-        return super()._is_left(parameter)
+        if parameter not in self._adasum_given:
+            return super()._is_left(parameter)
+        if parameter.grad is None and self._is_zeroed():
+            self._adasum_given.clear()
+        return parameter.grad is None and parameter in self._adasum_given
+
+    def _is_zeroed(self) -> bool:
+        """Return whether what the last step has left is gone, as by `model.zero_grad()`.
+
+        The gradients of this rank's own parameters say so: those of the others are None anyway.
+        """
+        mine = filter(self._is_mine, self._adasum_reduced)
+        return bool(self._adasum_left) and not any(map(super()._is_left, mine))
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Zero the gradients, and count backward passes anew: a batch may be left out."""
         self._adasum_given.clear()
+        self._adasum_giving.clear()
         super().zero_grad(*args, **kwargs)
         # By then those that have gone since the last call are in it.
         self._adasum_given.clear()
@@ -197,6 +212,8 @@ class OwnersMethod(GradientMethod):
             return
         mine = [each for each in self._adasum_reduced if self._is_mine(each)]
         others = [each for each in self._adasum_reduced if not self._is_mine(each)]
+        # None where no rank had one.
+        self._adasum_giving.update(each for each in others if each.grad is not None)
         for parameter in others:
             parameter.grad = None
         # A rank without gradients has a zero on the CPU.

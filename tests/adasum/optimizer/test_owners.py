@@ -280,3 +280,51 @@ def test_adasum_of_large_buckets_goes_to_owners_alone_to_the_bits_of_its_all_red
     watched = collectives.run_threads(3, lambda group: job(group, True))
     assert set(kinds) == {"reduce_to_owners", "grouped_all_reduce"}
     assert all(torch.equal(got, plain[0][0]) and grams == 2 for got, grams in watched)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("idle", ["all", "one"])
+def test_steps_without_a_batch_after_the_models_zero_grad(
+    size: int, set_to_none: bool, idle: str
+) -> None:
+    """Which tells the optimizer nothing: the bits of the run by the optimizer's own zero_grad."""
+
+    def job(group: collectives.Group, by_model: bool) -> Tensor:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), mode="owners")
+        for step in range(6):
+            (model if by_model else optimizer).zero_grad(set_to_none=set_to_none)
+            turn = step if idle == "all" else step + group.rank
+            if turn % 3 != 1:
+                loss_of(model, group.rank, step).backward()
+            optimizer.step()
+        return flat(model)
+
+    wanted = collectives.run_threads(size, lambda group: job(group, False))
+    for got in collectives.run_threads(size, lambda group: job(group, True)):
+        assert torch.equal(got, wanted[0])
+
+
+def test_layer_frozen_with_its_gradient_is_reduced_no_more() -> None:
+    """Also where a rank owns nothing else, in whose gradient overflows are marked."""
+
+    def job(group: collectives.Group, mode: str | None) -> Tensor:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(
+            OPTIMIZERS["sgd"](model.parameters()), mode=mode, algorithm="rechd"
+        )
+        loss_of(model, group.rank, 0).backward()
+        optimizer.step()
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(False)
+        for step in (1, 2):
+            for parameter in model[2].parameters():
+                parameter.grad = None
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+        return flat(model)
+
+    wanted = collectives.run_threads(3, lambda group: job(group, None))
+    for got in collectives.run_threads(3, lambda group: job(group, "owners")):
+        assert torch.equal(got, wanted[0])
