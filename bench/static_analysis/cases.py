@@ -97,7 +97,7 @@ KERNELS = {
         chunking.tile_of,
         {"NUMEL": _LARGEST_TILES, **_EDGES_APART},
         _FINDINGS,
-        {"launch_cooperative_grid": True, "maxnreg": one_launch_kernel.REGISTERS},
+        lambda sm: {"launch_cooperative_grid": True, "maxnreg": one_launch_kernel.registers_of(sm)},
     ),
     "weighted_sum": Kernel(
         sum_kernels._weighted_sum_kernel.function,

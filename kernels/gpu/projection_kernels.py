@@ -29,7 +29,7 @@ from kernels.gpu.dot_products import (
     thread_dots,
 )
 from kernels.gpu.launcher import Kernel, jit, tl
-from kernels.gpu.one_launch_kernel import REGISTERS, _one_launch_kernel
+from kernels.gpu.one_launch_kernel import _one_launch_kernel, registers_of
 from kernels.gpu.tiles import (
     THREADS,
     float_of,
@@ -265,14 +265,15 @@ def _blend(call: Call, dots: Tensor, *, dependent: bool) -> launcher.Launch:
 def _programs(a: Tensor, chunks: Chunks) -> int:
     """Programs of the one launch; 0 where two launches are the better or only way.
 
-    As many as the multiprocessors hold with REGISTERS a thread, at most one a chunk. Where a
+    As many as the multiprocessors hold with their registers, at most one a chunk. Where a
     program takes several chunks, half of L2 must hold a and b, so that the second reading is from
     there.
     """
     if not chunks.one_tile:
         return 0
     chip = launcher.chip_of(a.device)
-    resident = chip.multiprocessors * (65536 // (32 * chunks.warps * REGISTERS))
+    taken = 32 * chunks.warps * registers_of(chip.capability)
+    resident = chip.multiprocessors * (65536 // taken)
     on_chip = 2 * a.numel() * a.element_size() <= chip.cache // 2
     return min(resident, chunks.chunks) if chunks.chunks <= resident or on_chip else 0
 
@@ -297,7 +298,7 @@ def adasum(call: Call) -> Callable[[float, float], None]:
         chunks.chunks,
         chunks.segments,
         launch_cooperative_grid=True,
-        maxnreg=REGISTERS,
+        maxnreg=registers_of(launcher.chip_of(a.device).capability),
         **_meta(a, chunks),
     )
     # Launches are counted by segments.
