@@ -128,12 +128,13 @@ def within_32_lanes(program: Program) -> Program:
         return one._replace(operands=(*one.operands[:2], Immediate(0), *one.operands[3:]))
 
     blocks = [tuple(map(left_out, block)) for block in program.basic_blocks]
-    assert blocks != list(program.basic_blocks), program.name
+    if blocks == list(program.basic_blocks):
+        raise ValueError(f"{program.name} adds over no lanes")
     return program._replace(basic_blocks=tuple(blocks))
 
 
 def test_a_sum_over_32_lanes_alone_is_found():
-    """The halves of a warp then have other sums, where all threads store the same."""
-    values = pytest.raises(AccessError, match="two threads store different values")
-    with emulated(warp=64), launching(within_32_lanes), values:
+    """The halves of a warp have other sums, and store them at one address, or one half its own."""
+    found = pytest.raises((AccessError, AssertionError))
+    with emulated(warp=64), launching(within_32_lanes), found:
         check_adasum(torch.float32)
