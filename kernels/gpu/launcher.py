@@ -167,8 +167,6 @@ class Kernel:
 
 def _warps(count: int) -> int:
     """Return how many warps of this GPU have the threads of so many of 32: AMD's may have 64."""
-    if torch.version.hip is None:
-        return count
     width: int = triton.runtime.driver.active.get_current_target().warp_size
     return max(1, count * 32 // width)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -121,17 +121,17 @@ class Emulator:
 class _Driver:
     """The part of Triton's driver that is used before a launch."""
 
-    def __init__(self, capability: int) -> None:
-        self._capability = capability
+    def __init__(self, capability: int, warp: int) -> None:
+        self._capability, self._warp = capability, warp
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", self._capability, 32)
+        return GPUTarget("cuda", self._capability, self._warp)
 
     def get_current_device(self) -> int:
         # Keep kernels apart that are compiled for other architectures or for a GPU of this machine.
-        return -self._capability
+        return -(1000 * self._warp + self._capability)
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -152,8 +152,9 @@ def _passed(values: Sequence[Any], kinds: Sequence[Any]) -> Iterator[int]:
 
 @contextmanager
 def emulated(
-    capability: int = 90,
+    capability: int | None = None,
     *,
+    warp: int = 32,
     resident: int = 64,
     chip: launcher.Chip | None = None,
     seed: int = 0,
@@ -163,7 +164,8 @@ def emulated(
     """Run the Triton kernels on CPU tensors, compiled for sm_`capability` and emulated.
 
     Args:
-        capability: Compute capability times ten.
+        capability: Compute capability times ten: 90, and where warps are wide 70, if None.
+        warp: Threads of a warp: 32, or 64 as AMD's GPUs have them.
         resident: Blocks that run at once, in a launch that is not cooperative.
         chip: The GPU whose size decides between one cooperative launch and two: SMALL_CHIP, with
             all that its capability brings, if None.
@@ -176,10 +178,14 @@ def emulated(
 
     Raises:
         RuntimeError: This process interprets kernels.
+        ValueError: For this capability none is compiled with such warps.
     """
     global _current
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("an interpreted kernel is not compiled: unset TRITON_INTERPRET")
+    capability = capability or (90 if warp == 32 else 70)
+    if warp != 32 and (warp, capability) != (64, 70):
+        raise ValueError(f"nothing is compiled for sm_{capability} with warps of {warp} threads")
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.driver import driver
 
@@ -189,7 +195,8 @@ def emulated(
     def handles(self: Any) -> None:
         if self._run is not None:
             return
-        program, metadata = _parse(self.asm["ptx"]), self.metadata
+        metadata = self.metadata
+        program = _parse(self.asm["ptx"])._replace(warp=metadata.target.warp_size)
         signature = list(self.src.signature.values())
 
         def run(x: int, y: int, z: int, *rest: Any) -> None:
@@ -208,8 +215,13 @@ def emulated(
         mock.patch.object(launcher, "_emulated", True),
         mock.patch.object(launcher, "chip_of", return_value=chip),
         mock.patch.object(CompiledKernel, "_init_handles", handles),
-        mock.patch.object(driver, "_active", _Driver(capability)),
+        mock.patch.object(driver, "_active", _Driver(capability, warp)),
+        ExitStack() as wide,
     ):
+        if warp == 64:
+            from tests.ptx_emulator.wide_warps import compiling_wide
+
+            wide.enter_context(compiling_wide())
         try:
             yield emulator
         finally:

@@ -16,7 +16,7 @@ from tests.ptx_emulator.arithmetic import Array
 from tests.ptx_emulator.launches import Launch, Machine, Started, set_up
 from tests.ptx_emulator.memory import Traffic
 from tests.ptx_emulator.parse import Immediate, Instruction, Name, Program
-from tests.ptx_emulator.threads import WARP, Threads, listed
+from tests.ptx_emulator.threads import Threads, listed
 
 _EXITED = np.iinfo(np.int64).max
 # Basic blocks run, for each resident block, after which a launch counts as hung.
@@ -297,7 +297,8 @@ class _Residents:
                     raise NotImplementedError(f"{instruction.text}: only barrier 0 is known")
                 waits[taken] = True
             elif opcode == "bar.warp.sync":
-                if instruction.operands != (Immediate(-1),) or self._launch.program.threads != WARP:
+                program = self._launch.program
+                if instruction.operands != (Immediate(-1),) or program.threads != program.warp:
                     raise NotImplementedError(
                         f"{instruction.text}: only a block of one warp is known"
                     )

@@ -66,10 +66,10 @@ LOADS = _accesses("ld", "global", "global.cg", "shared", "shared::cta") | {
     for kind in ("b32", "b64")
 }
 STORES = _accesses("st", "global", "shared", "shared::cta")
-# Policies for the caches change no value; the policy comes last among the operands.
-_HINT = "global.L1::evict_first.L2::cache_hint"
-LOADS |= _accesses("ld", _HINT)
-STORES |= _accesses("st", _HINT)
+# Policies for the caches change no value; one for L2, from sm_80 on, is the last operand.
+_HINTS = ("global.L1::evict_first", "global.L1::evict_first.L2::cache_hint")
+LOADS |= _accesses("ld", *_HINTS)
+STORES |= _accesses("st", *_HINTS)
 POLICIES = {"createpolicy.fractional.L2::evict_first.b64": "b64"}
 # From the value that is there and the operands to the one that then is.
 UPDATES: dict[str, Callable[..., Any]] = {

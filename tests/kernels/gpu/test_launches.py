@@ -233,6 +233,7 @@ def test_a_launch_finds_the_code_that_triton_would(on_triton, monkeypatch):
             _unaligned(each) if isinstance(each, Findings) else each
             for each in (*leading, *arguments)
         ]
+        given["num_warps"] = launcher._warps(given["num_warps"])
         theirs = kernel.function.warmup(*passed, grid=(programs,), **given)
         names = kernel.function.arg_names[len(passed) :]
         values = tuple([given[name] for name in names])
