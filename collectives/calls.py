@@ -39,6 +39,8 @@ from collectives.work import Work
 _BEGIN_BYTES = 2 * 1024 * 1024
 # Calls that open their own range in timelines, which also names operator, algorithm and bytes.
 _WITH_RANGES = ("all_reduce", "grouped_all_reduce", "run")
+# Those that write their tensors.
+_IN_PLACE = {*_WITH_RANGES, "broadcast", "broadcast_from_owners", "reduce", "reduce_to_owners"}
 
 
 class Calls:
@@ -154,25 +156,32 @@ class Calls:
             return call.instead()
         # A rank that has joined fills no buffer: the call then runs by messages, and it sends zeros
         # in them.
+        result: Any
         if call.shared is not None and not outcome.joined:
             plan, first = call.shared, call.shared.vector.tensors[0]
             with call_span(call.label, call.op, plan.method, first) if watched else NOTHING:
                 plan.reduce(call.label)
+            result = call.tensors[0] if call.kind == "all_reduce" else call.tensors
             if plan.owners is not None:
-                return [*plan.owners]
-            return call.tensors[0] if call.kind == "all_reduce" else call.tensors
-        if call.node is not None and not outcome.joined:
-            return call.node.run(call)
-        # The call's number, which is the same on all ranks, since they make the same calls.
-        self._runner.first = self._count - 1
-        operation = partial(OPERATIONS[call.kind], self._runner, call)
-        named = watched and call.kind not in _WITH_RANGES
-        with span(lambda: call.title) if named else NOTHING:
-            if call.replay is None:
-                return operation()
-            # A rank that has joined takes part step by step.
-            least = NEW if outcome.joined else outcome.stage
-            return call.replay.start(self._runner, call, least, operation)
+                result = [*plan.owners]
+        elif call.node is not None and not outcome.joined:
+            result = call.node.run(call)
+        else:
+            # The call's number, which is the same on all ranks, since they make the same calls.
+            self._runner.first = self._count - 1
+            operation = partial(OPERATIONS[call.kind], self._runner, call)
+            named = watched and call.kind not in _WITH_RANGES
+            with span(lambda: call.title) if named else NOTHING:
+                if call.replay is None:
+                    result = operation()
+                else:
+                    # A rank that has joined takes part step by step.
+                    least = NEW if outcome.joined else outcome.stage
+                    result = call.replay.start(self._runner, call, least, operation)
+        if call.kind in _IN_PLACE:
+            # Not everything that has written them tells autograd, which may have saved them.
+            torch.autograd.graph.increment_version(call.tensors)
+        return result
 
     def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
         """Take part in the other ranks' calls, with zeros, until all ranks have joined.

@@ -13,7 +13,12 @@ from torch import Tensor
 from adasum.compression import Compression, Compressor
 from adasum.handle import Handle
 from adasum.horovod.arguments import dense, tensor_list
-from adasum.horovod.autograd import backward_name, refuse_gradient, with_gradient
+from adasum.horovod.autograd import (
+    backward_name,
+    refuse_gradient,
+    refuse_recorded,
+    with_gradient,
+)
 from adasum.horovod.names import start_named
 from adasum.horovod.process_sets import ProcessSet, require_group
 from adasum.horovod.reduction_options import ReductionOptions, options_of, require_reducer
@@ -143,6 +148,7 @@ def allreduce_async_(
         >>> hvd.synchronize(hvd.allreduce_async_(torch.ones(2), op=hvd.Sum))
         tensor([1., 1.])
     """
+    refuse_recorded("allreduce_", tensor)
     rest: Any = (process_set, average, Compression.none, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     work = _start_in_place(options, [dense(tensor).detach()])
@@ -246,6 +252,7 @@ def grouped_allreduce_async_(
     rest: Any = (process_set, average, Compression.none, order, accumulate)
     options = options_of(name, op, prescale_factor, postscale_factor, *rest)
     inputs = tensor_list(tensors)
+    refuse_recorded("grouped_allreduce_", *inputs)
     # Detached: autograd must not record that a parameter's value is replaced.
     detached = [dense(each, f"tensors[{i}]").detach() for i, each in enumerate(inputs)]
     work = _start_in_place(options, detached, "grouped_allreduce")

@@ -68,6 +68,18 @@ def refuse_gradient(call: str, *tensors: Tensor) -> None:
         )
 
 
+def refuse_recorded(call: str, *tensors: Tensor) -> None:
+    """Raise NotImplementedError where autograd would miss that a tensor is overwritten.
+
+    Parameters, and other leaves, may be: torch has recorded nothing of them.
+    """
+    if differentiable(*(each for each in tensors if isinstance(each, Tensor) and not each.is_leaf)):
+        raise NotImplementedError(
+            f"gradients through {call}, in place, are not supported: use {call.rstrip('_')}, or "
+            "pass tensor.detach()"
+        )
+
+
 def backward_name(name: str | None) -> str | None:
     """Return the name of the collective that carries the gradient of `name`."""
     return None if name is None else f"{name}.backward"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adasum.handle import Handle
 from adasum.horovod.arguments import copied, dense
-from adasum.horovod.autograd import backward_name, with_gradient
+from adasum.horovod.autograd import backward_name, refuse_recorded, with_gradient
 from adasum.horovod.names import start_named
 from adasum.horovod.process_sets import ProcessSet, group_and_root
 from collectives import Average, Group
@@ -80,6 +80,7 @@ def broadcast_async_(
         >>> hvd.synchronize(hvd.broadcast_async_(torch.ones(2), root_rank=0))
         tensor([1., 1.])
     """
+    refuse_recorded("broadcast_", tensor)
     return _start(*group_and_root(process_set, root_rank), name, tensor)
 
 

@@ -103,7 +103,8 @@ class DistributedOptimizer(DistributedMixin):
             leaves are the passes of all ranks, rank by rank, so that 8 ranks of one pass, 4 of 2
             and 1 of 8 reduce to the same bits, whatever the buckets, algorithm and transport.
             Passes of several ranks are 1, 2, 4, 8, ...; between two of them there are no
-            gradients. Average divides once, by ranks times passes.
+            gradients, so that optimizer.zero_grad() leaves passes out, and model.zero_grad() does
+            not. Average divides once, by ranks times passes.
         accumulate: With an order, of one pass: torch.float32 to add in float32 and round once.
         gradient_as_bucket_view: Gradients that are reduced are views of their buckets' buffers, as
             with DDP's argument of this name. False gives them memory of their own, as much again.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from adasum.optimizer.buckets.kinds import dtype_of_gradient
 from collectives import Group
 from collectives.reducers import Max
 
@@ -38,7 +39,8 @@ class SharedOverflow:
         usable = [each.grad for each in mine if each.grad is not None and _is_writable(each.grad)]
         if not usable and others:
             self.substitute = max(others, key=lambda each: bool(each.numel()))
-            self.substitute.grad = zeros = torch.zeros_like(self.substitute)
+            dtype = dtype_of_gradient(self.substitute)
+            self.substitute.grad = zeros = torch.zeros_like(self.substitute, dtype=dtype)
             usable = [zeros] if _is_writable(zeros) else []
         if usable:
             # By way of `data`, since what torch counts as a change of a gradient is the user's.

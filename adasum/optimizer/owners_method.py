@@ -63,6 +63,8 @@ class OwnersMethod(GradientMethod):
     # earlier steps, and of this one.
     _adasum_given: set[Tensor]
     _adasum_giving: set[Tensor]
+    # A parameter to whose gradient of the last step backward has added, until they are zeroed.
+    _adasum_added = ""
     # The ranks' places in a buffer.
     _adasum_places: Mapping[int, int]
     # Whether gradients go to their owners alone.
@@ -146,14 +148,16 @@ class OwnersMethod(GradientMethod):
         """Zero the gradients, and count backward passes anew: a batch may be left out."""
         self._adasum_given.clear()
         self._adasum_giving.clear()
+        self._adasum_added = ""
         super().zero_grad(*args, **kwargs)
         # By then those that have gone since the last call are in it.
         self._adasum_given.clear()
 
     def _before_gradient(self, parameter: Tensor) -> None:
-        """Raise OptimizerOrderError where backward would add to a gradient that was reduced.
+        """Note where backward adds to a gradient that was reduced, which this rank alone has.
 
-        This rank alone has it, and nobody has zeroed it since the last step.
+        Another network's backward may, as a generator's to those of its discriminator, which are
+        zeroed before they are used.
         """
         gradient = parameter.grad
         left, version = self._adasum_left.pop(id(gradient), (None, None))
@@ -161,11 +165,21 @@ class OwnersMethod(GradientMethod):
             super()._before_gradient(parameter)
         # Somebody may have changed it, to zeros or to something else.
         elif version is None or version_of(gradient) == version or bool(gradient.any()):
+            self._adasum_added = self._adasum_added or self._adasum_hooks.names[parameter]
+
+    def _refuse_added(self) -> None:
+        """Raise OptimizerOrderError where backward has added to a gradient of the last step."""
+        if self._adasum_added:
             raise OptimizerOrderError(
-                f"the gradient of {self._adasum_hooks.names[parameter]} is still that of the last "
-                "step, which with mode='owners' its owner alone has, so nothing can be added to "
-                "it: call optimizer.zero_grad() between two steps"
+                f"backward has added to the gradient of {self._adasum_added} from the last step, "
+                "which with mode='owners' its owner alone has: call optimizer.zero_grad() between "
+                "two steps"
             )
+
+    def _take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        if closure is None:
+            self._refuse_added()
+        return super()._take_step(closure, options)
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
@@ -223,6 +237,7 @@ class OwnersMethod(GradientMethod):
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         loss = super()._evaluate(closure)
+        self._refuse_added()
         self._adasum_overflow.undo()
         return loss
 

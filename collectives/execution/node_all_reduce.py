@@ -109,6 +109,4 @@ class NodeAllReduce:
             self.vector.fill(flat, options.prescale)
             runner.transport.launch(self.number, self.launch, flat, call.label, runner.timeout)
             multiply(flat, options.postscale)
-        # As operations of torch's that write to it do.
-        torch.autograd.graph.increment_version(flat)
         return call.tensors if call.kind == "grouped_all_reduce" else call.tensors[0]

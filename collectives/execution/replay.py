@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from collectives.errors import CollectiveError
@@ -120,8 +119,6 @@ class Replay:
         name = f"{call.title}: {call.op}, a CUDA graph, {nbytes} B"
         with span(lambda: name, cuda=first.is_cuda):
             self._launch(call.label, runner.timeout)
-        # As operations of torch's that write to them do.
-        torch.autograd.graph.increment_version(call.tensors)
         return call.tensors if call.kind == "grouped_all_reduce" else first
 
     def _capture(self, runner: Runner, work: Callable[[], Any]) -> None:

@@ -68,18 +68,12 @@ class Vector:
         (flat,) = self.tensors
         if result is not flat:
             flat.copy_(result)
-        else:
-            # Plans of kernels do not tell autograd that they have written it.
-            torch.autograd.graph.increment_version(flat)
         if scale != 1.0:
             multiply(flat, scale)
 
     def store_some(self, result: Tensor, chosen: Sequence[int], scale: float) -> None:
         """Copy some of the tensors, by their places among the segments, and scale them."""
         segments = (0, self.numel) if self.segments is None else self.segments
-        if result is self.tensors[0]:
-            # Plans of kernels do not tell autograd that they have written it.
-            torch.autograd.graph.increment_version(result)
         for i in chosen:
             source = result[segments[i] : segments[i + 1]]
             if self.layout is None:

@@ -184,3 +184,49 @@ def test_gradients_on_some_ranks_only_raise_everywhere() -> None:
         return hvd.allreduce(given).requires_grad
 
     assert run_threads(2, run) == [True, False]
+
+
+def test_what_autograd_records_is_not_overwritten_behind_its_back() -> None:
+    """Of what is not a leaf the gradient would be that of doing nothing."""
+
+    def work(group: Group) -> None:
+        leaf = torch.ones(3, requires_grad=True)
+        for call, name in (
+            (lambda y: hvd.allreduce_(y, op=hvd.Sum), "allreduce_"),
+            (
+                lambda y: hvd.grouped_allreduce_([torch.ones(1), y], op=hvd.Sum),
+                "grouped_allreduce_",
+            ),
+            (lambda y: hvd.broadcast_(y, 0), "broadcast_"),
+        ):
+            with pytest.raises(NotImplementedError, match=f"gradients through {name}, in place"):
+                call(leaf * 2)
+            with torch.no_grad():
+                call(leaf * 2)
+            call((leaf * 2).detach())
+            call(leaf)
+
+    run_threads(2, work)
+
+
+@pytest.mark.parametrize("local_size", [2, 1])
+def test_overwriting_what_autograd_has_saved_is_its_error(local_size: int) -> None:
+    def work(group: Group) -> None:
+        for write in (
+            lambda y: hvd.allreduce_(y, op=hvd.Sum),
+            lambda y: hvd.broadcast_(y, 0),
+            lambda y: hvd.broadcast_parameters({"y": y}, 0),
+            lambda y: group.reduce(y, op=hvd.Sum, dst=0),
+            lambda y: group.grouped_all_reduce([y, torch.ones(2)], hvd.Adasum),
+            lambda y: group.reduce_to_owners([y], hvd.Sum, owners=[0]),
+            lambda y: group.broadcast_from_owners([y], owners=[0]),
+        ):
+            x = torch.full((3,), 1.0 + group.rank, requires_grad=True)
+            y = x * 1
+            z = (y * y).sum()
+            with torch.no_grad():
+                write(y)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                z.backward()
+
+    run_threads(2, work, local_size=local_size)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import adasum as hvd
 import collectives
-from adasum import DistributedOptimizer
+from adasum import DistributedOptimizer, OptimizerOrderError
 from tests.adasum import trainings
 from tests.adasum.definition import (
     OPTIMIZERS,
@@ -328,3 +328,69 @@ def test_layer_frozen_with_its_gradient_is_reduced_no_more() -> None:
     wanted = collectives.run_threads(3, lambda group: job(group, None))
     for got in collectives.run_threads(3, lambda group: job(group, "owners")):
         assert torch.equal(got, wanted[0])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_backward_of_a_generator_may_reach_its_discriminator(size: int) -> None:
+    """Whose gradients of the last step its owners still have, and zero before they step again."""
+
+    def job(group: collectives.Group, mode: str | None) -> Tensor:
+        generator, discriminator = make_model(), torch.nn.Linear(3, 1, dtype=torch.float64)
+        with torch.no_grad():
+            for i, parameter in enumerate(discriminator.parameters()):
+                parameter.fill_(0.5 + i)
+        first, second = (
+            DistributedOptimizer(
+                OPTIMIZERS["momentum"](each.parameters()), mode=mode, algorithm="rechd"
+            )
+            for each in (generator, discriminator)
+        )
+        for step in range(3):
+            made = torch.Generator().manual_seed(10 * group.rank + step)
+            noise = torch.randn(4, 6, generator=made, dtype=torch.float64)
+            second.zero_grad()
+            discriminator(generator(noise).detach()).square().mean().backward()
+            second.step()
+            first.zero_grad()
+            discriminator(generator(noise)).mean().backward()
+            first.step()
+        return torch.cat([flat(generator), flat(discriminator)])
+
+    wanted = collectives.run_threads(size, lambda group: job(group, None))
+    for got in collectives.run_threads(size, lambda group: job(group, "owners")):
+        assert torch.equal(got, wanted[0])
+
+
+def test_step_by_a_gradient_that_was_added_to_is_refused() -> None:
+    def job(group: collectives.Group) -> None:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), mode="owners")
+        loss_of(model, group.rank, 0).backward()
+        optimizer.step()
+        loss_of(model, group.rank, 1).backward()
+        with pytest.raises(OptimizerOrderError, match=r"added to the gradient of .* last step"):
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, group.rank, 2).backward()
+        optimizer.step()
+
+    collectives.run_threads(2, job)
+
+
+def test_rank_that_owns_nothing_has_gradients_of_the_dtype_asked_for() -> None:
+    def job(group: collectives.Group) -> Tensor:
+        model = torch.nn.Linear(4, 3).bfloat16()
+        for parameter in model.parameters():
+            parameter.data.fill_(0.25)
+            parameter.grad_dtype = torch.float32
+        plain = torch.optim.SGD(model.parameters(), lr=0.125, foreach=False)
+        optimizer: Any = DistributedOptimizer(plain, mode="owners")
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+        return torch.cat([each.detach().view(-1) for each in model.parameters()])
+
+    first, *others = collectives.run_threads(3, job)
+    assert all(torch.equal(first, other) for other in others)
+    assert not first.eq(0.25).any()
