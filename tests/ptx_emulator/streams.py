@@ -4,7 +4,8 @@
 others. All else goes on by itself, in any order: what it does changes nothing for other blocks, nor
 do they for it, unless there is a race. Races are found by the order that atomics make (races.py),
 whichever of two accesses is made first. So orders that differ in nothing but such steps would be
-the same run again.
+the same run again. What is drawn is a basic block, of which such an access is the last instruction;
+its threads' atomics are in a random order, among those of blocks that go on there at once.
 
 Nodes share nothing. Those that run beside each other are so many runs, whose threads numpy takes
 together, and their steps between such accesses wait for each other to be many.
