@@ -19,9 +19,10 @@ from torch import Tensor
 
 from kernels.gpu import launcher
 from tests.ptx_emulator.launches import Started
-from tests.ptx_emulator.machine import launch, launch_together
+from tests.ptx_emulator.machine import launch
 from tests.ptx_emulator.memory import Traffic, freeze_tensors
 from tests.ptx_emulator.parse import Program, parse
+from tests.ptx_emulator.streams import launch_together
 
 _parse = cache(parse)
 # At most four programs of the one-launch kernel are resident, so that they take turns.
@@ -50,7 +51,9 @@ class Emulator:
         races: Whether to look for data races.
         traffic: Whether to count memory traffic.
         launches: The launches so far.
+        orders: A number for each order in which a node's blocks have run together so far.
         rank: Whose the next launch is, of those that run together.
+        node: Of which node that rank is.
     """
 
     resident: int
@@ -58,10 +61,13 @@ class Emulator:
     races: bool
     traffic: bool
     launches: list[Launched] = field(default_factory=list)
+    orders: set[int] = field(default_factory=set)
     rank: int = 0
+    node: int = 0
     _turn: threading.Lock = field(default_factory=threading.Lock)
     _together: list[Started] | None = None
-    _delays: Sequence[int] = ()
+    # Of ranks without a launch so far.
+    _delays: dict[int, int] = field(default_factory=dict)
     _held: list[Sequence[Any]] = field(default_factory=list)
 
     @contextmanager
@@ -71,13 +77,14 @@ class Emulator:
         Args:
             delays: Nanoseconds after which each rank begins, of which a basic block takes one.
         """
-        self._together, self._delays = [], delays
+        self._together, self._delays = [], dict(enumerate(delays))
         try:
             yield
             self.seed += 1
-            launch_together(self._together, seed=self.seed, races=self.races)
+            together = launch_together(self._together, seed=self.seed, races=self.races)
+            self.orders.update(together)
         finally:
-            self._together, self._delays, self.rank = None, (), 0
+            self._together, self._delays, self.rank, self.node = None, {}, 0, 0
             self._held.clear()
 
     def run(
@@ -95,11 +102,9 @@ class Emulator:
         with self._turn:
             traffic = Traffic() if self.traffic else None
             if self._together is not None:
-                first = all(one.rank != self.rank for one in self._together)
-                delay = self._delays[self.rank] if self._delays and first else 0
-                self._together.append(
-                    Started(program, grid, arguments, metadata.shared, self.rank, delay, traffic)
-                )
+                delay = self._delays.pop(self.rank, 0)
+                own = self.rank, self.node, delay, traffic
+                self._together.append(Started(program, grid, arguments, metadata.shared, *own))
                 self._held.append(held)
                 self.launches.append(Launched(program.name, grid, traffic))
                 return

@@ -21,6 +21,7 @@ class Started(NamedTuple):
         arguments: One for each parameter, pointers as addresses.
         shared: Bytes of shared memory of each block.
         rank: Whose it is. A rank's launches follow each other, as on a stream.
+        node: Of which node that rank is. Nodes share nothing, and none waits for another.
         delay: Nanoseconds after which it may begin.
         traffic: Filled, where given.
     """
@@ -30,6 +31,7 @@ class Started(NamedTuple):
     arguments: Sequence[int]
     shared: int
     rank: int = 0
+    node: int = 0
     delay: int = 0
     traffic: Traffic | None = None
 
@@ -63,7 +65,7 @@ class Launch:
         self.dependent, self.first, self.traffic = dependent, first, started.traffic
         self.machine, self.random, self.clocks = machine, machine.random, machine.clocks
         self.memory = machine.memory
-        self.rank, self.delay = started.rank, started.delay
+        self.rank, self.node, self.delay = started.rank, started.node, started.delay
         self.blocks = np.arange(first, first + started.grid)
 
 
@@ -83,8 +85,8 @@ def set_up(
     if len(widths) != 1:
         raise ValueError(f"ranks have blocks of as many threads each, not of {sorted(widths)}")
     grids = [one.grid for one in started]
-    ranks = [one.rank for one in started]
-    clocks = Clocks(grids, widths.pop(), ranks) if races else None
+    ranks, nodes = [one.rank for one in started], [one.node for one in started]
+    clocks = Clocks(grids, widths.pop(), ranks, nodes) if races else None
     machine = Machine(np.random.default_rng(seed), clocks)
     first = np.cumsum(grids) - grids
     return machine, [

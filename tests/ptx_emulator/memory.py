@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain, compress, repeat
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,34 +97,25 @@ def _distinct(parts: list[Array]) -> int:
     return SECTOR * len(np.unique(np.concatenate(parts))) if parts else 0
 
 
-def _by_region(region: Array) -> Iterator[tuple[int, Any]]:
-    """Yield each region that is accessed, and which accesses are to it."""
-    if (region == region[0]).all():
-        yield int(region[0]), slice(None)
-        return
-    for one in np.unique(region):
-        yield int(one), region == one
-
-
 class Memory:
-    """One address space, which moves elements as unsigned integers of 2, 4 or 8 bytes."""
+    """One address space, which moves elements as unsigned integers of 2, 4 or 8 bytes.
 
-    def __init__(self, name: str, starts: Array, stops: Array, races: Races | None) -> None:
+    Args:
+        name: What messages call it.
+        starts: Where each of its regions begins, in rising order.
+        stops: Where each ends.
+        raw: All bytes from the first region on, with what lies between regions.
+        races: Where given, races are looked for.
+    """
+
+    def __init__(
+        self, name: str, starts: Array, stops: Array, raw: Array, races: Races | None
+    ) -> None:
         self.name = name
         self._starts, self._stops = starts, stops
         self._races = races
-        self._views: dict[tuple[int, int], Array] = {}
-
-    def _bytes(self, region: int) -> Array:
-        raise NotImplementedError
-
-    def _view(self, region: int, width: int) -> Array:
-        view = self._views.get((region, width))
-        if view is None:
-            raw = self._bytes(region)
-            view = raw[: len(raw) // width * width].view(f"u{width}")
-            self._views[region, width] = view
-        return view
+        self._views = {width: raw[: len(raw) // width * width].view(f"u{width}")
+                       for width in (1, 2, 4, 8)}  # fmt: skip
 
     def _located(self, addresses: Array, size: int, text: str) -> tuple[Array, Array]:
         """Return the region of each access and its offset there in bytes."""
@@ -139,6 +130,10 @@ class Memory:
         if off.any():
             raise AccessError(f"{text}: {off.sum()} accesses of {size} bytes are misaligned")
         return region, (addresses - self._starts[region]).astype(np.int64)
+
+    def _elements(self, addresses: Array, width: int) -> tuple[Array, Array]:
+        """Return the elements of this width there are, and which of them are at the addresses."""
+        return self._views[width], (addresses - self._starts[0]).astype(np.int64) // width
 
     def load(
         self,
@@ -160,65 +155,57 @@ class Memory:
             strong: The scope, "gpu" or "sys", of a load that may itself be what orders others.
         """
         region, offsets = self._located(addresses, width * count, text)
-        results = [np.empty(len(addresses), f"u{width}") for _ in range(count)]
-        for one, here in _by_region(region):
-            view, index = self._view(one, width), offsets[here] // width
-            for k, result in enumerate(results):
-                result[here] = view[index + k]
-            if self._races:
-                access = one, offsets[here], width * count, threads[here]
-                if strong is None:
-                    self._races.read(*access, text)
-                else:
-                    self._races.strong_read(*access, strong == "sys", text)
-        return results
+        if self._races:
+            access = region, offsets, width * count, threads
+            if strong is None:
+                self._races.read(*access, text)
+            else:
+                self._races.strong_read(*access, strong == "sys", text)
+        view, index = self._elements(addresses, width)
+        return [view[index + k] for k in range(count)]
 
     def peek(self, addresses: Array, width: int) -> Array:
         """Return what is at addresses that have been loaded from."""
-        region, offsets = self._located(addresses, width, "")
-        pairs = zip(region, offsets, strict=True)
-        found = [self._view(int(one), width)[offset // width] for one, offset in pairs]
-        return np.array(found, f"u{width}")
+        view, index = self._elements(addresses, width)
+        return view[index]
 
     def store(self, addresses: Array, values: list[Array], threads: Array, text: str) -> None:
         """Store the elements of `values` at each address."""
         width = values[0].dtype.itemsize
         region, offsets = self._located(addresses, width * len(values), text)
-        for one, here in _by_region(region):
-            view, index = self._view(one, width), offsets[here] // width
-            changed = np.zeros(len(index), bool)
-            for k, value in enumerate(values):
-                changed |= view[index + k] != value[here]
-            for k, value in enumerate(values):
-                view[index + k] = value[here]
-            for k, value in enumerate(values):
-                if (view[index + k] != value[here]).any():
-                    raise AccessError(f"{text}: two threads store different values at one address")
-            if self._races:
-                self._races.write(
-                    one, offsets[here], width * len(values), threads[here], changed, text
-                )
+        view, index = self._elements(addresses, width)
+        changed = np.zeros(len(index), bool)
+        for k, value in enumerate(values):
+            changed |= view[index + k] != value
+        for k, value in enumerate(values):
+            view[index + k] = value
+        for k, value in enumerate(values):
+            if (view[index + k] != value).any():
+                raise AccessError(f"{text}: two threads store different values at one address")
+        if self._races:
+            self._races.write(region, offsets, width * len(values), threads, changed, text)
 
     def atomic(
         self,
-        address: int,
-        update: Callable[[Any], Any],
+        addresses: Array,
+        update: Callable[[Array], Array],
         kind: Any,
-        thread: int,
+        threads: Array,
         text: str,
         system: bool = False,
-    ) -> Any:
-        """Have `update` replace the value of numpy type `kind` at an address; return what it was.
+    ) -> Array:
+        """Have `update` replace the values of numpy type `kind` at addresses of which no two are
+        the same; return what they were.
 
         system: Whether it is atomic for all ranks, else for those of its thread's GPU.
         """
         size = np.dtype(kind).itemsize
-        (region,), offsets = self._located(np.array([address], np.uint64), size, text)
-        view, index = self._view(int(region), size).view(kind), int(offsets[0]) // size
+        region, offsets = self._located(addresses, size, text)
         if self._races:
-            self._races.atomic(int(region), offsets, size, np.array([thread]), text, system)
-        old = view[index]
-        view[index] = update(old)
+            self._races.atomic(region, offsets, size, threads, text, system)
+        view, index = self._elements(addresses, size)
+        old = view.view(kind)[index]
+        view.view(kind)[index] = update(old)
         return old
 
 
@@ -280,18 +267,21 @@ class GlobalMemory(Memory):
 
     def __init__(self, clocks: Clocks | None) -> None:
         ranges = allocations()
-        starts = sorted(ranges)
-        self._raw = [
-            np.ctypeslib.as_array((ctypes.c_ubyte * ranges[start]).from_address(start))
-            for start in starts
-        ]
-        sizes = [ranges[start] for start in starts]
+        starts = np.array(sorted(ranges), np.uint64)
+        sizes = np.array([ranges[int(start)] for start in starts], np.uint64)
+        stops = starts + sizes
+        # What is between tensors is never looked at.
+        shape = (int(stops.max() - starts[0]),) if len(starts) else (0,)
+        raw = SimpleNamespace(
+            __array_interface__={
+                "data": (int(starts[0]) if len(starts) else 0, False),
+                "shape": shape,
+                "typestr": "|u1",
+                "version": 3,
+            }
+        )
         races = Races(sizes, clocks) if clocks else None
-        first = np.array(starts, np.uint64)
-        super().__init__("global", first, first + np.array(sizes, np.uint64), races)
-
-    def _bytes(self, region: int) -> Array:
-        return self._raw[region]
+        super().__init__("global", starts, stops, np.asarray(raw), races)
 
 
 class SharedMemory(Memory):
@@ -300,13 +290,10 @@ class SharedMemory(Memory):
     def __init__(self, size: int, blocks: int, clocks: Clocks | None) -> None:
         self.size = -(-max(size, 16) // 16) * 16
         # A block's addresses start at 0; the memory of the blocks lies end to end here.
-        self._raw = np.full(self.size * blocks, 0xFF, np.uint8)
-        starts = np.arange(blocks, dtype=np.uint64) * np.uint64(self.size)
-        races = Races([len(self._raw)], clocks) if clocks else None
-        super().__init__("shared", starts[:1], np.array([len(self._raw)], np.uint64), races)
-
-    def _bytes(self, region: int) -> Array:
-        return self._raw
+        raw = np.full(self.size * blocks, 0xFF, np.uint8)
+        sizes = np.array([len(raw)], np.uint64)
+        races = Races(sizes, clocks) if clocks else None
+        super().__init__("shared", np.zeros(1, np.uint64), sizes, raw, races)
 
     def address(self, slots: Array, offsets: Array, size: int, text: str) -> Array:
         """Return the address here of offsets into the memory of the blocks in `slots`."""

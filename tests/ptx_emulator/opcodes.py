@@ -6,9 +6,11 @@ Each table maps an opcode to what the method in threads.py that executes it need
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tests.ptx_emulator.arithmetic import OPERATIONS
+import numpy as np
+
+from tests.ptx_emulator.arithmetic import OPERATIONS, Array
 
 
 class Access(NamedTuple):
@@ -72,11 +74,11 @@ LOADS |= _accesses("ld", *_HINTS)
 STORES |= _accesses("st", *_HINTS)
 POLICIES = {"createpolicy.fractional.L2::evict_first.b64": "b64"}
 # From the value that is there and the operands to the one that then is.
-UPDATES: dict[str, Callable[..., Any]] = {
+UPDATES: dict[str, Callable[..., Array]] = {
     "add": lambda old, value: old + value,
-    "max": max,
+    "max": np.maximum,
     "exch": lambda old, value: value,
-    "cas": lambda old, expected, value: value if old == expected else old,
+    "cas": lambda old, expected, value: np.where(old == expected, value, old),
 }
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel")
 # Where nobody reads the result, it is a "red". The compiler writes the scope behind a cas's order.

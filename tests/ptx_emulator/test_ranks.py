@@ -9,7 +9,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from tests.ptx_emulator import machine  # noqa: E402
+from tests.ptx_emulator import streams  # noqa: E402
 from tests.ptx_emulator.driver import Emulator, emulated  # noqa: E402
 from tests.ptx_emulator.machine import HangError  # noqa: E402
 from tests.ptx_emulator.races import RaceError  # noqa: E402
@@ -51,6 +51,7 @@ def hand_over(
     wait: bool = True,
     delays: tuple[int, ...] = (),
     ranks: int = 2,
+    nodes: tuple[int, int] = (0, 0),
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Run two ranks, of which the first `ranks` come; return what each held, and what it read."""
     held = [torch.randn(2 * BLOCK) for _ in range(2)]
@@ -58,7 +59,7 @@ def hand_over(
     read = [torch.full((2 * BLOCK,), torch.nan) for _ in range(2)]
     with emulator.together(delays):
         for rank in range(ranks):
-            emulator.rank = rank
+            emulator.rank, emulator.node = rank, nodes[rank]
             _hand_over_kernel[(2,)](
                 held[rank], held[1 - rank], flags[rank], flags[1 - rank], read[rank],
                 RELEASE=release, ACQUIRE=acquire, SCOPE=scope, WAIT=wait, BLOCK=BLOCK,
@@ -94,8 +95,24 @@ def test_hand_over_that_lacks_one_part_of_it_races_in_every_order(fault):
                 hand_over(emulator, **fault)
 
 
+def test_ranks_of_two_nodes_that_share_memory_race_whatever_they_signal():
+    with emulated() as emulator, pytest.raises(RaceError, match="nothing orders the two"):
+        hand_over(emulator, nodes=(0, 1))
+
+
+def test_seed_decides_the_order_and_others_bring_others():
+    orders = []
+    for seed in (*range(20), *range(20)):
+        with emulated(seed=seed) as emulator:
+            hand_over(emulator)
+        orders += emulator.orders
+    assert orders[:20] == orders[20:]
+    # Eight accesses of four blocks, the last four of which wait for one of the first each.
+    assert len({*orders}) > 10
+
+
 def test_rank_that_never_comes_hangs_the_other_which_says_where_it_stands(monkeypatch):
-    monkeypatch.setattr(machine, "_MAX_STEPS", 200)
+    monkeypatch.setattr(streams, "_MAX_STEPS", 200)
     with (
         emulated() as emulator,
         pytest.raises(HangError, match=r"400 basic blocks: rank 0, programs 0.* before") as found,

@@ -6,7 +6,7 @@ opcodes.py; one that is in none of them raises NotImplementedError with its text
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, reduce
 from typing import Any
 
@@ -91,6 +91,12 @@ def listed(program: Program) -> list[list[Listed]]:
     ]
 
 
+def is_seen(listed: Listed) -> bool:
+    """Return whether other blocks can tell when an instruction is executed, if none races."""
+    entry = listed[2]
+    return isinstance(entry, Atomic) or (isinstance(entry, Access) and entry.order != "weak")
+
+
 class Threads:
     """The threads of the blocks that are resident at once.
 
@@ -119,8 +125,11 @@ class Threads:
             self._arguments[name] = values[0] if same else each(np.array(values, np.uint64))
         self._width = program.warp
         self._warp = self._thread // self._width
-        # Of blocks that read what they may wait for: the addresses, the values and how often.
-        self._polled: dict[int, tuple[Any, Any, int]] = {}
+        # What a block may wait for: how often it has read the same once more, of how many bytes,
+        # by which threads, and where each of those read what.
+        self._again, self._bytes = np.full(count, -1), np.zeros(count, np.int64)
+        self._reads = np.zeros(width * count, bool)
+        self._read_at, self._was = (np.zeros(width * count, np.uint64) for _ in range(2))
         self._waited = np.full(width * count, not launch.dependent)
         self._shared = SharedMemory(launch.shared_size, count, launch.clocks)
         special = {
@@ -147,7 +156,7 @@ class Threads:
         instruction, method, entry = listed
         if ".global" in instruction.opcode:
             self.require_wait(instruction, index)
-            if self._polled and not (isinstance(entry, Atomic) or entry.order != "weak"):
+            if not (isinstance(entry, Atomic) or entry.order != "weak"):
                 self._go_on(index)
         try:
             method(self, instruction, entry, index)
@@ -156,25 +165,36 @@ class Threads:
 
     def _go_on(self, index: Array | None) -> None:
         """Forget what blocks wait for that access something else."""
-        for slot in np.unique(self._slot[slice(None) if index is None else index]):
-            self._polled.pop(int(slot), None)
+        self._again[self._slot[slice(None) if index is None else index]] = -1
 
     def _poll(self, addresses: Array, values: Array, index: Array | None) -> None:
         """Remember what blocks read that may be waiting for it to change."""
-        slots = self._slot[slice(None) if index is None else index]
-        for slot in np.unique(slots):
-            mine = slots == slot
-            held, before, times = self._polled.get(int(slot), (addresses[:0], values[:0], 0))
-            same = np.array_equal(held, addresses[mine]) and np.array_equal(before, values[mine])
-            self._polled[int(slot)] = addresses[mine], values[mine], times + 1 if same else 0
+        threads = np.arange(len(self._slot)) if index is None else index
+        blocks, width = np.unique(self._slot[threads]), self._launch.program.threads
+        reads = np.zeros(len(self._slot), bool)
+        reads[threads] = True
+        others = (reads != self._reads).reshape(-1, width)[blocks].any(axis=1)
+        changed = (self._read_at[threads] != addresses) | (self._was[threads] != values)
+        self._again[blocks] += 1
+        self._again[blocks[others]] = self._again[self._slot[threads[changed]]] = 0
+        self._bytes[blocks] = values.dtype.itemsize
+        self._reads.reshape(-1, width)[blocks] = reads.reshape(-1, width)[blocks]
+        self._read_at[threads], self._was[threads] = addresses, values
 
-    def idles(self, slot: int) -> bool:
-        """Return whether a block only loads, again and again, what has not changed."""
-        addresses, values, times = self._polled.get(slot, (None, None, 0))
-        if times < 2:
-            return False
-        width = values.dtype.itemsize
-        return np.array_equal(self._launch.memory.peek(addresses, width), values)
+    def repeats(self, blocks: Array) -> Array:
+        """Return for blocks whether their last access found again what the one before had."""
+        again: Array = self._again[blocks] >= 1
+        return again
+
+    def idle(self) -> Array:
+        """Return for each block whether it only loads, again and again, what has not changed."""
+        idle = self._again >= 1
+        for size in np.unique(self._bytes[idle]):
+            mine = (idle & (self._bytes == size))[self._slot]
+            threads = np.flatnonzero(self._reads & mine)
+            now = self._launch.memory.peek(self._read_at[threads], int(size))
+            idle[self._slot[threads[now != self._was[threads]]]] = False
+        return idle
 
     def require_wait(self, instruction: Instruction, index: Array | None) -> None:
         """Raise AccessError if threads that must wait for the launch ahead have not done so."""
@@ -289,27 +309,31 @@ class Threads:
         clocks, update = self._launch.clocks, UPDATES[atomic.operation]
         kind, system = numpy_type(atomic.kind), atomic.scope == "sys"
         results = np.empty(len(addresses), kind)
-        for i in self._launch.random.permutation(len(addresses)):
-            here, thread = int(addresses[i]), int(threads[i])
+        for turn in _turns(addresses, self._launch.random):
+            each = [*zip(threads[turn].tolist(), addresses[turn].tolist(), strict=True)]
             if clocks and atomic.order in ("acq_rel", "acquire"):
-                clocks.acquire(thread, here, system)
-            results[i] = self._launch.memory.atomic(
-                here,
-                lambda old, i=i: update(old, *(value[i] for value in values)),
+                for one in each:
+                    clocks.acquire(*one, system)
+            those = [value[turn] for value in values]
+            results[turn] = self._launch.memory.atomic(
+                addresses[turn],
+                lambda old, those=those: update(old, *those),
                 kind,
-                thread,
+                threads[turn],
                 instruction.text,
                 system,
             )
             if clocks and atomic.order in ("acq_rel", "release"):
-                clocks.release(thread, here, system)
+                for one in each:
+                    clocks.release(*one, system)
         for register in target:
             self._registers.write(register, atomic.kind, results, index)
         bits = results.view(f"u{results.itemsize}")
-        if np.array_equal(self._launch.memory.peek(addresses, results.itemsize), bits):
-            self._poll(addresses, bits, index)
-        else:
-            self._go_on(index)
+        taken = np.arange(len(self._slot)) if index is None else index
+        changed = self._launch.memory.peek(addresses, results.itemsize) != bits
+        updates = np.isin(self._slot[taken], self._slot[taken[changed]])
+        self._go_on(taken[updates])
+        self._poll(addresses[~updates], bits[~updates], taken[~updates])
 
     # What the threads of a warp do together
 
@@ -385,6 +409,19 @@ class Threads:
             rows = np.stack([x.reshape(-1, WARP) for x in held], axis=1)
             rows = _transposed(rows) if transpose else rows
             self._shared.store(addresses, list(rows.reshape(-1, 4).T), threads, instruction.text)
+
+
+def _turns(addresses: Array, random: np.random.Generator) -> Iterator[Array]:
+    """Yield threads that update numbers one after another: at no address two of them at once.
+
+    At each address their order is random. At different ones it is of no account: a thread updates
+    one number and waits for no other.
+    """
+    order = random.permutation(len(addresses))
+    order = order[np.argsort(addresses[order], kind="stable")]
+    _, first, counts = np.unique(addresses[order], return_index=True, return_counts=True)
+    for turn in range(int(counts.max(initial=0))):
+        yield order[first[counts > turn] + turn]
 
 
 def _parts(operand: Operand, count: int) -> tuple[Operand, ...]:

@@ -25,6 +25,12 @@ def _aligned(nbytes: int) -> Tensor:
     return raw[first : first + nbytes]
 
 
+def numbers_of(text: str) -> range:
+    """Return so many numbers, "10000", or those from one on, "4000:10000"."""
+    first, _, stop = text.rpartition(":")
+    return range(int(first or 0), int(stop))
+
+
 class Ranks:
     """The buffers, pads and nodes of `size` ranks, and a vector for each.
 
@@ -74,16 +80,17 @@ class Ranks:
         emulator: Emulator,
         kinds: str,
         scale: float = 1.0,
-        first: int = 0,
+        number: int = 0,
         absent: Collection[int] = (),
     ) -> None:
         """Launch on every rank what `kinds` names.
 
         "fill" its buffer, sum in the buffers by "two" shots, join by "adasum" there, "read" that to
-        the results, sum to the results by "one" shot. first: the emulator's number of rank 0.
+        the results, sum to the results by "one" shot. number: the emulator's of this node.
         """
         for rank in {*range(self.size)} - {*absent}:
-            emulator.rank, node, x = first + rank, self.nodes[rank], self.vectors[rank]
+            emulator.node, emulator.rank = number, number * self.size + rank
+            node, x = self.nodes[rank], self.vectors[rank]
             held, out = self.held(rank), self.results[rank]
             for kind in kinds.split():
                 if kind == "fill":

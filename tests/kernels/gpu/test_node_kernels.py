@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import reduce
 
 import pytest
 import torch
@@ -14,14 +15,14 @@ from kernels.gpu import node_kernels
 from kernels.gpu.node_kernels import Node
 from kernels.gpu.node_slices import slice_of
 from tests.kernels.cases import DTYPES, assert_close, bits, tolerance
-from tests.kernels.gpu.node_memory import GUARD, Ranks
+from tests.kernels.gpu.node_memory import GUARD, Ranks, numbers_of
 from tests.ptx_emulator import driver
 from tests.ptx_emulator.driver import Emulator, emulated
 from tests.ptx_emulator.parse import Program
 from tests.ptx_emulator.races import RaceError
 
-# Interleavings of each size that the long test runs.
-LONG = int(os.environ.get("INTERLEAVINGS", "100"))
+# Interleavings of each size that the long test runs: "10000", or some of those, "4000:10000".
+LONG = numbers_of(os.environ.get("INTERLEAVINGS", "100"))
 
 
 @pytest.fixture(autouse=True)
@@ -78,37 +79,50 @@ def test_program_with_several_tiles_and_vectors_off_their_alignment(dtype, monke
         expect_sum(short, "one", 1.0)
 
 
-def interleave(emulator: Emulator, size: int, count: int, nodes: int) -> None:
-    """Run `count` interleavings of several launches a rank, ranks late among them.
+def interleave(emulator: Emulator, size: int, numbers: range, nodes: int) -> None:
+    """Run interleavings of several launches a rank, ranks late among them.
 
-    nodes: how many run at once, which share nothing but the emulator's steps.
+    Args:
+        emulator: Where.
+        size: Ranks.
+        numbers: Which, each of other numbers and in another order.
+        nodes: How many run at once, which share nothing but the emulator's steps.
     """
     kinds = ("one one one", "fill two read fill two", "one fill two one", "fill two one one")
-    for done in range(0, count, nodes):
-        numel, wanted = 5 + 4 * size * (done % 3), kinds[done // nodes % 4]
-        some = [
-            Ranks(size, numel, torch.float32, seed)
-            for seed in range(done, min(done + nodes, count))
-        ]
+    for first in numbers[::nodes]:
+        batch = first // nodes
+        numel, wanted, dtype = 5 + 4 * size * (batch % 3), kinds[batch % 4], DTYPES[batch // 4 % 4]
+        some = [Ranks(size, numel, dtype, k) for k in range(first, first + nodes) if k in numbers]
+        emulator.seed = first
         late = [(seed + rank) % 4 == 0 for seed in range(len(some)) for rank in range(size)]
         with emulator.together([150 * one for one in late]):
             for k, ranks in enumerate(some):
-                ranks.put(emulator, wanted, first=k * size)
+                ranks.put(emulator, wanted, number=k)
         for ranks in some:
-            expect_sum(ranks, wanted, 1.0)
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            expected = bits(reduce(torch.add, [x.to(wide) for x in ranks.vectors]).to(dtype))
+            for rank in range(size):
+                assert bits(ranks.results[rank]) == expected
+                assert "two" not in wanted or bits(ranks.held(rank)) == expected
+                ranks.nodes[rank].check()
+            ranks.check_guards()
 
 
 @pytest.mark.parametrize(("size", "count"), [(2, 30), (4, 6), (8, 2)])
 def test_launches_in_any_interleaving_give_the_sum(size, count):
     with emulated() as emulator:
-        interleave(emulator, size, count, 60 // size)
+        interleave(emulator, size, range(count), 60 // size)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180 + 2 * len(LONG))
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_launches_in_many_interleavings_give_the_sum(size):
-    with emulated(seed=1_000_000 * size) as emulator:
-        interleave(emulator, size, LONG, 60 // size)
+    with emulated() as emulator:
+        # All kinds and lengths, and numpy's cost shared by many.
+        interleave(emulator, size, LONG, min(1024 // size, len(LONG) // 12 + 1))
+        # Of few accesses, as by two ranks in one shot, some orders come more than once.
+        assert len(emulator.orders) > len(LONG) // 2
 
 
 @pytest.mark.parametrize("absent", [1, pytest.param(2, marks=pytest.mark.slow)])
