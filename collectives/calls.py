@@ -178,7 +178,7 @@ class Calls:
                     # A rank that has joined takes part step by step.
                     least = NEW if outcome.joined else outcome.stage
                     result = call.replay.start(self._runner, call, least, operation)
-        if call.kind in _IN_PLACE:
+        if call.kind in _IN_PLACE and self._transport.size > 1:
             # Not everything that has written them tells autograd, which may have saved them.
             torch.autograd.graph.increment_version(call.tensors)
         return result

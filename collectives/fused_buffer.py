@@ -19,7 +19,7 @@ class FusedBuffer:
     """A buffer with a slot for each of several tensors of one dtype and device.
 
     Slots lie where `kernels.layout_of` puts them. A grouped all-reduce of the attribute `tensors`
-    is carried out in the buffer itself, whose padding between the slots it zeroes first.
+    is carried out in the buffer itself. What the padding between the slots holds means nothing.
 
     Args:
         tensors: Strided tensors of one dtype and device; slots take their shapes and strides, but

@@ -71,9 +71,10 @@ def refuse_gradient(call: str, *tensors: Tensor) -> None:
 def refuse_recorded(call: str, *tensors: Tensor) -> None:
     """Raise NotImplementedError where autograd would miss that a tensor is overwritten.
 
-    Parameters, and other leaves, may be: torch has recorded nothing of them.
+    Parameters, other leaves and views of them may be: what is made of them is recorded later.
     """
-    if differentiable(*(each for each in tensors if isinstance(each, Tensor) and not each.is_leaf)):
+    made = [each for each in tensors if isinstance(each, Tensor) and not each.is_leaf]
+    if differentiable(*(each for each in made if each._base is None or not each._base.is_leaf)):
         raise NotImplementedError(
             f"gradients through {call}, in place, are not supported: use {call.rstrip('_')}, or "
             "pass tensor.detach()"

@@ -125,6 +125,8 @@ class OwnersMethod(GradientMethod):
         self._adasum_unowned = True
 
     def _end_step(self) -> None:
+        # A step that is skipped has left its mark in a gradient, whose memory the next may use.
+        self._adasum_overflow.undo()
         super()._end_step()
         self._adasum_given |= self._adasum_giving
         self._adasum_giving.clear()
@@ -149,6 +151,7 @@ class OwnersMethod(GradientMethod):
         self._adasum_given.clear()
         self._adasum_giving.clear()
         self._adasum_added = ""
+        self._adasum_overflow.undo()
         super().zero_grad(*args, **kwargs)
         # By then those that have gone since the last call are in it.
         self._adasum_given.clear()

@@ -312,7 +312,7 @@ def options_of(count: int, capability: int) -> dict[str, int]:
     On sm_120 ptxas spills 8 bytes of five float32 tensors to do with 96 registers, unless it is
     allowed some number; elsewhere being allowed one makes it take half as many again.
     """
-    return {"maxnreg": 112} if (count, capability) == (5, 120) else {}
+    return {"maxnreg": 112} if (count, capability // 10) == (5, 12) else {}
 
 
 def row_of(count: int) -> int:

@@ -30,7 +30,7 @@ def registers_of(capability: int) -> int:
 
     On sm_120 the ptxas of Triton 3.6 spills 40 bytes to do with 128.
     """
-    return 144 if capability == 120 else 128
+    return 144 if capability // 10 == 12 else 128
 
 
 # The low bits of a segment's counter in the one-launch kernel; a segment has fewer chunks.

@@ -394,3 +394,50 @@ def test_rank_that_owns_nothing_has_gradients_of_the_dtype_asked_for() -> None:
     first, *others = collectives.run_threads(3, job)
     assert all(torch.equal(first, other) for other in others)
     assert not first.eq(0.25).any()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("leave_out", ["skipped step", "synchronized batch"])
+def test_mark_of_an_overflow_goes_with_its_gradient(set_to_none: bool, leave_out: str) -> None:
+    """Also where gradients are zeroed in place, so that the next ones have the same memory."""
+
+    def job(group: collectives.Group, mode: str | None) -> Tensor:
+        model = make_model().float()
+        optimizer: Any = DistributedOptimizer(
+            OPTIMIZERS["sgd"](model.parameters()), mode=mode, algorithm="rechd"
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = model(torch.full((2, 6), 0.1 * (group.rank + 1 + step))).square().mean()
+            if step == 1 and group.rank == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if step == 1 and leave_out == "synchronized batch":
+                optimizer.synchronize()
+                continue
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == (4.0 if leave_out == "synchronized batch" else 2.0)
+        return flat(model)
+
+    wanted = collectives.run_threads(2, lambda group: job(group, None))
+    for got in collectives.run_threads(2, lambda group: job(group, "owners")):
+        assert torch.equal(got, wanted[0])
+
+
+def test_second_step_of_a_rank_that_owns_nothing() -> None:
+    """After a batch that was left out: its gradient was given to the owner all the same."""
+
+    def job(group: collectives.Group) -> Tensor:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer: Any = DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5), mode="owners")
+        for _ in range(2):
+            optimizer.zero_grad()
+            (parameter * (1.0 + group.rank)).sum().backward()
+        optimizer.step()
+        optimizer.step()
+        return parameter.detach()
+
+    for got in collectives.run_threads(2, job):
+        assert got.tolist() == [1.0 - 2 * 0.5 * 1.5] * 3
