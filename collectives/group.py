@@ -653,8 +653,8 @@ class Group:
         `all_reduce` of a tensor in it with Sum, Average or Adasum, where the algorithm is `auto`,
         is one launch a rank: each GPU reads its slice straight from all others and writes the
         result to them. The bits are those of `kernels.sum_n` of all ranks' vectors, the same on all
-        ranks. One launch are also a request of it, and a `grouped_all_reduce` of the tensors of a
-        FusedBuffer in it.
+        ranks. So is a request of it, and a `grouped_all_reduce` of the tensors of a FusedBuffer in
+        it.
 
         For ranks of one node with a GPU each, joined by NVLink, over NCCL. It is torch's symmetric
         memory (`torch.distributed._symmetric_memory`), and lives until the group is closed. All

@@ -118,6 +118,9 @@ def allreduce_(
 ) -> Tensor:
     """Do an `allreduce` in place on a contiguous tensor, which is returned.
 
+    Raises:
+        NotImplementedError: autograd has recorded how the tensor was made.
+
     Examples:
         >>> hvd.init()
         >>> gradient = torch.tensor([1.0, 2.0])
@@ -219,6 +222,9 @@ def grouped_allreduce_(
     accumulate: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Do a `grouped_allreduce` in place on contiguous tensors, which are returned.
+
+    Raises:
+        NotImplementedError: autograd has recorded how one of them was made.
 
     Examples:
         >>> hvd.init()

@@ -62,6 +62,9 @@ def broadcast_(
 ) -> Tensor:
     """Overwrite the contiguous tensor with that of the root, and return it.
 
+    Raises:
+        NotImplementedError: autograd has recorded how the tensor was made.
+
     Examples:
         >>> hvd.init()
         >>> hvd.broadcast_(torch.ones(2), root_rank=0)
