@@ -33,6 +33,7 @@ from collectives.execution.owned_vectors import owners_of
 from collectives.execution.phases import auto_of, for_dtype
 from collectives.execution.shared_memory_levels import Share, TreeLevel, pairs, tree_levels
 from collectives.execution.shared_memory_pieces import SharedMemoryPieces
+from collectives.execution.shared_memory_slices import SharedMemorySlices, Tables
 from collectives.execution.vectors import Vector, vector_of
 from collectives.reducers import Operands, Piece, Reducer
 from collectives.schedules import recursive_doubling, recursive_halving
@@ -59,7 +60,7 @@ _CACHE_LINE = 64
 
 def plan_shared_memory_all_reduce(
     runner: Runner, call: Call
-) -> SharedMemoryAllReduce | SharedMemoryPieces | None:
+) -> SharedMemoryAllReduce | SharedMemoryPieces | SharedMemorySlices | None:
     """Return how a call runs in shared memory; None where it goes by messages.
 
     Every rank concludes the same from equal calls.
@@ -96,9 +97,13 @@ def plan_shared_memory_all_reduce(
     method = _method_of(spec, vector, nbytes, size, op)
     if method is None or (method == "direct" and op.reads_tree and runner.climbs_in_levels(call)):
         return None
-    if nbytes > BUFFER_BYTES:
-        if op.needs_one_tree:
+    if nbytes > BUFFER_BYTES and op.needs_one_tree:
+        # Between two ranks messages copy no more, and onto owners they copy half of it.
+        in_slices = method == "direct" and size > 2 and not onto_owners
+        if not in_slices or op.prescale(vector.dtype, size) != 1.0:
             return None
+        return SharedMemorySlices(vector, op, chosen.postscale, runner, memory)
+    if nbytes > BUFFER_BYTES:
         at_once = method == "direct" or op.operands == "all"
         return SharedMemoryPieces(vector, op, at_once, chosen.postscale, runner, memory)
     owners = owners_of(call, size) if onto_owners else None
@@ -224,7 +229,7 @@ class SharedMemoryAllReduce:
         # Cut as by messages: an operator's tables depend on it.
         start, stop = piece_bounds(numel, size, memory.rank)
         mine = tuple(vector[start:stop] for vector in vectors)
-        piece, tables = Piece(mine, mine[0], start), _Tables(memory, timeout)
+        piece, tables = Piece(mine, mine[0], start), Tables(memory, timeout)
         operands = Operands((piece,), numel, self.vector.segments, None, (1,) * size)
         if op.reads_tree:
             tree = balanced_tree(size)
@@ -348,20 +353,6 @@ def _bind_all(
     """Bind the reduction of all ranks' elements from `start` on, of the whole vector's."""
     pieces = (Piece(tuple(vectors), out, start),)
     return op.bind(Operands(pieces, whole.numel, whole.segments, None, (1,) * len(vectors)))
-
-
-@dataclass
-class _Tables:
-    """Gathers the tables of all ranks' slices."""
-
-    memory: SymmetricMemory
-    timeout: float
-    where: str = ""
-
-    def gather(self, table: Tensor) -> Tensor:
-        row, size = table.detach().reshape(1, -1).numpy(), self.memory.size
-        rows = self.memory.gather_rows([self.memory.rank], row, size, self.where, self.timeout)
-        return torch.from_numpy(rows).contiguous().view(size, *table.shape)
 
 
 @dataclass

@@ -6,9 +6,7 @@ slot, and after the wait copy the result from the first rank's slot. Whoever fil
 waited since the last copy from it. The bits are those of the same algorithm by messages, since no
 element's depend on where a vector is cut.
 
-Adasum needs the Gram matrices of whole slices first, so that every byte would go through the
-buffers twice, and sums of pieces' matrices have other bits: it goes by messages (`bench/NOTES.md`
-has the figures).
+Adasum needs the Gram matrices of whole slices first: see `shared_memory_slices`.
 """
 
 from __future__ import annotations
@@ -73,6 +71,7 @@ class SharedMemoryPieces:
             slot, length = self._slot(number), min(self.piece, numel - start)
             self._reduce([buffer[slot:][:length] for buffer in buffers], start)
             self.memory.barrier(f"step {number + 1} of {label}", self.runner.timeout)
+            self.runner.transport.steps += 1
             whole[start:following].copy_(buffers[0][slot:][:length])
         self.vector.store(whole, self.postscale)
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adasum import Adasum
+import kernels
+from adasum import Adasum, AdasumReducer
 from collectives import (
     Average,
     CollectiveError,
@@ -23,7 +24,11 @@ from collectives import (
     calls,
     run_threads,
 )
-from collectives.execution import shared_memory_all_reduce, shared_memory_pieces
+from collectives.execution import (
+    shared_memory_all_reduce,
+    shared_memory_pieces,
+    shared_memory_slices,
+)
 from collectives.reducers import SumReducer
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 from tests.collectives.operators import TrimmedMean
@@ -186,14 +191,116 @@ def test_call_in_pieces_with_a_joined_rank_adds_zeros() -> None:
     assert run_threads(3, job) == [[True, True], [], [True, True]]
 
 
-@pytest.mark.usefixtures("small_buffers")
-def test_adasum_beyond_a_buffer_goes_by_messages_of_the_same_algorithm() -> None:
-    def job(group: Group) -> tuple[bool, bool]:
-        steps = messages(group)
-        tensor, named = (draw(group.rank, 100_000, torch.float32) for _ in range(2))
-        group.all_reduce(tensor, Adasum)
-        sent = bool(steps)
-        group.all_reduce(named, Adasum, algorithm="direct")
-        return sent, torch.equal(tensor, named)
+@pytest.fixture
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of two slots, with a cache line of each slice of 9 ranks or several of fewer."""
+    for module in (shared_memory_all_reduce, shared_memory_slices):
+        monkeypatch.setattr(module, "BUFFER_BYTES", 2 * 9 * 64)
 
-    assert run_threads(4, job) == [(True, True)] * 4
+
+@pytest.mark.usefixtures("small_slots")
+@pytest.mark.parametrize(
+    "size", [3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 8, 9))]
+)
+def test_adasum_in_pieces_has_the_bits_of_messages(size: int, by_messages: Any) -> None:
+    """Of cut segments, packed tensors, and fused buffers whose padding was left NaN."""
+    sent: set[bool] = set()
+
+    def job(group: Group) -> list[Tensor]:
+        steps, answers = messages(group), []
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.complex64):
+            slot = 9 * 64 // dtype.itemsize
+            for count in (2 * slot + 1, size * slot, 3 * size * slot + 7):
+                tensor = draw(group.rank, count, dtype, count)
+                segments = (0, 5, count // 2, count // 2, count - 1, count)
+                group.all_reduce(tensor, Adasum, algorithm="direct", segments=segments)
+                answers.append(tensor)
+                tensor = draw(group.rank, count, dtype, count + 1)
+                group.all_reduce(tensor, Adasum, algorithm="direct", postscale=0.5)
+                answers.append(tensor)
+        answers.append(group.all_reduce(draw(group.rank, 100_000, torch.float32), Adasum))
+        shapes = (7, 300, 0, 1, 1500)
+        tensors = [draw(group.rank, n, torch.float32, n) for n in shapes]
+        fused = FusedBuffer([torch.empty(n) for n in shapes])
+        torch._foreach_copy_(fused.tensors, tensors)
+        torch._foreach_add_(fused.padding, float("nan"))
+        answers += group.grouped_all_reduce(tensors, Adasum, algorithm="direct")
+        answers += group.grouped_all_reduce(fused.tensors, Adasum, algorithm="direct")
+        sent.add(bool(steps))
+        return answers
+
+    shared = run_threads(size, job)
+    assert sent == {False}
+    by_message = by_messages(size, job)
+    assert sent == {False, True}
+    for mine in (*shared, *by_message):
+        assert all(map(torch.equal, mine, shared[0]))
+
+
+@pytest.mark.usefixtures("small_slots")
+def test_slices_of_calls_that_follow_each_other_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late ranks are before a wait and after it, and whatever a slot held before."""
+    barrier = SymmetricMemory.barrier
+
+    def late(self: SymmetricMemory, step: str, timeout: float) -> None:
+        time.sleep(random.choice((0.0, 1e-3)))
+        barrier(self, step, timeout)
+        time.sleep(random.choice((0.0, 1e-3)))
+
+    monkeypatch.setattr(SymmetricMemory, "barrier", late)
+    count = 3000
+
+    def job(group: Group) -> list[Tensor]:
+        tensor = torch.empty(count)
+        request = group.all_reduce_init(tensor, Adasum, algorithm="direct")
+        answers = []
+        for turn in range(6):
+            tensor.copy_(draw(group.rank, count, torch.float32, turn))
+            request.start()
+            request.wait()
+            answers.append(tensor.clone())
+        return answers
+
+    answers = run_threads(4, job)
+    join = kernels.adasum_reference
+    for turn, result in enumerate(answers[0]):
+        a, b, c, d = (draw(rank, count, torch.float32, turn).double() for rank in range(4))
+        want = join(join(a, b), join(c, d))
+        assert all(torch.equal(mine[turn], result) for mine in answers)
+        assert (result - want).norm() <= 100 * torch.finfo(torch.float32).eps * want.norm()
+
+
+@pytest.mark.usefixtures("small_slots")
+def test_operator_that_fails_between_pieces_is_named_by_the_others() -> None:
+    class Fails(AdasumReducer):
+        rank = 0
+
+        def reduce(self, operands: Operands) -> None:
+            if self.rank == 1:
+                raise KeyError("slice 1")
+            super().reduce(operands)
+
+    def job(group: Group) -> str:
+        op = Fails()
+        op.rank = group.rank
+        with pytest.raises((CollectiveError, KeyError)) as caught:
+            group.all_reduce(torch.ones(3000), op, algorithm="direct")
+        return str(caught.value)
+
+    first, failed, last = run_threads(3, job, timeout=10.0)
+    assert "slice 1" in failed
+    for other in (first, last):
+        assert "of all_reduce" in other and "rank 1" in other and "slice 1" in other
+
+
+@pytest.mark.parametrize(("size", "options"), [(2, {}), (4, {"algorithm": "vhdd"})])
+@pytest.mark.usefixtures("small_slots")
+def test_adasum_in_pairs_beyond_a_buffer_goes_by_messages(
+    size: int, options: dict[str, Any]
+) -> None:
+    def job(group: Group) -> bool:
+        steps = messages(group)
+        group.all_reduce(draw(group.rank, 3000, torch.float32), Adasum, **options)
+        return bool(steps)
+
+    assert run_threads(size, job) == [True] * size
