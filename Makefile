@@ -103,7 +103,7 @@ nightly: test-slow test-nightly test-recipes test-newest test-newest-frameworks 
 # What torch does not promise to keep breaks here first. An index of nightly builds: PIP_ARGS="--extra-index-url ...".
 test-newest:  ## the tests on the newest torch, pre-releases too, in an environment made anew: for every night
 	rm -rf $(VENV)-newest
-	$(MAKE) test VENV=$(VENV)-newest TORCH=torch FIRST= PIP_ARGS='--pre $(PIP_ARGS)'
+	$(MAKE) test-both VENV=$(VENV)-newest TORCH=torch FIRST= PIP_ARGS='--pre $(PIP_ARGS)'
 
 lint: $(READY) build  ## ruff and mypy
 	$(PY) -m ruff check .

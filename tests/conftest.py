@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
+from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -97,22 +99,120 @@ NIGHTLY = (
     "torch_conformance",
 )
 
+# What `make test` leaves to every commit's CI: long tests of what others touch, too, or of what
+# seldom breaks. They are marked `slow` once the nightly ones are chosen, so that none becomes one.
+FOR_CI = (
+    "accuracy/test_adasum.py::test_adasum_of_every_kind_of_vectors_is_within_bounds[6",
+    "accuracy/test_adasum.py::test_adasum_of_every_kind_of_vectors_is_within_bounds[8",
+    "adasum/check/test_checks.py::test_rank_that_fails",
+    "adasum/optimizer/test_zero_copy.py::test_steady_step_leaves_nothing_allocated[average",
+    "adasum/test_compile.py",
+    "adasum/test_ddp_fsdp.py::test_ddp_with_the_hook_after_any_change",
+    "adasum/test_ddp_fsdp.py::test_fsdp_on_two_replicas",
+    "adasum/test_direct.py::test_direct_is_the_tree_of_longdoubles_within_100_eps_whatever_cancels[8",
+    "collectives/cost/test_cost.py::test_profiles_of_all_algorithms",
+    "collectives/cost/test_cost.py::test_profiles_of_every_pair_agree_with_a_walk[3",
+    "collectives/cost/test_thresholds.py::test_small_rows",
+    "collectives/flight/test_faults.py::test_process_that_is_lost_is_named[stop",
+    "collectives/flight/test_signal.py::test_rank_that_waits_writes_its_file_at_once_and_goes_on[gloo",
+    "collectives/schedules/test_two_level.py::test_every_pair",
+    "examples/test_evidence.py::test_evidence_resumes",
+    "examples/test_horovod_mnist.py::test_horovod_mnist_example_trains",
+    "examples/test_trace.py",
+    "faults/test_mismatches.py::test_ranks_that_differed_end_well[shm",
+    "fuzz/test_huge.py::test_kernels_address_in_64_bits[node_adasum2",
+    "kernels/cpu/test_compilers.py::test_arithmetic",
+    "kernels/cpu/test_compilers.py::test_the_bits",
+    "kernels/gpu/test_machine_code.py::test_kernel_compiled",
+    "kernels/gpu/test_node_adasum.py::test_launches_in_any_interleaving",
+    "kernels/gpu/test_traffic.py::test_traffic_of_adasum_grows_with_the_data[2200064",
+    "kernels/test_projection.py::test_more_chunks_than_one_partial_block[emulator",
+    "network_namespaces/test_hosts.py::test_ranks_know",
+    "packaging/test_distributions.py::test_extras",
+    "packaging/test_distributions.py::test_sdist",
+    "packaging/test_distributions.py::test_wheel",
+    "packaging/test_makefile.py::test_build_compiles_in_place",
+    "packaging/test_other_packages.py::test_other_package_of_our_name",
+    "packaging/test_other_packages.py::test_package_that_looks",
+    "packaging/test_types.py::test_types_of_a_users_program_by_pyright",
+    "packaging/test_without",
+    "processes/test_conformance.py::test_transport[gloo",
+    "processes/test_conformance.py::test_transport[mixed",
+    "processes/test_cpu_paths.py::test_a_later_group",
+    "processes/test_limits.py::test_rank_without_memory_in_init",
+    "processes/test_specs.py::test_sum_and_average[6",
+    "processes/test_subgroups.py::test_processes[gloo",
+)
+
+# Where there are many parametrizations `make test` runs so many of a test that every value of every
+# parameter occurs, but QUICK at least; CI runs all. Those of other files are few, or share a run.
+THINNED = (
+    "accuracy",
+    "adasum",
+    "collectives",
+    "examples",
+    "faults",
+    "kernels",
+    "processes/test_differing_calls.py",
+)
+QUICK = 4
+
 
 # First, as the option -m deselects in the same hook.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the nightly tests, and sort those of the longest files to the front."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark nightly and slow tests, and sort those of the longest files to the front."""
     for item in items:
         if item.get_closest_marker("slow") and item.nodeid.removeprefix("tests/").startswith(
             NIGHTLY
         ):
             item.add_marker("nightly")
+    if not config.getoption("emulated"):
+        _leave_to_ci(items)
 
     def rank(item: pytest.Item) -> int:
         path = item.nodeid.removeprefix("tests/")
         return next((i for i, long in enumerate(LONGEST) if path.startswith(long)), len(LONGEST))
 
     items.sort(key=rank)
+
+
+def _leave_to_ci(items: list[pytest.Item]) -> None:
+    """Mark `slow` what FOR_CI and THINNED leave out of `make test`."""
+    elsewhere = ("slow", "timing", "recipe", "gpu")
+    quick = {i.nodeid: i for i in items if not any(map(i.get_closest_marker, elsewhere))}
+    thinned: dict[str, list[str]] = defaultdict(list)
+    for name, item in quick.items():
+        path = name.removeprefix("tests/")
+        if path.startswith(FOR_CI):
+            item.add_marker("slow")
+        elif path.startswith(THINNED):
+            thinned[path.partition("[")[0]].append(name)
+    for names in thinned.values():
+        for name in spare(names):
+            quick[name].add_marker("slow")
+
+
+def spare(names: list[str]) -> list[str]:
+    """Return the parametrizations of a test without which every value occurs in QUICK or more.
+
+    One after the other is kept, that with the value that is rarest in those before; of several the
+    first by a hash, lest all tests that have the same parameters combine them in the same way.
+    """
+    values = {name: [*enumerate(name.partition("[")[2].split("-"))] for name in names}
+    missing = {value for each in values.values() for value in each}
+    left = sorted(names, key=lambda name: zlib.crc32(name.encode()))
+    kept: Counter[tuple[int, str]] = Counter()
+
+    def rarity(name: str) -> tuple[int, int]:
+        counts = [kept[value] for value in values[name]]
+        return min(counts), sum(counts)
+
+    while left and (missing - kept.keys() or len(names) - len(left) < QUICK):
+        name = min(left, key=rarity)
+        left.remove(name)
+        kept.update(values[name])
+    return left
 
 
 @pytest.hookimpl(wrapper=True)

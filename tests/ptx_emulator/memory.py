@@ -256,7 +256,11 @@ def allocations() -> dict[int, int]:
     older = (reference() for reference in _older.values())
     for tensor in chain(older, _tensors()):
         if tensor is not None and tensor.device.type == "cpu" and tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
+            try:
+                storage = tensor.untyped_storage()
+            except NotImplementedError:
+                # Of torch.func, around another tensor; such a one may outlive its function.
+                continue
             if storage.nbytes() > 0:
                 found[storage.data_ptr()] = storage.nbytes()
     return found

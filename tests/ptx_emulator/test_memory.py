@@ -12,15 +12,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.ptx_emulator.memory import GlobalMemory, _tensors, freeze_tensors
+from tests.ptx_emulator.memory import GlobalMemory, _tensors
 
 SECONDS = 0.5
-
-
-@pytest.fixture(autouse=True)
-def _older_objects_are_frozen() -> None:
-    """Leave out what other tests have made: each search would walk all of it."""
-    freeze_tensors()
 
 
 @pytest.fixture
@@ -84,3 +78,15 @@ def test_search_asks_no_class_for_its_hash():
     asked.clear()
     assert any(tensor is there[1] for tensor in _tensors())
     assert not asked
+
+
+def test_tensor_of_torch_func_that_outlives_its_function_is_passed_over():
+    kept: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x + 1
+
+    torch.func.vmap(keep)(torch.ones(2, 3))
+    assert any(tensor is kept[0] for tensor in _tensors())
+    GlobalMemory(None)
