@@ -197,7 +197,9 @@ class Group:
             **options: `algorithm`, a specification such as "xring#2", "rd:16k:rechd" or
                 "rechd/vhdd" (`collectives.schedules.spec`), "auto" unless given; `name`, see the
                 class; `prescale` and `postscale`, factors applied before and after the reduction.
-                Integers are multiplied by them in float64 and truncated to integers.
+                Integers are multiplied by them in float64 and truncated to integers; what the dtype
+                cannot hold has no defined value. A factor that takes 1 beyond the dtype's range, of
+                float16 and bfloat16 beyond float32's, is a ValueError.
                 `order="tree"`, of Sum and Average: every element is the balanced tree over the
                 ranks, ((0 + 1) + (2 + 3)) + ..., whatever the algorithm, size, offset, packing and
                 transport; each addition rounds to the tensor's dtype, or with

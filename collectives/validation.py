@@ -294,3 +294,20 @@ def scale(argument: str, value: float) -> None:
         instance(argument, value, int | float, "a number")
     if not abs(value) <= sys.float_info.max:
         raise ValueError(f"{argument} must be finite, got {value}")
+
+
+def scales_of(dtype: torch.dtype, **scales: float) -> None:
+    """Check factors of tensors of a dtype: that the arithmetic they are multiplied in has them.
+
+    Others would make all values but zero infinite, or no integer of the dtype.
+    """
+    if dtype == torch.bool:
+        raise TypeError(f"factors before and after have no meaning on {dtype}")
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = dtype.to_real() == torch.float64
+        most = torch.finfo(torch.float64 if wide else torch.float32).max
+    else:
+        most = torch.iinfo(dtype).max
+    for argument, value in scales.items():
+        if abs(value) > most:
+            raise ValueError(f"{argument} must lie within ±{most:.4g} for {dtype}, got {value}")
