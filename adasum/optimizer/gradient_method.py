@@ -33,6 +33,8 @@ class GradientMethod(DistributedMixin):
     _adasum_synchronized_by_user = False
     # A sparse gradient without entries, by which a missing one is replaced.
     _adasum_sparse_zeros: dict[Tensor, Tensor]
+    # Whether gradients that the last step has left were not reduced again in this one.
+    _adasum_kept = False
     # The parameters that had no gradient when their buckets were started.
     _adasum_missing: list[Tensor]
     # The gradients that the last step has left, with their versions, until they are zeroed; and
@@ -132,7 +134,7 @@ class GradientMethod(DistributedMixin):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Zero the gradients, and count backward passes anew: a batch may be left out."""
-        self._adasum_left, self._adasum_gone = {}, {}
+        self._adasum_left, self._adasum_gone, self._adasum_kept = {}, {}, False
         super().zero_grad(*args, **kwargs)
         self._adasum_synchronized_by_user = False
         self._adasum_buffers.zero()
@@ -160,7 +162,9 @@ class GradientMethod(DistributedMixin):
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
         if not self._adasum_hooks.any_reached:
             # A second step without a backward in between: these are reduced already.
-            members = [entry for entry in members if not self._is_left(entry[1])]
+            fresh = [entry for entry in members if not self._is_left(entry[1])]
+            self._adasum_kept |= len(fresh) < len(members)
+            members = fresh
         dense: list[Named] = []
         started: list[Reduction] = []
         for name, parameter in members:
@@ -201,6 +205,7 @@ class GradientMethod(DistributedMixin):
     def _finish_reductions(self) -> None:
         """Let a gradient that no rank had be None again, so that nothing steps by its zeros."""
         missing, self._adasum_missing = self._adasum_missing, []
+        kept, self._adasum_kept = self._adasum_kept, False
         named = self._adasum_hooks.named
         absent = set(map(id, missing))
         had = [float(id(p) not in absent and p.grad is not None) for _, p in named]
@@ -209,6 +214,9 @@ class GradientMethod(DistributedMixin):
         # All ranks take part, but only one that lacks a gradient has to read the answer.
         count = torch.tensor(had, device=named[0][1].device)
         name = "which parameters have gradients"
+        if kept:
+            # Quoted by the error where other ranks reduce in this step.
+            name += ": those of the last step, call optimizer.zero_grad() between two"
         self._adasum_group.all_reduce(count, Sum, name=name)
         if missing:
             ranks = dict(zip((id(p) for _, p in named), count.tolist(), strict=True))
