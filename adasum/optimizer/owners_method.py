@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from adasum.modes import outside_modes
-from adasum.optimizer.buckets.kinds import version_of
 from adasum.optimizer.buckets.planning import Named
 from adasum.optimizer.buckets.reduction import Owners
 from adasum.optimizer.consistency.membership import Change
@@ -163,11 +162,11 @@ class OwnersMethod(GradientMethod):
         zeroed before they are used.
         """
         gradient = parameter.grad
-        left, version = self._adasum_left.pop(id(gradient), (None, None))
+        left, _ = self._adasum_left.pop(id(gradient), (None, None))
         if left is None or gradient is None or gradient is not left():
             super()._before_gradient(parameter)
         # Somebody may have changed it, to zeros or to something else.
-        elif version is None or version_of(gradient) == version or bool(gradient.any()):
+        elif bool(gradient.any()):
             self._adasum_added = self._adasum_added or self._adasum_hooks.names[parameter]
 
     def _refuse_added(self) -> None:
@@ -207,6 +206,9 @@ class OwnersMethod(GradientMethod):
         if not self._adasum_to_owners:
             return members
         return sorted(members, key=lambda each: self._adasum_places[self._owner_of(each[1])])
+
+    def _gradients_everywhere(self, named: Sequence[Named]) -> list[Named]:
+        return []
 
     def _owners_of(self, parameters: Sequence[Tensor]) -> Owners:
         if not self._adasum_to_owners or self._adasum_settings.reducer.observer is not None:

@@ -289,7 +289,7 @@ def test_step_by_gradients_of_the_last_one_on_some_ranks_names_zero_grad(
                 loss_of(model, group.rank, 1).backward()
             optimizer.step()
 
-        text = r"call optimizer\.zero_grad\(\) between two\)"
+        text = r"call optimizer\.zero_grad\(\) between two steps\)"
         with pytest.raises(collectives.CollectiveMismatchError, match=text):
             train()
         optimizer.zero_grad()
