@@ -48,6 +48,10 @@ class Group:
     what the method returns without it. `name` names the call in errors, and tells apart the calls
     of several threads.
 
+    No gradient flows through a method: while grad mode is on, tensors of which autograd has
+    recorded how they were made are a ValueError, other than leaves and their views, and so is one
+    with a tangent. Through adasum's functions, such as `adasum.allreduce`, gradients flow.
+
     Args:
         transport: The transport between the ranks.
         timeout: Seconds that any one step may wait for a peer.

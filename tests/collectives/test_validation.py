@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from collectives import Group, Max, Reducer, Sum
 from collectives.reducers import SumReducer
@@ -37,6 +39,11 @@ def group() -> Iterator[Group]:
     silent = Group(_Silent(), timeout=1.0, local_rank=0, local_size=2, topology=Topology(2, 2))
     yield silent
     silent.close()
+
+
+def _with_tangent(call: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return call(forward_ad.make_dual(tensor, torch.ones_like(tensor)))
 
 
 class _Uniform(Reducer):
@@ -141,6 +148,21 @@ CASES: dict[str, Case] = {
     ),
     "infinite": (lambda g, t: g.all_reduce(t, postscale=float("inf")), ValueError, "postscale"),
     "bool scale": (lambda g, t: g.all_reduce(t > 0, Max, prescale=0.5), TypeError, "factors"),
+    "made by autograd": (
+        lambda g, t: g.all_gather(t.requires_grad_() * 2),
+        ValueError,
+        r"tensor requires grad, .* pass tensor\.detach\(\), or use adasum's functions",
+    ),
+    "list made by autograd": (
+        lambda g, t: g.grouped_all_reduce([t.requires_grad_() * 2]),
+        ValueError,
+        r"tensors\[0\] requires grad",
+    ),
+    "tangent": (
+        lambda g, t: _with_tangent(g.reduce_scatter, t),
+        ValueError,
+        r"tensor has a tangent, .* pass forward_ad\.unpack_dual\(tensor\)\.primal",
+    ),
     "scale of integers": (
         lambda g, t: g.all_reduce(t.to(torch.int64), prescale=-(2.0**63)),
         ValueError,
@@ -248,6 +270,13 @@ def test_all_reduce_of_a_leaf_that_requires_grad_is_in_place() -> None:
     leaf = torch.ones(3, requires_grad=True)
     group.all_reduce(leaf, Sum, prescale=2.0)
     assert torch.equal(leaf.detach(), torch.full((3,), 2.0)) and leaf.requires_grad
+    group.all_reduce(leaf[1:], Sum, prescale=2.0)
+    assert leaf.tolist() == [2.0, 4.0, 4.0]
+    with torch.no_grad():
+        group.all_reduce(leaf * 2, Sum)
+    made = leaf * 2
+    with torch.no_grad():
+        group.all_reduce(made, Sum)
     group.close()
 
 
