@@ -133,6 +133,12 @@ def _differing_parameter(
                 "the same way on every rank"
             )
     differ = [i for i, row in enumerate(rows) if any(by_rank[rank][i] != row for rank in others)]
+    if not differ:
+        return (
+            f"the ranks' {what}, and did not a moment later: their threads train over one group at "
+            "the same time, and have met each other's messages. Train in one thread, or give one "
+            "optimizer a process_set"
+        )
     ranks = [rank for rank in others if by_rank[rank][differ[0]] != rows[differ[0]]]
     return (
         f"the ranks' {what}: {rows[differ[0]][0]} on ranks {ranks} is not what it is on rank "
