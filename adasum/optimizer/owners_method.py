@@ -100,7 +100,13 @@ class OwnersMethod(GradientMethod):
         return self._adasum_owners.get(parameter, 0)
 
     def _wants(self, parameter: Tensor) -> bool:
-        return parameter is not self._adasum_overflow.substitute and super()._wants(parameter)
+        if parameter is self._adasum_overflow.substitute or not super()._wants(parameter):
+            return False
+        gradient = parameter.grad
+        left, _ = self._adasum_left.get(id(gradient), (None, None))
+        # Zeros in the place of the last step's, as by zero_grad(set_to_none=False), are this rank's
+        # alone: the others had nothing to zero.
+        return left is None or gradient is None or left() is not gradient or bool(gradient.any())
 
     def _follow(self, change: Change) -> None:
         """Follow a change of the parameters.
@@ -151,9 +157,12 @@ class OwnersMethod(GradientMethod):
         self._adasum_giving.clear()
         self._adasum_added = ""
         self._adasum_overflow.undo()
+        left = self._adasum_left
         super().zero_grad(*args, **kwargs)
         # By then those that have gone since the last call are in it.
         self._adasum_given.clear()
+        # To be told by `_wants` where they are zeros now.
+        self._adasum_left = left
 
     def _before_gradient(self, parameter: Tensor) -> None:
         """Note where backward adds to a gradient that was reduced, which this rank alone has.
