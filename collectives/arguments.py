@@ -288,8 +288,8 @@ class Arguments:
         for tensor in tensors:
             op.check(tensor.dtype)
             self._transport.check_device(tensor.device)
-            if (prescale != 1.0 or postscale != 1.0) and tensor.dtype == torch.bool:
-                raise TypeError(f"factors before and after have no meaning on {tensor.dtype}")
+            if prescale != 1.0 or postscale != 1.0:
+                validation.scales_of(tensor.dtype, prescale=prescale, postscale=postscale)
         self._runner.check(specs, op, tensors)
         return op, {
             "op": str(op),

@@ -24,8 +24,8 @@ class FusedBuffer:
     Args:
         tensors: Strided tensors of one dtype and device; slots take their shapes and strides, but
             not their values.
-        memory: Memory for the buffer, at least `layout.numel` elements, which nothing else may use
-            from now on. None allocates zeros.
+        memory: Memory for the buffer: 1-D, contiguous, at least `layout.numel` elements, of the
+            tensors' dtype and device. Nothing else may use it from now on. None allocates zeros.
 
     Attributes:
         layout: Where the slots lie.
@@ -51,7 +51,7 @@ class FusedBuffer:
             memory = torch.zeros(
                 self.layout.numel, dtype=self.layout.dtype, device=tensors[0].device
             )
-        validation.tensor("memory", memory)
+        _check_memory(memory, self.layout, tensors[0].device)
         self.buffer = memory[: self.layout.numel]
         slots = self.layout.views(self.buffer)
         self.views = [_as(slot, tensor) for slot, tensor in zip(slots, tensors, strict=True)]
@@ -130,6 +130,20 @@ def memory_of(tensors: Sequence[Tensor], layout: Layout) -> Tensor | None:
     if any(each.untyped_storage().data_ptr() != storage for each in whole):
         return None
     return first.detach().as_strided((layout.numel,), (1,))
+
+
+def _check_memory(memory: Tensor, layout: Layout, device: torch.device) -> None:
+    """Check that memory can be a buffer of the layout's."""
+    validation.tensor("memory", memory)
+    if memory.dtype != layout.dtype:
+        raise TypeError(f"memory must be of {layout.dtype} as the tensors, got {memory.dtype}")
+    if memory.device != device:
+        raise ValueError(f"memory must be on {device} as the tensors, got one on {memory.device}")
+    if memory.dim() != 1 or memory.numel() < layout.numel:
+        raise ValueError(
+            f"memory must be 1-D and have at least {layout.numel} elements, got shape "
+            f"{tuple(memory.shape)}"
+        )
 
 
 def _slots_key(tensors: Sequence[Tensor]) -> _SlotsKey:

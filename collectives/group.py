@@ -48,6 +48,10 @@ class Group:
     what the method returns without it. `name` names the call in errors, and tells apart the calls
     of several threads.
 
+    No gradient flows through a method: while grad mode is on, tensors of which autograd has
+    recorded how they were made are a ValueError, other than leaves and their views, and so is one
+    with a tangent. Through adasum's functions, such as `adasum.allreduce`, gradients flow.
+
     Args:
         transport: The transport between the ranks.
         timeout: Seconds that any one step may wait for a peer.
@@ -197,7 +201,9 @@ class Group:
             **options: `algorithm`, a specification such as "xring#2", "rd:16k:rechd" or
                 "rechd/vhdd" (`collectives.schedules.spec`), "auto" unless given; `name`, see the
                 class; `prescale` and `postscale`, factors applied before and after the reduction.
-                Integers are multiplied by them in float64 and truncated to integers.
+                Integers are multiplied by them in float64 and truncated to integers; what the dtype
+                cannot hold has no defined value. A factor that takes 1 beyond the dtype's range, of
+                float16 and bfloat16 beyond float32's, is a ValueError.
                 `order="tree"`, of Sum and Average: every element is the balanced tree over the
                 ranks, ((0 + 1) + (2 + 3)) + ..., whatever the algorithm, size, offset, packing and
                 transport; each addition rounds to the tensor's dtype, or with

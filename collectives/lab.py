@@ -74,6 +74,8 @@ class Schedule(plain.Schedule):
             on = f" on {self.nodes} nodes" if self.nodes > 1 else ""
             title = f"{self.name}, {self.size} rank{'s' if self.size > 1 else ''}{on}"
         if axes is not None:
+            if not hasattr(axes, "annotate"):
+                raise TypeError(f"axes must be axes of matplotlib, got {type(axes).__name__}")
             return drawing.plot(self, axes, title)
         return drawing.svg(self, self.nodes, title)
 

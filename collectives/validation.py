@@ -16,6 +16,7 @@ from types import UnionType
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -73,6 +74,30 @@ def plain(argument: str, value: torch.Tensor) -> None:
         _check_class(argument, type(value))
     if value.layout is torch.strided and not (value.is_meta or value.is_nested):
         check_memory_of(argument, value)
+    if forward_ad._current_level >= 0:
+        _check_tangent(argument, value)
+
+
+def _check_tangent(argument: str, value: torch.Tensor) -> None:
+    """Raise ValueError for a tensor with a forward-mode derivative, which would be lost."""
+    if forward_ad.unpack_dual(value).tangent is not None:
+        raise ValueError(
+            f"{argument} has a tangent, and collectives have no forward-mode derivatives: pass "
+            f"forward_ad.unpack_dual({argument}).primal, of torch.autograd"
+        )
+
+
+def _check_recorded(argument: str, value: torch.Tensor) -> None:
+    """Raise ValueError for a tensor of which autograd has recorded how it was made.
+
+    Parameters, other leaves and views of them may be: what is made of them is recorded later.
+    """
+    base = value if value._base is None else value._base
+    if torch.is_grad_enabled() and not base.is_leaf:
+        raise ValueError(
+            f"{argument} requires grad, and a gradient through this call would be lost: pass "
+            f"{argument}.detach(), or use adasum's functions, such as adasum.allreduce"
+        )
 
 
 def _check_class(argument: str, kind: type[torch.Tensor]) -> None:
@@ -126,6 +151,10 @@ def entry(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
             f"{value.stride()}: pass {argument}.contiguous() and copy the result back"
         )
     check_memory_of(argument, value)
+    if value.requires_grad:
+        _check_recorded(argument, value)
+    if forward_ad._current_level >= 0:
+        _check_tangent(argument, value)
 
 
 def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch.Tensor]:
@@ -294,3 +323,20 @@ def scale(argument: str, value: float) -> None:
         instance(argument, value, int | float, "a number")
     if not abs(value) <= sys.float_info.max:
         raise ValueError(f"{argument} must be finite, got {value}")
+
+
+def scales_of(dtype: torch.dtype, **scales: float) -> None:
+    """Check factors of tensors of a dtype: that the arithmetic they are multiplied in has them.
+
+    Others would make all values but zero infinite, or no integer of the dtype.
+    """
+    if dtype == torch.bool:
+        raise TypeError(f"factors before and after have no meaning on {dtype}")
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = dtype.to_real() == torch.float64
+        most = torch.finfo(torch.float64 if wide else torch.float32).max
+    else:
+        most = torch.iinfo(dtype).max
+    for argument, value in scales.items():
+        if abs(value) > most:
+            raise ValueError(f"{argument} must lie within ±{most:.4g} for {dtype}, got {value}")

@@ -31,6 +31,7 @@ PRIVATE_NAMES = (
     "torch:_C._functorch",
     *(f"torch:_C._len_torch_{each}_stack" for each in ("dispatch", "function")),
     "torch:autograd.Variable._execution_engine",
+    "torch.autograd.forward_ad:_current_level",
     "torch.autograd.profiler:_is_profiler_enabled",
     "torch.optim.optimizer:_global_optimizer_post_hooks",
     "torch.optim.optimizer:_global_optimizer_pre_hooks",

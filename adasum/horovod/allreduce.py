@@ -56,7 +56,8 @@ def allreduce(
             still under way: that is a ValueError, in all of these functions.
         compression: Casts what is sent.
         op: Sum, Average, Min, Max, Product, or Adasum, for which the whole tensor is one segment;
-            Average unless given. An average of integers loses its fraction.
+            Average unless given. An average of integers loses its fraction, and what their sum has
+            beyond the dtype's range: convert uint8 and the like before.
         prescale_factor: Multiplies the tensor before the reduction; equal on all ranks. Integers
             are multiplied in float64 and lose their fraction, here and after the reduction.
         postscale_factor: Multiplies the result; equal on all ranks.

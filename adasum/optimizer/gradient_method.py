@@ -6,6 +6,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
+from operator import not_
 from typing import Any, TypeAlias
 
 import torch
@@ -33,6 +35,8 @@ class GradientMethod(DistributedMixin):
     _adasum_synchronized_by_user = False
     # A sparse gradient without entries, by which a missing one is replaced.
     _adasum_sparse_zeros: dict[Tensor, Tensor]
+    # The parameters whose gradients, left by the last step, are not reduced again in this one.
+    _adasum_kept: list[Named]
     # The parameters that had no gradient when their buckets were started.
     _adasum_missing: list[Tensor]
     # The gradients that the last step has left, with their versions, until they are zeroed; and
@@ -42,7 +46,7 @@ class GradientMethod(DistributedMixin):
     _adasum_buffers: GradientBuffers
 
     def _prepare(self) -> None:
-        self._adasum_sparse_zeros, self._adasum_missing = {}, []
+        self._adasum_sparse_zeros, self._adasum_missing, self._adasum_kept = {}, [], []
         self._adasum_left, self._adasum_gone = {}, {}
         self._adasum_buffers = GradientBuffers(self._adasum_settings.gradient_as_bucket_view)
 
@@ -132,7 +136,7 @@ class GradientMethod(DistributedMixin):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Zero the gradients, and count backward passes anew: a batch may be left out."""
-        self._adasum_left, self._adasum_gone = {}, {}
+        self._adasum_left, self._adasum_gone, self._adasum_kept = {}, {}, []
         super().zero_grad(*args, **kwargs)
         self._adasum_synchronized_by_user = False
         self._adasum_buffers.zero()
@@ -160,7 +164,9 @@ class GradientMethod(DistributedMixin):
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
         if not self._adasum_hooks.any_reached:
             # A second step without a backward in between: these are reduced already.
-            members = [entry for entry in members if not self._is_left(entry[1])]
+            left = [self._is_left(parameter) for _, parameter in members]
+            self._adasum_kept += compress(members, left)
+            members = list(compress(members, map(not_, left)))
         dense: list[Named] = []
         started: list[Reduction] = []
         for name, parameter in members:
@@ -201,6 +207,9 @@ class GradientMethod(DistributedMixin):
     def _finish_reductions(self) -> None:
         """Let a gradient that no rank had be None again, so that nothing steps by its zeros."""
         missing, self._adasum_missing = self._adasum_missing, []
+        kept, self._adasum_kept = self._adasum_kept, []
+        if kept:
+            self._adasum_check.run_on_kept(self._gradients_everywhere(kept))
         named = self._adasum_hooks.named
         absent = set(map(id, missing))
         had = [float(id(p) not in absent and p.grad is not None) for _, p in named]
@@ -222,6 +231,10 @@ class GradientMethod(DistributedMixin):
 
     def _note_started(self, members: Sequence[Named], bucket: str) -> None:
         """Take note of parameters whose reductions have been started."""
+
+    def _gradients_everywhere(self, named: Sequence[Named]) -> list[Named]:
+        """Return the gradients of these parameters that all ranks have, with the same values."""
+        return [(name, p.grad) for name, p in named if p.grad is not None]
 
     def _owners_of(self, parameters: Sequence[Tensor]) -> Owners:
         """Return the ranks that get the parameters' reduced gradients; None for all ranks."""

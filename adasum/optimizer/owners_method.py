@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from adasum.modes import outside_modes
-from adasum.optimizer.buckets.kinds import version_of
 from adasum.optimizer.buckets.planning import Named
 from adasum.optimizer.buckets.reduction import Owners
 from adasum.optimizer.consistency.membership import Change
@@ -101,7 +100,13 @@ class OwnersMethod(GradientMethod):
         return self._adasum_owners.get(parameter, 0)
 
     def _wants(self, parameter: Tensor) -> bool:
-        return parameter is not self._adasum_overflow.substitute and super()._wants(parameter)
+        if parameter is self._adasum_overflow.substitute or not super()._wants(parameter):
+            return False
+        gradient = parameter.grad
+        left, _ = self._adasum_left.get(id(gradient), (None, None))
+        # Zeros in the place of the last step's, as by zero_grad(set_to_none=False), are this rank's
+        # alone: the others had nothing to zero.
+        return left is None or gradient is None or left() is not gradient or bool(gradient.any())
 
     def _follow(self, change: Change) -> None:
         """Follow a change of the parameters.
@@ -152,9 +157,12 @@ class OwnersMethod(GradientMethod):
         self._adasum_giving.clear()
         self._adasum_added = ""
         self._adasum_overflow.undo()
+        left = self._adasum_left
         super().zero_grad(*args, **kwargs)
         # By then those that have gone since the last call are in it.
         self._adasum_given.clear()
+        # To be told by `_wants` where they are zeros now.
+        self._adasum_left = left
 
     def _before_gradient(self, parameter: Tensor) -> None:
         """Note where backward adds to a gradient that was reduced, which this rank alone has.
@@ -163,11 +171,11 @@ class OwnersMethod(GradientMethod):
         zeroed before they are used.
         """
         gradient = parameter.grad
-        left, version = self._adasum_left.pop(id(gradient), (None, None))
+        left, _ = self._adasum_left.pop(id(gradient), (None, None))
         if left is None or gradient is None or gradient is not left():
             super()._before_gradient(parameter)
         # Somebody may have changed it, to zeros or to something else.
-        elif version is None or version_of(gradient) == version or bool(gradient.any()):
+        elif bool(gradient.any()):
             self._adasum_added = self._adasum_added or self._adasum_hooks.names[parameter]
 
     def _refuse_added(self) -> None:
@@ -207,6 +215,9 @@ class OwnersMethod(GradientMethod):
         if not self._adasum_to_owners:
             return members
         return sorted(members, key=lambda each: self._adasum_places[self._owner_of(each[1])])
+
+    def _gradients_everywhere(self, named: Sequence[Named]) -> list[Named]:
+        return []
 
     def _owners_of(self, parameters: Sequence[Tensor]) -> Owners:
         if not self._adasum_to_owners or self._adasum_settings.reducer.observer is not None:

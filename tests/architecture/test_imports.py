@@ -92,6 +92,7 @@ PRIVATE_WITH_REASON = {
     "torch.overrides._pop_mode_temporarily": "reductions in a step run outside of users' modes",
     "torch.utils._device": "the mode of torch.set_default_device, which may stay active for ever",
     "torch.autograd.Variable._execution_engine": "queue_callback, the only call at backward's end",
+    "torch.autograd.forward_ad._current_level": "whether forward mode is on, without a call for it",
     "torch.autograd.profiler._is_profiler_enabled": "names for a timeline are made only for one",
     "torch.optim.optimizer._global_optimizer_*_hooks": "torch lists them nowhere else",
     "torch.utils._python_dispatch._disable_current_modes": "reductions run outside of modes",

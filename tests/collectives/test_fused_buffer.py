@@ -53,6 +53,20 @@ def test_slots_are_aligned_and_shaped_as_the_tensors(shapes, dtype, permute):
         assert buffer_of(fused.tensors) is fused
 
 
+@pytest.mark.parametrize(
+    ("memory", "error", "text"),
+    [
+        (torch.empty(64, dtype=torch.float64), TypeError, r"of torch\.float32 as the tensors, got"),
+        (torch.empty(31), ValueError, r"at least 32 elements, got shape \(31,\)"),
+        (torch.empty(64, 1), ValueError, "memory must be 1-D"),
+        (torch.empty(128)[::2], ValueError, "memory must be contiguous"),
+    ],
+)
+def test_memory_that_cannot_be_the_buffer_raises_and_says_why(memory, error, text):
+    with pytest.raises(error, match=text):
+        FusedBuffer([torch.ones(3), torch.ones(4)], memory)
+
+
 def test_buffer_of_needs_all_slots_in_their_order():
     fused = FusedBuffer(draw(0))
     assert buffer_of(fused.tensors) is fused

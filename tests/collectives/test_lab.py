@@ -220,6 +220,8 @@ def test_schedule_is_drawn_on_axes() -> None:
     axes = figures.Figure().subplots()
     schedule = collectives.schedule("rechd", 6)
     assert schedule.draw(axes) is axes
+    with pytest.raises(TypeError, match="axes must be axes of matplotlib, got str"):
+        schedule.draw("ring.svg")
     ends = {(*text.xyann, *text.xy) for text in axes.texts}
     assert ends == {(m.step + 0.06, m.source, m.step + 0.94, m.target) for m in messages(schedule)}
     assert [label.get_text() for label in axes.get_yticklabels()] == [f"rank {r}" for r in range(6)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from collectives import Group, Max, Reducer, Sum
 from collectives.reducers import SumReducer
@@ -37,6 +39,11 @@ def group() -> Iterator[Group]:
     silent = Group(_Silent(), timeout=1.0, local_rank=0, local_size=2, topology=Topology(2, 2))
     yield silent
     silent.close()
+
+
+def _with_tangent(call: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return call(forward_ad.make_dual(tensor, torch.ones_like(tensor)))
 
 
 class _Uniform(Reducer):
@@ -141,6 +148,41 @@ CASES: dict[str, Case] = {
     ),
     "infinite": (lambda g, t: g.all_reduce(t, postscale=float("inf")), ValueError, "postscale"),
     "bool scale": (lambda g, t: g.all_reduce(t > 0, Max, prescale=0.5), TypeError, "factors"),
+    "made by autograd": (
+        lambda g, t: g.all_gather(t.requires_grad_() * 2),
+        ValueError,
+        r"tensor requires grad, .* pass tensor\.detach\(\), or use adasum's functions",
+    ),
+    "list made by autograd": (
+        lambda g, t: g.grouped_all_reduce([t.requires_grad_() * 2]),
+        ValueError,
+        r"tensors\[0\] requires grad",
+    ),
+    "tangent": (
+        lambda g, t: _with_tangent(g.reduce_scatter, t),
+        ValueError,
+        r"tensor has a tangent, .* pass forward_ad\.unpack_dual\(tensor\)\.primal",
+    ),
+    "scale of integers": (
+        lambda g, t: g.all_reduce(t.to(torch.int64), prescale=-(2.0**63)),
+        ValueError,
+        r"prescale must lie within ±9\.223e\+18 for torch\.int64, got -9\.22",
+    ),
+    "scale of a byte": (
+        lambda g, t: g.reduce_scatter(t.to(torch.uint8), postscale=256.0),
+        ValueError,
+        r"postscale must lie within ±255 for torch\.uint8, got 256",
+    ),
+    "scale beyond float32": (
+        lambda g, t: g.grouped_all_reduce([t.bfloat16()], Sum, postscale=1e50),
+        ValueError,
+        r"postscale must lie within ±3\.403e\+38 for torch\.bfloat16",
+    ),
+    "scale of complex": (
+        lambda g, t: g.all_reduce_init(t.to(torch.complex64), prescale=1e39),
+        ValueError,
+        r"prescale must lie within ±3\.403e\+38 for torch\.complex64",
+    ),
     "segments end": (lambda g, t: g.all_reduce(t, segments=(0, 5)), ValueError, "end at .* 6"),
     "segments order": (lambda g, t: g.all_reduce(t, segments=(0, 4, 2, 6)), ValueError, "descend"),
     "segments type": (
@@ -228,6 +270,23 @@ def test_all_reduce_of_a_leaf_that_requires_grad_is_in_place() -> None:
     leaf = torch.ones(3, requires_grad=True)
     group.all_reduce(leaf, Sum, prescale=2.0)
     assert torch.equal(leaf.detach(), torch.full((3,), 2.0)) and leaf.requires_grad
+    group.all_reduce(leaf[1:], Sum, prescale=2.0)
+    assert leaf.tolist() == [2.0, 4.0, 4.0]
+    with torch.no_grad():
+        group.all_reduce(leaf * 2, Sum)
+    made = leaf * 2
+    with torch.no_grad():
+        group.all_reduce(made, Sum)
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.int8, 127.0), (torch.float64, 1e300), (torch.complex128, 1e300)]
+)
+def test_the_largest_factors_of_a_dtype_multiply(dtype: torch.dtype, factor: float) -> None:
+    group = Group(ThreadWorld(1).transport(0), timeout=1.0, local_rank=0, local_size=1)
+    result = group.all_reduce(torch.ones(2, dtype=dtype), Sum, prescale=factor)
+    assert torch.equal(result, torch.full((2,), factor, dtype=dtype))
     group.close()
 
 

@@ -27,6 +27,7 @@ _VARIABLE = "ADASUM_CHECK_PARAMETERS"
 # What errors call the comparison: on ranks that do not agree on it, too.
 _CALL = f"check of the parameters, by check_parameters or {_VARIABLE}"
 _CALL_AGAIN = "running check of the parameters, by check_every"
+_CALL_KEPT = "check of the last step's gradients: call optimizer.zero_grad() between two steps"
 _OUT = f"check_parameters=False or {_VARIABLE}=0 leaves this check out"
 # Of a running check, so that it takes some milliseconds; of models larger than that each compares
 # the next part.
@@ -63,13 +64,14 @@ def require_equal_parameters(
     settings: Sequence[Setting] = (),
     when: str = "before their first reduction",
     call: str = _CALL,
+    what: str = "parameters",
 ) -> bool:
     """Raise on every rank where ranks have not the same parameters, bit for bit; collective.
 
     Returns whether all ranks took part: those that have joined do not. `named` is in an order that
     is the same on all ranks; `fix` returns what the error says can be done about the first
-    parameter that differs; `settings` are (name, value) of what else must be the same; `when` and
-    `call` say, for errors, when parameters differ and what the comparison is called.
+    parameter that differs; `settings` are (name, value) of what else must be the same; `when`,
+    `call` and `what` say, for errors, when they differ, what the comparison is called and of what.
     CollectiveMismatchError: names the first setting or parameter that differs.
     """
     rows = describe_parameters(named)
@@ -82,7 +84,9 @@ def require_equal_parameters(
     difference = _differing_setting({rank: each[0] for rank, each in by_rank.items()}, when)
     if not difference:
         found = {rank: each[1] for rank, each in by_rank.items()}
-        difference = _differing_parameter(found, when, lambda i: fix(named[i][1]))
+        difference = _differing_parameter(
+            found, f"{what} differ {when}", lambda i: fix(named[i][1])
+        )
     raise CollectiveMismatchError(difference)
 
 
@@ -105,7 +109,7 @@ def _differing_setting(by_rank: dict[int, list[list[str]]], when: str) -> str:
 
 
 def _differing_parameter(
-    by_rank: dict[int, list[list[str]]], when: str, fix: Callable[[int], str]
+    by_rank: dict[int, list[list[str]]], what: str, fix: Callable[[int], str]
 ) -> str:
     """Return how the ranks' parameters differ, as `describe_parameters` describes them."""
     first, *others = by_rank
@@ -129,11 +133,16 @@ def _differing_parameter(
                 "the same way on every rank"
             )
     differ = [i for i, row in enumerate(rows) if any(by_rank[rank][i] != row for rank in others)]
+    if not differ:
+        return (
+            f"the ranks' {what}, and did not a moment later: their threads train over one group at "
+            "the same time, and have met each other's messages. Train in one thread, or give one "
+            "optimizer a process_set"
+        )
     ranks = [rank for rank in others if by_rank[rank][differ[0]] != rows[differ[0]]]
     return (
-        f"the ranks' parameters differ {when}: {rows[differ[0]][0]} on ranks {ranks} is not what "
-        f"it is on rank {first} ({len(differ)} of {len(rows)} parameters differ)"
-        f"{fix(differ[0])}"
+        f"the ranks' {what}: {rows[differ[0]][0]} on ranks {ranks} is not what it is on rank "
+        f"{first} ({len(differ)} of {len(rows)} parameters differ){fix(differ[0])}"
     )
 
 
@@ -232,6 +241,26 @@ class ParameterCheck:
             settings=self._settings(),
             when=f"after {self._steps} steps",
             call=_CALL_AGAIN,
+        )
+
+    def run_on_kept(self, gradients: Sequence[Named]) -> None:
+        """Compare gradients that the last step has left and this one steps by again; collective.
+
+        They were equal, but what is written by way of `.data` or NumPy torch does not count.
+        CollectiveMismatchError: on every rank, where they differ.
+        """
+        if _is_capturing(gradient for _, gradient in gradients):
+            return
+        require_equal_parameters(
+            self._group,
+            gradients,
+            fix=lambda _: (
+                ". Without a backward since the last step, what was written to it by way of .data "
+                "or NumPy is not reduced: write by copy_(), or call optimizer.zero_grad() before"
+            ),
+            when="in a step without a backward",
+            call=_CALL_KEPT,
+            what="gradients",
         )
 
     def _next_part(self) -> list[Named]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import adasum as hvd
-from collectives import Group, run_threads
+from collectives import CollectiveMismatchError, Group, run_threads
 
 WAYS: dict[str, dict[str, Any]] = {
     "average": {"op": hvd.Average},
@@ -266,6 +266,68 @@ def test_a_second_step_without_backward_steps_by_the_same_gradients(way: str) ->
     want = torch.cat([p.detach().reshape(-1) for p in models[0].parameters()])
     for got in run_threads(SIZE, run):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("how", ["data", "swapped", "numpy"])
+@pytest.mark.parametrize("way", ["average", "sum", "apart"])
+def test_gradients_written_where_torch_counts_nothing_raise_unless_reduced(
+    way: str, how: str
+) -> None:
+    def write(model: Heads, rank: int, step: int) -> None:
+        parameters = list(model.parameters())
+        loss = model.loss(rank, step) + model.loss(rank, step, 1)
+        gradients = torch.autograd.grad(loss, parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(gradient)
+            if how == "data":
+                parameter.grad.data.copy_(gradient)
+            elif how == "swapped":
+                parameter.grad.data = gradient.clone()
+            else:
+                parameter.grad.numpy()[...] = gradient.numpy()
+
+    def run(group: Group) -> Tensor:
+        model = Heads()
+        optimizer: Any = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **WAYS[way])
+        for step in range(2):
+            optimizer.zero_grad()
+            write(model, group.rank, step)
+            optimizer.step()
+        write(model, group.rank, 2)
+        with pytest.raises(CollectiveMismatchError, match=r"gradients differ .* heads\.1\.bias on"):
+            optimizer.step()
+        optimizer.zero_grad()
+        write(model, group.rank, 3)
+        optimizer.step()
+        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+    first, other = run_threads(SIZE, run)
+    assert torch.equal(first, other)
+
+
+@pytest.mark.parametrize("change", ["zeroed", "not zeroed"])
+def test_owners_gradients_zeroed_where_torch_counts_nothing_may_be_added_to(change: str) -> None:
+    def run(group: Group, way: str) -> Tensor:
+        model = Heads()
+        optimizer: Any = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), algorithm="rechd", **WAYS[way]
+        )
+        for step in range(3):
+            for parameter in model.parameters():
+                if parameter.grad is not None and change == "zeroed":
+                    parameter.grad.data.zero_()
+            (model.loss(group.rank, step) + model.loss(group.rank, step, 1)).backward()
+            if step and change == "not zeroed":
+                with pytest.raises(hvd.OptimizerOrderError, match="has added to the gradient of"):
+                    optimizer.step()
+                break
+            optimizer.step()
+        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+    owners = run_threads(SIZE, lambda group: run(group, "owners"))
+    if change == "zeroed":
+        assert torch.equal(owners[0], run_threads(SIZE, lambda group: run(group, "average"))[0])
 
 
 def test_a_kept_detached_gradient_of_a_bucket_of_one_keeps_its_values_apart() -> None:

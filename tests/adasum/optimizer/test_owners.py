@@ -361,6 +361,30 @@ def test_backward_of_a_generator_may_reach_its_discriminator(size: int) -> None:
         assert torch.equal(got, wanted[0])
 
 
+@pytest.mark.parametrize(("size", "by_model"), [(2, True), (2, False), (5, False)])
+def test_parameters_frozen_after_gradients_were_zeroed_in_place_step_by_zeros(
+    size: int, by_model: bool
+) -> None:
+    """As without owners: momentum moves them, though no backward has reached them."""
+
+    def job(group: collectives.Group, mode: str | None) -> Tensor:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(
+            OPTIMIZERS["momentum"](model.parameters()), mode=mode, algorithm="rechd"
+        )
+        for step in range(6):
+            (model if by_model else optimizer).zero_grad(set_to_none=False)
+            for i, parameter in enumerate(model.parameters()):
+                parameter.requires_grad_((i + step) % 3 > 0)
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+        return flat(model)
+
+    wanted = collectives.run_threads(size, lambda group: job(group, None))
+    for got in collectives.run_threads(size, lambda group: job(group, "owners")):
+        assert torch.equal(got, wanted[0])
+
+
 def test_step_by_a_gradient_that_was_added_to_is_refused() -> None:
     def job(group: collectives.Group) -> None:
         model = make_model()

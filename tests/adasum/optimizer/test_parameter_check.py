@@ -195,6 +195,24 @@ def test_parameters_that_differ_in_bits_alone_raise_naming_the_first(
     assert "this one on ranks [2] is not what it is on rank 0" in texts[0]
 
 
+def test_parameters_that_differ_in_the_first_message_alone_raise_naming_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def job(group: Group) -> None:
+        gather, met = group.all_gather_bytes, []
+
+        def of_another_thread(payload: bytes, *, name: str | None = None) -> list[bytes]:
+            met.append(name)
+            mixed = payload + bytes([group.rank]) if len(met) == 1 else payload
+            return gather(mixed, name=name)
+
+        monkeypatch.setattr(group, "all_gather_bytes", of_another_thread)
+        with pytest.raises(CollectiveMismatchError, match="their threads train over one group"):
+            require_equal_parameters(group, [("a", torch.ones(2))])
+
+    run_threads(2, job)
+
+
 def test_parameters_in_another_order_or_number_raise_saying_so() -> None:
     def job(group: Group) -> list[str]:
         pairs = [("a", torch.ones(2, 2)), ("b", torch.ones(2, 2))]
