@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+import collectives
 from collectives import Group, Max, Reducer, Sum
 from collectives.reducers import SumReducer
 from collectives.schedules.topology import Topology
@@ -234,3 +236,18 @@ def test_all_reduce_of_a_leaf_that_requires_grad_is_in_place() -> None:
 def test_group_of_a_bad_timeout_raises() -> None:
     with pytest.raises(ValueError, match="timeout"):
         Group(ThreadWorld(1).transport(0), timeout=-1.0, local_rank=0, local_size=1)
+
+
+PURE: dict[str, Callable[[Any], Any]] = {
+    "indices": collectives.extract_ranges,
+    "local_order": lambda bad: collectives.ring_permutations(1, 1, bad),
+    "tensors": lambda bad: collectives.buffer_of([torch.ones(2), bad]),
+    "fn": lambda bad: collectives.run_threads(2, bad),
+}
+
+
+@pytest.mark.parametrize("argument", PURE)
+@pytest.mark.parametrize("bad", [None, 5, [1.5]])
+def test_argument_of_another_type_is_named(argument: str, bad: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{argument}(\[1\]|'s members)? must be a[ n]"):
+        PURE[argument](bad)
