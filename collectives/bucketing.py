@@ -6,6 +6,7 @@ limited by memory and by number are those of Paddle's fused all-reduce.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -58,6 +59,7 @@ def extract_ranges(
         [first, last] of each run, and the indices that stand alone.
 
     Raises:
+        TypeError: The indices are no ints.
         ValueError: The indices do not ascend, or the limit is below 1.
 
     Examples:
@@ -65,8 +67,12 @@ def extract_ranges(
         ([[3, 4], [6, 9]], [1])
     """
     validation.integer("range_size_limit", range_size_limit, 1)
+    try:
+        checked = [*map(operator.index, indices)]
+    except TypeError as error:
+        raise TypeError(f"indices must be a list of ints: {error}") from None
     ranges: list[list[int]] = []
-    for index in indices:
+    for index in checked:
         if ranges and index <= ranges[-1][1]:
             raise ValueError(f"indices must ascend, got {index} after {ranges[-1][1]}")
         fits = ranges and index - ranges[-1][0] < range_size_limit

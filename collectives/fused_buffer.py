@@ -102,7 +102,13 @@ def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
     validation.instance("tensors[0]", tensors[0], Tensor, "a torch.Tensor")
     if tensors[0].layout is not torch.strided:
         return None
-    found = _buffers.get(_slots_key(tensors))
+    try:
+        found = _buffers.get(_slots_key(tensors))
+    except TypeError:
+        # Looked at only here: a model has hundreds of tensors, and all but a mistake are some.
+        for i, tensor in enumerate(tensors):
+            validation.instance(f"tensors[{i}]", tensor, Tensor, "a torch.Tensor")
+        raise
     if found is None or found.addresses != [tensor.data_ptr() for tensor in tensors]:
         return None
     return found

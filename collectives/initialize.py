@@ -347,6 +347,8 @@ def run_threads(
         >>> collectives.run_threads(3, lambda group: group.rank)
         [0, 1, 2]
     """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function of a Group, got {type(fn).__name__}")
     groups = _thread_groups(size, timeout, size if local_size is None else local_size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []

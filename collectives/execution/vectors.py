@@ -12,6 +12,7 @@ from collectives.execution.context import Workspace
 from collectives.fused_buffer import buffer_of, memory_of
 from collectives.reducers import as_real, kernels
 from kernels import Layout
+from kernels.validation import PLAIN
 
 Tensor = torch.Tensor
 
@@ -98,6 +99,8 @@ def vector_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Vect
         return Vector([flatten(first)], first.numel(), dtype, segments)
     if dtype not in kernels.DTYPES:
         return None
+    if not PLAIN.issuperset(map(type, tensors)):
+        tensors = [*map(as_plain, tensors)]
     fused = buffer_of(tensors)
     if fused is not None:
         buffer, segments = fused.buffer, fused.layout.segments
@@ -122,5 +125,14 @@ def multiply(tensor: Tensor, factor: float) -> None:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's elements in one dimension, apart from autograd."""
+    """Return a contiguous tensor's elements in one dimension, plain and apart from autograd."""
+    if type(tensor) not in PLAIN:
+        tensor = as_plain(tensor)
     return tensor.detach().view(-1)
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """Return a subclass's tensor as what it is in memory: kernels take no class that adds to it."""
+    # Else the class makes the result one of its own.
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)

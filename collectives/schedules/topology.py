@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from collectives import validation
@@ -44,7 +44,7 @@ class Topology:
                 f"local_size {self.local_size} does not divide size {self.size}: "
                 "every node must hold as many ranks"
             )
-        order = tuple(self.local_order) or tuple(range(self.local_size))
+        order = _order(self.local_order) or tuple(range(self.local_size))
         _require_order(order, self.local_size)
         object.__setattr__(self, "local_order", order)
 
@@ -126,7 +126,7 @@ def ring_permutations(
         >>> collectives.ring_permutations(num_nodes=2, shards=1, local_order=[0, 1, 2])
         ([[5, 0, 1, 2, 3, 4]], [[0, 1, 2, 3, 4, 5]])
     """
-    orders = _ring_orders(num_nodes, shards, tuple(local_order))
+    orders = _ring_orders(num_nodes, shards, _order(local_order))
     pred = [[0] * len(order) for order in orders]
     position = [[0] * len(order) for order in orders]
     for shard, order in enumerate(orders):
@@ -161,6 +161,11 @@ def _ring_orders(
 def _text(ranks: Sequence[int]) -> str:
     """Return how an error names ranks, in ascending order: a run of them by its ends."""
     return f"rank{'s' if len(ranks) > 1 else ''} {compact(ranks)}"
+
+
+def _order(order: Sequence[int]) -> tuple[int, ...]:
+    validation.instance("local_order", order, Iterable, "a list of ranks")
+    return tuple(order)
 
 
 def _require_order(order: tuple[int, ...], size: int) -> None:

@@ -304,6 +304,32 @@ def test_parameters_buffers_and_plain_subclasses_are_taken() -> None:
     run_threads(2, job)
 
 
+REDUCTIONS: dict[str, Callable[[Group, list[Tensor]], Any]] = {
+    "small": lambda group, tensors: group.all_reduce(tensors[0], adasum.Adasum),
+    "large": lambda group, tensors: group.all_reduce(tensors[1], adasum.Adasum),
+    "messages": lambda group, tensors: group.all_reduce(tensors[1], adasum.Adasum, algorithm="rd"),
+    "order": lambda group, tensors: group.all_reduce(tensors[0], order="tree"),
+    "grouped": lambda group, tensors: group.grouped_all_reduce(tensors, Average)[1],
+    "slices": lambda group, tensors: group.reduce_scatter(tensors[1], adasum.Adasum),
+    "owners": lambda group, tensors: group.reduce_to_owners(tensors, owners=[1, 0]),
+    "owned": lambda group, tensors: group.broadcast_from_owners(tensors, owners=[1, 0])[1],
+}
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_plain_subclasses_reduce_to_the_bits_of_tensors(kind: str, size: int) -> None:
+    def job(group: Group) -> None:
+        whole = torch.randn(70_010, generator=torch.Generator().manual_seed(group.rank))
+        plain, own = list(whole.clone().split(70_000)[::-1]), list(whole.split(70_000)[::-1])
+        want = REDUCTIONS[kind](group, plain)
+        got = REDUCTIONS[kind](group, [tensor.as_subclass(Plain) for tensor in own])
+        assert torch.equal(torch.as_tensor(got), torch.as_tensor(want))
+        assert all(map(torch.equal, own, plain))
+
+    run_threads(size, job)
+
+
 SPLITS: dict[str, Any] = {
     "sum": [2**62, 2**62, 2**62, 2**62],
     "tensor": torch.tensor([2**62] * 4),

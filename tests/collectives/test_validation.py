@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+import collectives
 from collectives import Group, Max, Reducer, Sum
 from collectives.reducers import SumReducer
 from collectives.schedules.topology import Topology
@@ -293,3 +294,18 @@ def test_the_largest_factors_of_a_dtype_multiply(dtype: torch.dtype, factor: flo
 def test_group_of_a_bad_timeout_raises() -> None:
     with pytest.raises(ValueError, match="timeout"):
         Group(ThreadWorld(1).transport(0), timeout=-1.0, local_rank=0, local_size=1)
+
+
+PURE: dict[str, Callable[[Any], Any]] = {
+    "indices": collectives.extract_ranges,
+    "local_order": lambda bad: collectives.ring_permutations(1, 1, bad),
+    "tensors": lambda bad: collectives.buffer_of([torch.ones(2), bad]),
+    "fn": lambda bad: collectives.run_threads(2, bad),
+}
+
+
+@pytest.mark.parametrize("argument", PURE)
+@pytest.mark.parametrize("bad", [None, 5, [1.5]])
+def test_argument_of_another_type_is_named(argument: str, bad: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{argument}(\[1\]|'s members)? must be a[ n]"):
+        PURE[argument](bad)

@@ -297,6 +297,7 @@ def _plain(values: Any) -> Any:
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put all this in the place of torch.cuda, NCCL and the kernels, with nothing noted yet."""
     import kernels
+    from collectives.execution import vectors
 
     machine.__init__()  # type: ignore[misc]
     cuda = torch.cuda
@@ -326,3 +327,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         kernels, "layout_of", lambda tensors, **options: layout_of(_plain(tensors), **options)
     )
+    # A tensor on a GPU is a plain one.
+    monkeypatch.setattr(vectors, "as_plain", lambda tensor: tensor)
