@@ -49,6 +49,9 @@ class Work(Generic[T_co]):
     interrupts the call. The communication thread may keep a reference to the tensors until it runs
     the next call.
 
+    Until `wait()` returns the tensors must keep their values, shapes and memory, as in torch's own
+    collectives: a storage that is resized meanwhile may end the process.
+
     Examples:
         >>> def overlapped(group):
         ...     work = group.all_reduce(torch.ones(2), async_op=True)

@@ -46,7 +46,7 @@ class BackwardHooks:
     `buckets` are the same pairs in the order in which they start. one_rank: count only, there is
     nobody to reduce with; early: start buckets while backward runs, and not only in `synchronize`;
     final: let backward return only when what it started is done, so that the gradients it leaves
-    are final; before: call the optimizer before backward gives a parameter on the CPU its gradient;
+    are final; before: whether to call the optimizer before backward gives a parameter its gradient;
     tree: adds the gradients of several passes, in place of autograd.
     """
 
@@ -60,7 +60,7 @@ class BackwardHooks:
         one_rank: bool = False,
         early: bool = False,
         final: bool = False,
-        before: bool = False,
+        before: Callable[[Tensor], bool] = lambda _: False,
         tree: PassTree | None = None,
     ) -> None:
         self.passes = passes
@@ -78,7 +78,7 @@ class BackwardHooks:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
         me = weakref.ref(self)
-        self._hooks = ParameterHooks(_after(me), _before(me) if before else None)
+        self._hooks = ParameterHooks(_after(me), _before(me), before)
         # Those that the optimizer has no longer, until `restart`.
         self._gone: set[Tensor] = set()
         self._in_flight = InFlight()

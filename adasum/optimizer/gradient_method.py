@@ -94,6 +94,10 @@ class GradientMethod(DistributedMixin):
     def _wants(self, parameter: Tensor) -> bool:
         return parameter.grad is not None and not self._is_left(parameter)
 
+    @staticmethod
+    def _wants_before(parameter: Tensor) -> bool:
+        return parameter.is_cpu
+
     def _before_gradient(self, parameter: Tensor) -> None:
         # Zeros that are added to would change the sign of a zero that is a leaf of the tree.
         if not self._adasum_settings.reducer.op.ordered:

@@ -164,6 +164,10 @@ class OwnersMethod(GradientMethod):
         # To be told by `_wants` where they are zeros now.
         self._adasum_left = left
 
+    @staticmethod
+    def _wants_before(parameter: Tensor) -> bool:
+        return True
+
     def _before_gradient(self, parameter: Tensor) -> None:
         """Note where backward adds to a gradient that was reduced, which this rank alone has.
 
@@ -173,7 +177,8 @@ class OwnersMethod(GradientMethod):
         gradient = parameter.grad
         left, _ = self._adasum_left.pop(id(gradient), (None, None))
         if left is None or gradient is None or gradient is not left():
-            super()._before_gradient(parameter)
+            if super()._wants_before(parameter):
+                super()._before_gradient(parameter)
         # Somebody may have changed it, to zeros or to something else.
         elif bool(gradient.any()):
             self._adasum_added = self._adasum_added or self._adasum_hooks.names[parameter]

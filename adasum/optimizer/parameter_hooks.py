@@ -17,16 +17,20 @@ from adasum.optimizer.errors import swapped
 class ParameterHooks:
     """Hooks on parameters, removed when this is dropped.
 
-    `after` is called with a parameter when backward has accumulated its gradient, `before` with one
-    on the CPU when the accumulation begins. They must hold neither an optimizer nor a parameter:
-    torch's hooks are seen by no garbage collector.
+    `after` is called with a parameter when backward has accumulated its gradient, `before` when the
+    accumulation begins, with one for which `wants_before`. They must hold neither an optimizer nor
+    a parameter: torch's hooks are seen by no garbage collector.
     """
 
     def __init__(
-        self, after: Callable[[Tensor], None], before: Callable[[Tensor], None] | None
+        self,
+        after: Callable[[Tensor], None],
+        before: Callable[[Tensor], None],
+        wants_before: Callable[[Tensor], bool],
     ) -> None:
         self._after = after
         self._before = before
+        self._wants_before = wants_before
         self._handles: dict[Tensor, list[RemovableHandle]] = {}
         # Those for which `before` is called.
         self._by_id: dict[int, Tensor] = {}
@@ -42,7 +46,7 @@ class ParameterHooks:
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         for parameter in parameters:
             handles = [parameter.register_post_accumulate_grad_hook(self._after)]
-            if self._before is not None and parameter.is_cpu:
+            if self._wants_before(parameter):
                 self._by_id[id(parameter)] = parameter
                 handles.append(parameter.register_hook(_before_accumulation(self, parameter)))
             self._handles[parameter] = handles
@@ -91,8 +95,7 @@ def _before_accumulation(
 
         def on_accumulation(_: object) -> None:
             handle.remove()
-            if before is not None:
-                before(parameter)
+            before(parameter)
 
         handle = get_gradient_edge(parameter).node.register_prehook(on_accumulation)
 

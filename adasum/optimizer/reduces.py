@@ -26,8 +26,13 @@ class Reduces:
     def _densify(self, named: Sequence[Named]) -> None:
         """Make gradients dense where `sparse_as_dense` asks for it, on one rank too."""
 
+    @staticmethod
+    def _wants_before(parameter: Tensor) -> bool:
+        """Return whether `_before_gradient` is to be called for this parameter."""
+        return False
+
     def _before_gradient(self, parameter: Tensor) -> None:
-        """Prepare a parameter on the CPU for the accumulation of its gradient."""
+        """Prepare a parameter for the accumulation of its gradient."""
 
     def _wants(self, parameter: Tensor) -> bool:
         """Return whether a parameter that is not trainable is to be reduced all the same.

@@ -60,7 +60,7 @@ def wrap(
         one_rank=settings.one_rank,
         early=method._adasum_early and not settings.one_rank,
         final=method._adasum_final,
-        before=issubclass(method, GradientMethod) and not settings.one_rank,
+        before=(lambda _: False) if settings.one_rank else method._wants_before,
         tree=_pass_tree(settings) if issubclass(method, GradientMethod) else None,
     )
     _keep_scheduler_patch(wrapper)

@@ -7,8 +7,8 @@ from concurrent import futures
 import pytest
 import torch
 
-from adasum import Adasum
-from collectives import Reducer, Sum
+from adasum import Adasum, DistributedOptimizer, OptimizerOrderError
+from collectives import Group, Reducer, Sum, run_threads
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.schedules import recursive_doubling, recursive_halving, ring
@@ -80,3 +80,22 @@ def test_adasum_of_segments(make, dtype, size):
         error = definition.relative_error(answers[0][low:high], expected)
         assert error <= definition.tolerance(dtype)
     assert all(torch.equal(answer, answers[0]) for answer in answers)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_owners_refuse_gradients_that_backward_has_added_to(size):
+    def train(group: Group) -> None:
+        # Each rank owns one.
+        parameters = [torch.nn.Parameter(torch.ones(8, device=DEVICE)) for _ in range(size)]
+        named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
+        plain = torch.optim.SGD(parameters, lr=0.1)
+        optimizer = DistributedOptimizer(plain, named, mode="owners")
+        for step in range(2):
+            torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
+            if step:
+                with pytest.raises(OptimizerOrderError, match="has added to the gradient of"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+    run_threads(size, train)
