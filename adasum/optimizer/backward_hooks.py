@@ -232,6 +232,8 @@ class BackwardHooks:
     def _on_gradient(self, parameter: Tensor) -> None:
         if parameter not in self._counts or self._newer(parameter):
             return
+        if self._hooks.comes_again(parameter):
+            return
         with self._lock:
             self._counts[parameter] += 1
             self._refuse_untimely(parameter)

@@ -46,10 +46,10 @@ def reduced_twice(name: str) -> OptimizerOrderError:
 def changed_under_way(name: str) -> OptimizerOrderError:
     """Return the error of a gradient that somebody changed after its bucket was sent."""
     return OptimizerOrderError(
-        f"the gradient of {name} was changed while it was being reduced, as by a hook of "
-        "register_post_accumulate_grad_hook that was registered after DistributedOptimizer was "
-        "made: register it before, change gradients after backward (not with "
-        "step_in_backward=True), or in a hook of optimizer.register_step_pre_hook"
+        f"the gradient of {name} was changed while it was being reduced, as by a hook of another "
+        "parameter: change it in its own hook, by register_post_accumulate_grad_hook, after "
+        "backward (not with step_in_backward=True), or in a hook of "
+        "optimizer.register_step_pre_hook"
     )
 
 

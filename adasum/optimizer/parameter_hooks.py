@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,27 @@ class ParameterHooks:
                 weakref.finalize(self, handle.remove)
             if swaps:
                 self._accumulators[parameter] = get_gradient_edge(parameter).node
+
+    def comes_again(self, parameter: Tensor) -> bool:
+        """Return whether `after`, which is being called, will be once more in this accumulation.
+
+        That is behind hooks that others have put on the parameter since. What they write through
+        `.data` to a gradient that is being reduced torch counts nowhere.
+        """
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        number = self._handles[parameter][0].id if parameter in self._handles else None
+        if number not in hooks or next(reversed(hooks)) == number:
+            return False
+        # Not move_to_end(): autograd reads it as a dict, in the order of insertion.
+        hooks[number] = hooks.pop(number)
+        after = self._after
+
+        def behind(*_: object) -> None:
+            handle.remove()
+            after(parameter)
+
+        handle = get_gradient_edge(parameter).node.register_hook(behind)
+        return True
 
     def remove(self, parameter: Tensor) -> None:
         """Remove a parameter's hooks, if it has any."""

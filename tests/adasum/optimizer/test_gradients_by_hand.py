@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -502,25 +503,66 @@ def test_groups_stepped_one_after_the_other_take_the_gradients_of_one_backward(w
         assert got is None or torch.equal(got, want)
 
 
-@pytest.mark.parametrize("how", ["replaced", "in place", "data"])
-@pytest.mark.parametrize("way", ["average", "apart", "step in backward"])
-def test_a_late_hook_that_changes_a_gradient_in_any_way_raises(way: str, how: str) -> None:
+def _halve(parameter: Tensor, how: str) -> None:
+    gradient = parameter.grad
+    assert gradient is not None
+    if how == "replaced":
+        parameter.grad = gradient * 0.5
+    elif how == "in place":
+        gradient.mul_(0.5)
+    elif how == "data":
+        gradient.data = gradient.data * 0.5
+    elif how == "data in place":
+        gradient.data.mul_(0.5)
+    else:
+        gradient.numpy()[:] *= 0.5
+
+
+@pytest.mark.parametrize("how", ["replaced", "in place", "data", "data in place", "numpy"])
+@pytest.mark.parametrize("way", ["average", "apart", "owners", "step in backward"])
+def test_a_late_hook_may_change_a_gradient_in_any_way(way: str, how: str) -> None:
     options = WAYS.get(way, {"op": hvd.Adasum, "step_in_backward": True})
 
-    def run(group: Group) -> None:
+    def run(group: Group, early: bool) -> Tensor:
         model = Heads()
-        optimizer: Any = hvd.DistributedOptimizer(sgd(model), **options)
 
-        def clip(parameter: Tensor) -> None:
-            if how == "replaced":
-                parameter.grad = parameter.grad * 0.5
-            elif how == "in place":
-                parameter.grad.mul_(0.5)
-            else:
-                parameter.grad.data = parameter.grad.data * 0.5
+        def register() -> None:
+            for each in model.parameters():
+                each.register_post_accumulate_grad_hook(lambda p: _halve(p, how))
+
+        if early:
+            register()
+        optimizer: Any = hvd.DistributedOptimizer(sgd(model), **options)
+        if not early:
+            register()
+        for step in range(2):
+            (model.loss(group.rank, step) + model.loss(group.rank, step, 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+    early, late = (run_threads(SIZE, partial(run, early=early))[0] for early in (True, False))
+    assert torch.equal(early, late)
+
+
+@pytest.mark.parametrize("how", ["replaced", "in place", "data"])
+@pytest.mark.parametrize("way", ["average", "apart"])
+def test_a_hook_that_changes_another_parameters_gradient_too_late_raises(
+    way: str, how: str
+) -> None:
+    def run(group: Group) -> None:
+        model, first = Heads(), []
+        # A bucket each.
+        groups = [[each] for each in model.parameters()]
+        optimizer: Any = hvd.DistributedOptimizer(sgd(model), groups=groups, **WAYS[way])
+
+        def change(parameter: Tensor) -> None:
+            if first and parameter is not first[0]:
+                _halve(first[0], how)
+            first.append(parameter)
 
         for each in model.parameters():
-            each.register_post_accumulate_grad_hook(clip)
+            each.register_post_accumulate_grad_hook(change)
 
         def backward_and_step() -> None:
             (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
