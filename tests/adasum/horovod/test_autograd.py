@@ -234,12 +234,14 @@ def test_overwriting_what_autograd_has_saved_is_its_error(local_size: int) -> No
 
 
 def test_tangents_of_forward_mode_are_refused_where_they_would_be_lost() -> None:
-    hvd.init()
-    x = torch.ones(1, 2)
-    calls = (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter, hvd.allreduce_)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, torch.ones_like(x))
-        for call in (*calls, lambda tensor: hvd.broadcast(tensor, 0)):
-            with pytest.raises(ValueError, match="tensor has a tangent"):
-                call(dual)
-        assert torch.equal(hvd.allreduce(x), x)
+    def work(group: Group) -> None:
+        x = torch.ones(1, 2)
+        calls = (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter, hvd.allreduce_)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            for call in (*calls, lambda tensor: hvd.broadcast(tensor, 0)):
+                with pytest.raises(ValueError, match="tensor has a tangent"):
+                    call(dual)
+            assert torch.equal(hvd.allreduce(x), x)
+
+    run_threads(1, work)
