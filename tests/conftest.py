@@ -197,10 +197,11 @@ def _leave_to_ci(items: list[pytest.Item]) -> None:
 
 
 def spare(names: list[str]) -> list[str]:
-    """Return the parametrizations of a test without which every value occurs in QUICK or more.
+    """Return the parametrizations of a test that `make test` leaves out.
 
-    One after the other is kept, that with the value that is rarest in those before; of several the
-    first by a hash, lest all tests that have the same parameters combine them in the same way.
+    Those that stay have every value of every parameter, and are QUICK at least. They are chosen one
+    after the other, next the one whose values are rarest among those chosen; of several the first
+    by a hash, lest all tests that have the same parameters combine them in the same way.
     """
     values = {name: [*enumerate(name.partition("[")[2].split("-"))] for name in names}
     missing = {value for each in values.values() for value in each}

@@ -68,6 +68,18 @@ def messages(group: Group) -> list[str]:
     return steps
 
 
+def expect_bits_of_messages(
+    size: int, job: Callable[[Group], list[Tensor]], sent: set[bool], by_messages: Any
+) -> None:
+    """Run a job in shared memory and by messages. sent: Where it notes whether it sent any."""
+    shared = run_threads(size, job)
+    assert sent == {False}
+    by_message = by_messages(size, job)
+    assert sent == {False, True}
+    for mine in (*shared, *by_message):
+        assert all(map(torch.equal, mine, shared[0]))
+
+
 def draw(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(100 * seed + rank)
     if dtype.is_complex:
@@ -111,12 +123,7 @@ def test_sums_in_pieces_have_the_bits_of_messages(size: int, by_messages: Any) -
         sent.add(bool(steps))
         return answers
 
-    shared = run_threads(size, job)
-    assert sent == {False}
-    by_message = by_messages(size, job)
-    assert sent == {False, True}
-    for mine in (*shared, *by_message):
-        assert all(map(torch.equal, mine, shared[0]))
+    expect_bits_of_messages(size, job, sent, by_messages)
 
 
 @pytest.mark.usefixtures("small_buffers")
@@ -229,12 +236,7 @@ def test_adasum_in_pieces_has_the_bits_of_messages(size: int, by_messages: Any) 
         sent.add(bool(steps))
         return answers
 
-    shared = run_threads(size, job)
-    assert sent == {False}
-    by_message = by_messages(size, job)
-    assert sent == {False, True}
-    for mine in (*shared, *by_message):
-        assert all(map(torch.equal, mine, shared[0]))
+    expect_bits_of_messages(size, job, sent, by_messages)
 
 
 @pytest.mark.usefixtures("small_slots")
