@@ -206,11 +206,16 @@ def emulated(
 
         def run(x: int, y: int, z: int, *rest: Any) -> None:
             assert (y, z) == (1, 1)
+            _, _, _, description, enter, leave = rest[: -len(signature)]
             passed = list(_passed(rest[-len(signature) :], signature))
             # Pointers to two kinds of scratch memory that these kernels do not use.
             passed += [0] * (len(program.parameters) - len(passed))
             assert _current is not None
+            if enter is not None:
+                enter(description)
             _current.run(program, x, passed, metadata, rest)
+            if leave is not None:
+                leave(description)
 
         self._run, self.function = run, None
 

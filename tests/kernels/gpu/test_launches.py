@@ -330,6 +330,37 @@ def test_a_hook_may_launch_while_a_kernel_is_compiled(on_triton, monkeypatch):
     assert [each.tolist() for each in found] == [[2.0] * 5] * 2
 
 
+def test_hooks_of_triton_are_told_of_the_launches_while_they_are_there(on_triton, monkeypatch):
+    """As a profiler's are, which come and go behind the making of a plan."""
+    x, told = torch.ones(5, device=on_triton.device), []
+    plan = kernels.plan_sum_n([x, x])
+
+    def enter(launch: Any) -> None:
+        told.append(f"enter {launch.get()['name']}")
+
+    def leave(launch: Any) -> None:
+        told.append(f"leave {launch.get()['name']}")
+
+    assert (plan() == 2).all() and told == []
+    runtime = triton.knobs.runtime
+    for chain, hook in ((runtime.launch_enter_hook, enter), (runtime.launch_exit_hook, leave)):
+        chain.add(hook)
+        try:
+            plan()
+        finally:
+            chain.remove(hook)
+    assert told == ["enter _sum_kernel", "leave _sum_kernel"]
+    told.clear()
+    assert (plan() == 2).all() and told == []
+    # Triton takes these in the place of a chain, too.
+    for name, hook in (("launch_enter_hook", enter), ("launch_exit_hook", leave)):
+        for given in (None, hook):
+            with monkeypatch.context() as patch:
+                patch.setattr(runtime, name, given)
+                plan()
+    assert told == ["enter _sum_kernel", "leave _sum_kernel"]
+
+
 def test_compiling_waits_for_no_thread_that_waits_to_compile(on_triton, monkeypatch):
     """The only thread that AsyncCompileMode has launches first what no one has compiled either."""
     monkeypatch.setattr(launcher, "_compiling", threading.RLock())
