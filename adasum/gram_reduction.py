@@ -53,8 +53,11 @@ def bind_tree(
 ) -> Callable[[], None]:
     """Plan `reduce_tree`."""
     pieces = list(clipped(operands, segments))
-    grams = [kernels.plan_gram(piece.parts, piece.segments, precise=True) for piece in pieces]
     replay = _Replay(operands, pieces, len(segments) - 1, tree, take, planned=True)
+    grams = [
+        kernels.plan_gram(piece.parts, piece.segments, out=replay.rows_of(piece), precise=True)
+        for piece in pieces
+    ]
     sums = [
         kernels.plan_weighted_sum(
             piece.parts, replay.coefficients[piece.touched], piece.segments, out=piece.out
@@ -119,10 +122,20 @@ class _Replay:
         self._planned, self._take = planned, take
         self._plan: Callable[[], Tensor] | None = None
         self._tables = self.coefficients
+        # The table of a plan with one piece, into whose rows the matrices are written.
+        self._table: Tensor | None = None
+        if planned and len(pieces) == 1:
+            self._table = self.coefficients.new_zeros(self._shape)
+
+    def rows_of(self, piece: ClippedPiece) -> Tensor | None:
+        """Return where the piece's matrices go, if they need not be added to other pieces'."""
+        return None if self._table is None else self._table[piece.touched]
 
     def __call__(self, grams: Sequence[Tensor]) -> None:
         """Write `coefficients`."""
-        table = add_up(self._pieces, grams, self._shape, self._device, precise=True)
+        table = self._table
+        if table is None:
+            table = add_up(self._pieces, grams, self._shape, self._device, precise=True)
         tables = self._gathered(table)
         self._find(tables)
         if self._take is not None and self._spread is not None:

@@ -136,10 +136,24 @@ class SharedMemoryAllReduce:
         """Whether the operator is handed all ranks' operands with their tree."""
         return self.method == "direct" and self.op.reads_tree
 
+    @property
+    def own_slice(self) -> tuple[int, int] | None:
+        """What only this rank reads of its vector, and takes from the tensor, by `direct`."""
+        if self.method != "direct" or self.vector.layout is not None or self._prescale != 1.0:
+            return None
+        return piece_bounds(self.vector.numel, self.memory.size, self.memory.rank)
+
+    @property
+    def _prescale(self) -> float:
+        return self.op.prescale(self.vector.dtype, self.memory.size)
+
     def fill(self) -> None:
         """Copy the tensors to this rank's buffer of the call to be signalled next."""
         buffer = self.memory.next_buffer(self.vector.numel, self.vector.dtype)
-        self.vector.fill(buffer, self.op.prescale(buffer.dtype, self.runner.transport.size))
+        if self.own_slice is None:
+            self.vector.fill(buffer, self._prescale)
+        else:
+            self.vector.fill_around(*self.own_slice, buffer)
 
     def reduce(self, label: str) -> None:
         """Write the result to the tensors."""
@@ -228,8 +242,11 @@ class SharedMemoryAllReduce:
         transport, size, numel = self.runner.transport, len(vectors), self.vector.numel
         # Cut as by messages: an operator's tables depend on it.
         start, stop = piece_bounds(numel, size, memory.rank)
-        mine = tuple(vector[start:stop] for vector in vectors)
-        piece, tables = Piece(mine, mine[0], start), Tables(memory, timeout)
+        mine = [vector[start:stop] for vector in vectors]
+        out = mine[0]
+        if self.own_slice is not None:
+            mine[memory.rank] = self.vector.tensors[0][start:stop]
+        piece, tables = Piece(tuple(mine), out, start), Tables(memory, timeout)
         operands = Operands((piece,), numel, self.vector.segments, None, (1,) * size)
         if op.reads_tree:
             tree = balanced_tree(size)
@@ -239,7 +256,7 @@ class SharedMemoryAllReduce:
         def run(label: str) -> Tensor:
             tables.where = f"step 1 of {label}"
             reduce()
-            op.finish(mine[0], size)
+            op.finish(out, size)
             memory.barrier(f"step 2 of {label}", timeout)
             transport.steps += 1
             return vectors[0]

@@ -61,6 +61,14 @@ class Vector:
         else:
             torch.mul(as_real(self.tensors[0]), scale, out=as_real(buffer))
 
+    def fill_around(self, start: int, stop: int, buffer: Tensor) -> None:
+        """Copy the one tensor that is the vector to `buffer`, but for [start, stop)."""
+        if self.padding:
+            torch._foreach_zero_(self.padding)
+        (flat,) = self.tensors
+        buffer[:start].copy_(flat[:start])
+        buffer[stop:].copy_(flat[stop:])
+
     def store(self, result: Tensor, scale: float) -> None:
         """Copy `result` to the tensors and scale them."""
         if self.layout is not None:

@@ -273,18 +273,18 @@ class SymmetricMemory:
                 if there():
                     return
                 os.sched_yield()
-            start = time.monotonic()
+            start, waited = time.monotonic(), 0.0
             stall: Stall | None = None
             while not there():
                 # No rank leaves a call before all have come, so one that is gone will never come.
                 # Unless it was the last, and came and left since `there()` was asked: ask again.
-                gone = self._peers.gone()
+                # Not before the first sleep, which is mostly the last one, too.
+                gone = self._peers.gone() if waited else None
                 if gone is not None and not there():
                     raise CollectiveTimeoutError(
                         f"{self._peers.named([self.rank])} got no answer from "
                         f"{self._peers.named([gone])} in {step}: {self._peers.why_gone(gone)}"
                     )
-                waited = time.monotonic() - start
                 if waited > timeout:
                     raise CollectiveTimeoutError(
                         f"{self._peers.named([self.rank])} got no answer from {self._late(word)} "
@@ -295,6 +295,7 @@ class SymmetricMemory:
                     stall = stall or Stall(me, step, timeout, lambda: self._late(word))
                     stall.check()
                 self._sleep(there, word, waited, timeout - waited)
+                waited = time.monotonic() - start
             if stall is not None:
                 stall.end()
         except RanksDiffer:

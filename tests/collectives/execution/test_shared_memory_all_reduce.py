@@ -237,6 +237,28 @@ def test_adasum_in_slices_has_the_bits_of_messages(
     assert (shared[0][-1].double() - want).norm() <= 12 * eps * want.norm()
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+def test_by_direct_no_rank_copies_what_it_alone_reads(offset: int) -> None:
+    """Of its own vector, but for the first rank's buffer, where the result is made."""
+    size, count = 3, 3 * SMALL
+
+    def job(group: Group) -> tuple[int, Any]:
+        memory = group.transport.symmetric_memory
+        # Both buffers: calls take turns with them.
+        memory._buffers[:, group.rank, : 4 * count].view(torch.float32).fill_(7.0)
+        tensor = data(group, count + offset)[offset:]
+        result = group.all_reduce(tensor, Adasum, algorithm="direct")
+        mine = memory.buffers(count, torch.float32)[group.rank]
+        return int((mine == 7.0).sum()), result
+
+    kept, results = zip(*run(size, job), strict=True)
+    assert kept == (0, SMALL, SMALL)
+    vectors = [data(Rank(rank), count + offset)[offset:] for rank in range(size)]
+    expected = definition.tree(vectors)
+    for result in results:
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("size", [3, 4])
 def test_adasum_of_nearly_opposed_vectors_in_slices_has_the_bits_of_messages(
     size: int, by_messages: Any
