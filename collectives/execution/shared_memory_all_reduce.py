@@ -106,8 +106,12 @@ def plan_shared_memory_all_reduce(
     if nbytes > BUFFER_BYTES:
         at_once = method == "direct" or op.operands == "all"
         return SharedMemoryPieces(vector, op, at_once, chosen.postscale, runner, memory)
-    owners = owners_of(call, size) if onto_owners else None
-    return SharedMemoryAllReduce(vector, op, method, chosen.postscale, runner, memory, owners)
+    plan = SharedMemoryAllReduce(vector, op, method, chosen.postscale, runner, memory)
+    if onto_owners:
+        plan.owners = owners_of(call, size)
+    if method == "direct" and vector.layout is None and op.prescale(vector.dtype, size) == 1.0:
+        plan.unshared = piece_bounds(vector.numel, size, memory.rank)
+    return plan
 
 
 @dataclass(eq=False)
@@ -118,6 +122,8 @@ class SharedMemoryAllReduce:
 
     Attributes:
         owners: Which rank gets the result of each tensor; None for all of all.
+        unshared: The elements of its vector that no other rank reads, which are taken from the
+            tensor; None where all are copied.
         bound: What reduces each set of buffers; calls take turns with two of them, each known by
             where its first vector lies.
     """
@@ -129,6 +135,7 @@ class SharedMemoryAllReduce:
     runner: Runner
     memory: SymmetricMemory
     owners: list[int] | None = None
+    unshared: tuple[int, int] | None = None
     bound: dict[int, Callable[[str], Tensor]] = field(default_factory=dict)
 
     @property
@@ -136,24 +143,13 @@ class SharedMemoryAllReduce:
         """Whether the operator is handed all ranks' operands with their tree."""
         return self.method == "direct" and self.op.reads_tree
 
-    @property
-    def own_slice(self) -> tuple[int, int] | None:
-        """What only this rank reads of its vector, and takes from the tensor, by `direct`."""
-        if self.method != "direct" or self.vector.layout is not None or self._prescale != 1.0:
-            return None
-        return piece_bounds(self.vector.numel, self.memory.size, self.memory.rank)
-
-    @property
-    def _prescale(self) -> float:
-        return self.op.prescale(self.vector.dtype, self.memory.size)
-
     def fill(self) -> None:
         """Copy the tensors to this rank's buffer of the call to be signalled next."""
         buffer = self.memory.next_buffer(self.vector.numel, self.vector.dtype)
-        if self.own_slice is None:
-            self.vector.fill(buffer, self._prescale)
+        if self.unshared is None:
+            self.vector.fill(buffer, self.op.prescale(buffer.dtype, self.runner.transport.size))
         else:
-            self.vector.fill_around(*self.own_slice, buffer)
+            self.vector.fill_around(*self.unshared, buffer)
 
     def reduce(self, label: str) -> None:
         """Write the result to the tensors."""
@@ -244,7 +240,7 @@ class SharedMemoryAllReduce:
         start, stop = piece_bounds(numel, size, memory.rank)
         mine = [vector[start:stop] for vector in vectors]
         out = mine[0]
-        if self.own_slice is not None:
+        if self.unshared is not None:
             mine[memory.rank] = self.vector.tensors[0][start:stop]
         piece, tables = Piece(tuple(mine), out, start), Tables(memory, timeout)
         operands = Operands((piece,), numel, self.vector.segments, None, (1,) * size)
