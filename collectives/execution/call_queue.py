@@ -96,7 +96,9 @@ class CallQueue:
     def _check_usable(self, kind: str) -> None:
         validation.no_mode(kind)
         if self.closed:
-            raise TransportError(f"{kind}: this group was shut down; call init() again")
+            raise TransportError(
+                f"{kind}: this group was shut down; make it again as it was made, by init() or split()"
+            )
         if self._worker.is_forked():
             # Its communication thread is not here, and some transports' sockets are shared.
             raise TransportError(
