@@ -97,7 +97,7 @@ class CallQueue:
         validation.no_mode(kind)
         if self.closed:
             raise TransportError(
-                f"{kind}: this group was shut down; make it again as it was made, by init() or split()"
+                f"{kind}: this group was shut down; make it again as before, by init() or split()"
             )
         if self._worker.is_forked():
             # Its communication thread is not here, and some transports' sockets are shared.
