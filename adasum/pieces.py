@@ -86,6 +86,10 @@ def add_up(
         # No two pieces share a segment, and most often there is only one piece.
         return tables[0] if len(tables) == 1 else torch.cat([*tables])
     table = torch.zeros(shape, dtype=torch.float64, device=device)
+    if len(tables) == 1:
+        # As a plan writes them there; to add infinity to zero in two parts would make it NaN.
+        table[pieces[0].touched] = tables[0]
+        return table
     for piece, mine in zip(pieces, tables, strict=True):
         if precise:
             table[piece.touched] = _twofold_sum(table[piece.touched], mine)

@@ -232,7 +232,7 @@ class BackwardHooks:
     def _on_gradient(self, parameter: Tensor) -> None:
         if parameter not in self._counts or self._newer(parameter):
             return
-        if self._hooks.comes_again(parameter):
+        if self._hooks.comes_again(parameter) or self._is_gone(parameter):
             return
         with self._lock:
             self._counts[parameter] += 1
@@ -244,6 +244,14 @@ class BackwardHooks:
             for _ in takewhile(self._complete, waiting):
                 self._start(*self._next_bucket())
                 self._queue_callback()
+
+    def _is_gone(self, parameter: Tensor) -> bool:
+        """Return whether a hook ahead has taken the gradient away, or has stepped by it.
+
+        As one that adds to gradients of its own does, which are given to the parameters later.
+        """
+        optimizer = self._optimizer()
+        return parameter.grad is None or (optimizer is not None and optimizer._is_left(parameter))
 
     def _queue_pass_end(self, parameter: Tensor) -> None:
         """Where passes are added here, ask for a call at the end of this one."""

@@ -40,3 +40,7 @@ class Reduces:
         Asked where buckets start early: somebody may have given it a gradient.
         """
         return False
+
+    def _is_left(self, parameter: Tensor) -> bool:
+        """Return whether the parameter's gradient is the one that the last step has left."""
+        return False

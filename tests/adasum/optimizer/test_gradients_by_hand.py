@@ -572,3 +572,77 @@ def test_a_hook_that_changes_another_parameters_gradient_too_late_raises(
             backward_and_step()
 
     run_threads(SIZE, run)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("way", [*WAYS, "tree"])
+def test_gradients_that_a_hook_has_taken_are_reduced_once_they_are_given(
+    way: str, late: bool, passes: int
+) -> None:
+    """As where a model of bfloat16 adds its gradients up in float32."""
+
+    def run(group: Group) -> Tensor:
+        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        taken = {p: torch.zeros(2) for p in parameters}
+
+        def take(p: Any) -> None:
+            taken[p] += p.grad
+            p.grad = None
+
+        options = WAYS.get(way, {"op": hvd.Average, "order": "tree"})
+        named = list(zip("ab", parameters, strict=True))
+        for wraps in (late, not late):
+            if wraps:
+                optimizer: Any = hvd.DistributedOptimizer(
+                    torch.optim.SGD(parameters, lr=1.0),
+                    named,
+                    backward_passes_per_step=passes,
+                    **options,
+                )
+            else:
+                for p in parameters:
+                    p.register_post_accumulate_grad_hook(take)
+        for _ in range(2):
+            for _ in range(passes):
+                (sum(p.sum() for p in parameters) * (1 + 2 * group.rank)).backward()
+            for p in parameters:
+                p.grad = taken[p].clone()
+                taken[p].zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.detach() for p in parameters])
+
+    # A tree's average is of all passes.
+    total = 2.0 * (1 if way == "tree" else passes) * (4 if way == "sum" else 2)
+    for result in run_threads(SIZE, run, timeout=30):
+        assert (result == -total).all(), result
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("way", [*WAYS, "tree"])
+def test_a_parameters_own_optimizer_may_step_in_its_hook(way: str, late: bool) -> None:
+    """As torch's tutorial on optimizer steps in the backward pass has it."""
+
+    def run(group: Group) -> Tensor:
+        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        optimizers: dict[Any, Any] = {}
+
+        def step(p: Any) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        options = WAYS.get(way, {"op": hvd.Average, "order": "tree"})
+        for wraps in (late, not late):
+            for name, p in zip("ab", parameters, strict=True):
+                if wraps:
+                    wrapped = torch.optim.SGD([p], lr=1.0)
+                    optimizers[p] = hvd.DistributedOptimizer(wrapped, [(name, p)], **options)
+                else:
+                    p.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            (sum(p.sum() for p in parameters) * (1 + 2 * group.rank)).backward()
+        return torch.cat([p.detach() for p in parameters])
+
+    for result in run_threads(SIZE, run, timeout=30):
+        assert (result == (-12.0 if way == "sum" else -6.0)).all(), result
