@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count, takewhile
 from typing import NamedTuple
 
@@ -147,6 +148,14 @@ class BackwardHooks:
         return parameter in self._taken
 
     @property
+    def awaited(self) -> bool:
+        """Whether another rank's backward, which has reached more, may wait for this rank."""
+        if not self._early or self._one_rank or self._failed:
+            return False
+        left = self._num_started < len(self._buckets)
+        return left and any(count >= self.passes for count in self._counts.values())
+
+    @property
     def any_reached(self) -> bool:
         """Whether backward has produced any gradient since `restart`."""
         return any(self._counts.values())
@@ -158,7 +167,7 @@ class BackwardHooks:
     def restart(self) -> None:
         """Begin a new step: no passes are counted and no bucket is started yet."""
         with self._lock:
-            self._num_started = 0
+            self._num_started, self._failed = 0, False
             if self._tree is not None:
                 self._tree.restart()
             # What has been handed to `start_bucket`.
@@ -178,9 +187,10 @@ class BackwardHooks:
         """
         if self.synchronized and not self._left_out():
             return
-        with self._in_flight.none_after_an_error(), self._lock:
-            self._start_remaining(max_in_flight)
-        self._in_flight.wait()
+        with self._noting_failure():
+            with self._in_flight.none_after_an_error(), self._lock:
+                self._start_remaining(max_in_flight)
+            self._in_flight.wait()
         self._in_flight.notify_observers()
         optimizer = self._optimizer()
         if optimizer is not None and not self._one_rank:
@@ -324,7 +334,17 @@ class BackwardHooks:
         if self._num_started == len(self._buckets) and not self._unhooked():
             self.synchronize()
         else:
-            self._in_flight.wait()
+            with self._noting_failure():
+                self._in_flight.wait()
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Note that a reduction has failed, after which no rank waits for this one's others."""
+        try:
+            yield
+        except CollectiveError:
+            self._failed = True
+            raise
 
     def _next_bucket(self) -> tuple[Sequence[Named], str]:
         """Return what is to be reduced of the next bucket, and its name."""
@@ -349,10 +369,12 @@ class BackwardHooks:
                 "the optimizer that DistributedOptimizer returned was dropped, and the one given "
                 "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
             )
-        optimizer._check_parameters()
+        with self._noting_failure():
+            optimizer._check_parameters()
         optimizer._densify(members)
         try:
-            self._in_flight.add(optimizer._start_bucket(members, name))
+            with self._noting_failure():
+                self._in_flight.add(optimizer._start_bucket(members, name))
         except TransportError as error:
             # The group failed in a bucket before this one, which nobody has waited for yet.
             if self.busy and isinstance(error.__cause__, CollectiveError):

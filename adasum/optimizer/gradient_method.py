@@ -139,7 +139,14 @@ class GradientMethod(DistributedMixin):
         self._adasum_hooks.synchronize()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zero the gradients, and count backward passes anew: a batch may be left out."""
+        """Zero the gradients, and count backward passes anew: all ranks may leave a batch out.
+
+        Where this rank's backward has not reached every parameter, another one's may have, and wait
+        in it for this rank: then the gradients are reduced before they are zeroed.
+        """
+        self._refuse_in_flight("zero_grad()")
+        if self._adasum_hooks.awaited:
+            self._adasum_hooks.synchronize()
         self._adasum_left, self._adasum_gone, self._adasum_kept = {}, {}, []
         super().zero_grad(*args, **kwargs)
         self._adasum_synchronized_by_user = False

@@ -646,3 +646,35 @@ def test_a_parameters_own_optimizer_may_step_in_its_hook(way: str, late: bool) -
 
     for result in run_threads(SIZE, run, timeout=30):
         assert (result == (-12.0 if way == "sum" else -6.0)).all(), result
+
+
+@pytest.mark.parametrize("way", [*WAYS, "tree"])
+def test_batches_left_out_pair_no_two_batches_where_ranks_use_other_parameters(way: str) -> None:
+    """The rank whose backward reaches all waits in it for the one that zeroes its gradients."""
+
+    def run(group: Group) -> list[float]:
+        parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+        options = WAYS.get(way, {"op": hvd.Average, "order": "tree"})
+        optimizer: Any = hvd.DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=1.0),
+            list(zip("abc", parameters, strict=True)),
+            groups_size=1,
+            **options,
+        )
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = (parameters[0] * 10.0**step).sum()
+            # On one rank a left-out batch does not reach the bucket that starts first, on the other
+            # the one that starts last.
+            if (step, group.rank) not in ((1, 1), (3, 0)):
+                loss = loss + parameters[2].sum()
+            if (step, group.rank) not in ((1, 0), (3, 1)):
+                loss = loss + parameters[1].sum()
+            loss.backward()
+            if step not in (1, 3):
+                optimizer.step()
+        return [p.item() for p in parameters]
+
+    ranks = 2 if way == "sum" else 1
+    for result in run_threads(SIZE, run, timeout=30):
+        assert result == [-10101.0 * ranks, -3.0 * ranks, -3.0 * ranks]
