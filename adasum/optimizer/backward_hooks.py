@@ -371,15 +371,14 @@ class BackwardHooks:
             )
         with self._noting_failure():
             optimizer._check_parameters()
-        optimizer._densify(members)
-        try:
-            with self._noting_failure():
+            optimizer._densify(members)
+            try:
                 self._in_flight.add(optimizer._start_bucket(members, name))
-        except TransportError as error:
-            # The group failed in a bucket before this one, which nobody has waited for yet.
-            if self.busy and isinstance(error.__cause__, CollectiveError):
-                raise error.__cause__ from None
-            raise
+            except TransportError as error:
+                # The group failed in a bucket before this one, which nobody has waited for yet.
+                if self.busy and isinstance(error.__cause__, CollectiveError):
+                    raise error.__cause__ from None
+                raise
 
 
 def _after(owner: weakref.ref[BackwardHooks]) -> Callable[[Tensor], None]:
