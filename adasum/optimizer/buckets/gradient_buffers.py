@@ -204,9 +204,7 @@ class GradientBucket:
                 # One that shares memory with another's becomes a tensor of its own.
                 self._apart.append((parameter, slot, None if id(gradient) in taken else gradient))
                 taken.add(id(gradient))
-        # Who has made the memory sees it change when it is reduced.
-        counts = not self._is_foreign
-        self._sent = [state_of(parameter.grad, counts) for parameter in self._parameters]
+        self._sent = [state_of(each.grad, self._counts(each.grad)) for each in self._parameters]
 
     def _is_inside(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies in this buffer."""
@@ -217,6 +215,14 @@ class GradientBucket:
         larger = gradient.untyped_storage().nbytes() > gradient.nbytes
         return larger and not self._is_inside(gradient)
 
+    def _counts(self, gradient: Tensor | None) -> bool:
+        """Return whether changes of a gradient in place are this gradient's alone.
+
+        The parts of a memory that somebody else has made share a counter, and others of them are
+        reduced meanwhile.
+        """
+        return gradient is not None and not self._is_foreign and not self._is_part(gradient)
+
     def given(self) -> list[int]:
         """Return the ids of the gradients that were made to lie here."""
         found = [slot.given() for slot in self._slots if slot.given is not None]
@@ -226,7 +232,7 @@ class GradientBucket:
         """Raise OptimizerOrderError where somebody has changed a gradient under way."""
         sent, self._sent = self._sent, []
         for name, parameter, state in zip(names, self._parameters, sent, strict=True):
-            if not same_state(state, state_of(parameter.grad, not self._is_foreign)):
+            if not same_state(state, state_of(parameter.grad, self._counts(parameter.grad))):
                 raise changed_under_way(name)
 
     def copy_out(self) -> None:

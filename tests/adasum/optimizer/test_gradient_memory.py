@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,6 +45,33 @@ def test_gradient_buffers_of_steps_in_which_nothing_is_kept_stay_the_same(way: s
         assert all(each == found[0] for each in found)
 
     run_threads(2, run)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_in_one_memory_of_the_users_give_the_steps_of_others(
+    way: str, views: bool, padding: int
+) -> None:
+    def run(group: Group, shared: bool) -> Tensor:
+        model = make_model()
+        parameters = list(model.parameters())
+        optimizer = wrapped(model, way, groups=3, gradient_as_bucket_view=views)
+        numel = sum(each.numel() + padding for each in parameters)
+        memory = torch.zeros(numel, dtype=parameters[0].dtype)
+        for step in range(3):
+            optimizer.zero_grad()
+            memory.zero_()
+            parts = memory.split([each.numel() + padding for each in parameters])
+            for each, part in zip(parameters, parts, strict=True):
+                if shared:
+                    each.grad = part[: each.numel()].view_as(each)
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+        return flat(model)
+
+    apart, together = (run_threads(2, partial(run, shared=shared)) for shared in (False, True))
+    assert all(torch.equal(each, apart[0]) for each in apart + together)
 
 
 @pytest.mark.parametrize("way", ["average", "gradient"])
