@@ -6,12 +6,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from adasum.optimizer.buckets.kinds import same_state, state_of
 from adasum.optimizer.buckets.planning import Named, by_kind
 from adasum.optimizer.buckets.reduction import InFlight
 from adasum.optimizer.errors import OptimizerOrderError, reduced_twice, too_late, too_many_passes
@@ -110,7 +112,8 @@ class BackwardHooks:
         Gradients that they have already are reduced in this step.
         """
         with self._lock:
-            self.synchronized = False
+            self.synchronized = self.synchronized and not named
+            self._trained = None
             for name, parameter in named:
                 self.names[parameter] = name
                 self._counts[parameter] = 0
@@ -168,6 +171,12 @@ class BackwardHooks:
         """Begin a new step: no passes are counted and no bucket is started yet."""
         with self._lock:
             self._num_started, self._failed = 0, False
+            # The gradients that backward has left unreduced, as they were; and the name of one that
+            # was changed before it was reduced.
+            self._unreduced: dict[Tensor, tuple[Any, ...]] = {}
+            self.changed = ""
+            # What was trainable in a backward that has left buckets to later calls.
+            self._trained: set[Tensor] | None = None
             if self._tree is not None:
                 self._tree.restart()
             # What has been handed to `start_bucket`.
@@ -179,22 +188,35 @@ class BackwardHooks:
             self._callback_queued = self._pass_end_queued = False
             self._hook_trainable()
 
-    def synchronize(self, max_in_flight: int | None = None) -> None:
+    def synchronize(self, max_in_flight: int | None = None, in_backward: bool = False) -> None:
         """Start the remaining buckets, in order, and wait for all; a second call does nothing.
 
+        What no bucket held follows in a round of its own: another rank's backward may have reached
+        every parameter, and have ended the round of the buckets before there was anything else.
         With `max_in_flight` it waits for the first bucket where more would be in flight.
         CollectiveError: a reduction failed; nothing is in flight any more.
         """
-        if self.synchronized and not self._left_out():
-            return
+        if not self.synchronized:
+            self._reduce(partial(self._start_remaining, max_in_flight), in_backward)
+        if self._left_out():
+            self._reduce(self._start_left_out, in_backward)
+
+    def leave_out(self) -> None:
+        """Reduce for other ranks, whose backward may wait for it, what this rank leaves out."""
+        if self.awaited:
+            self._unreduced.clear()
+            self.synchronize()
+
+    def _reduce(self, start: Callable[[], None], in_backward: bool) -> None:
+        """Reduce what `start` starts, and what is in flight."""
         with self._noting_failure():
             with self._in_flight.none_after_an_error(), self._lock:
-                self._start_remaining(max_in_flight)
+                start()
             self._in_flight.wait()
         self._in_flight.notify_observers()
         optimizer = self._optimizer()
         if optimizer is not None and not self._one_rank:
-            optimizer._finish_reductions()
+            optimizer._finish_reductions(in_backward)
         self.synchronized = True
 
     def _start_remaining(self, max_in_flight: int | None) -> None:
@@ -203,6 +225,8 @@ class BackwardHooks:
             if max_in_flight is not None:
                 self._in_flight.wait(below=max_in_flight + 1)
                 self._in_flight.notify_observers()
+
+    def _start_left_out(self) -> None:
         for members in by_kind(self._left_out()):
             self._start(members, f"not made by backward: {members[0][0]}...")
 
@@ -250,10 +274,10 @@ class BackwardHooks:
             self._queue_pass_end(parameter)
             if not self._early or self._counts[parameter] < self.passes:
                 return
+            self._queue_callback()
             waiting = self._buckets[self._num_started :]
             for _ in takewhile(self._complete, waiting):
                 self._start(*self._next_bucket())
-                self._queue_callback()
 
     def _is_gone(self, parameter: Tensor) -> bool:
         """Return whether a hook ahead has taken the gradient away, or has stepped by it.
@@ -332,10 +356,29 @@ class BackwardHooks:
     def _on_backward_end(self) -> None:
         self._callback_queued = False
         if self._num_started == len(self._buckets) and not self._unhooked():
-            self.synchronize()
+            self.synchronize(in_backward=True)
         else:
             with self._noting_failure():
                 self._in_flight.wait()
+            self._note_unreduced()
+
+    def _note_unreduced(self) -> None:
+        """Note what backward has left, where a later call is to reduce it."""
+        optimizer = self._optimizer()
+        if optimizer is None or self._one_rank:
+            return
+        self._trained = {parameter for parameter in self.names if parameter.requires_grad}
+        reached = [(n, p) for n, p in self.named if self._counts[p] >= self.passes]
+        left = [each for each in reached if each[1] not in self._taken]
+        optimizer._densify(left)
+        for _, parameter in left:
+            self._unreduced.setdefault(parameter, state_of(parameter.grad))
+
+    def _note_changed(self, members: Sequence[Named]) -> None:
+        for name, parameter in members:
+            noted = self._unreduced.pop(parameter, None)
+            if noted is not None and not same_state(noted, state_of(parameter.grad)):
+                self.changed = self.changed or name
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -352,10 +395,14 @@ class BackwardHooks:
         self._num_started += 1
         members = bucket.members
         if self._early:
-            # One frozen since backward has a gradient of this rank alone.
+            # As in backward, in which another rank may have started this bucket. One frozen since
+            # has a gradient of this rank alone.
             hooked = [each for each in members if each[1] in self._hooks]
-            members = [(n, p) for n, p in hooked if p.requires_grad or self.reached(p)]
+            members = [(n, p) for n, p in hooked if self._trains(p) or self.reached(p)]
         return members, bucket.name
+
+    def _trains(self, parameter: Tensor) -> bool:
+        return parameter.requires_grad if self._trained is None else parameter in self._trained
 
     def _start(self, members: Sequence[Named], name: str) -> None:
         self._taken.update(parameter for _, parameter in members)
@@ -369,6 +416,7 @@ class BackwardHooks:
                 "the optimizer that DistributedOptimizer returned was dropped, and the one given "
                 "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
             )
+        self._note_changed(members)
         with self._noting_failure():
             optimizer._check_parameters()
             optimizer._densify(members)

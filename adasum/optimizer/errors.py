@@ -53,6 +53,15 @@ def changed_under_way(name: str) -> OptimizerOrderError:
     )
 
 
+def changed_unreduced(name: str) -> OptimizerOrderError:
+    """Return the error of a gradient changed on one rank before its reduction, on others after."""
+    return OptimizerOrderError(
+        f"the gradient of {name} was changed between backward and step(): on this rank, whose "
+        "backward did not reach every parameter, before it was reduced, and on ranks whose "
+        "backward did afterwards: call optimizer.synchronize() before gradients are changed"
+    )
+
+
 def swapped(name: str) -> OptimizerOrderError:
     """Return the error of a parameter behind which torch has put another tensor."""
     return OptimizerOrderError(

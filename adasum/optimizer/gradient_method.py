@@ -20,7 +20,7 @@ from adasum.optimizer.buckets.planning import Named, by_kind
 from adasum.optimizer.buckets.reduction import Owners, Reduction
 from adasum.optimizer.consistency.membership import Change
 from adasum.optimizer.distributed_mixin import DistributedMixin
-from adasum.optimizer.errors import OptimizerOrderError
+from adasum.optimizer.errors import OptimizerOrderError, changed_unreduced
 from collectives import Average, Sum
 
 # By a gradient's id: the gradient, and the version that torch counted of it then.
@@ -51,6 +51,9 @@ class GradientMethod(DistributedMixin):
         self._adasum_buffers = GradientBuffers(self._adasum_settings.gradient_as_bucket_view)
 
     def _follow(self, change: Change) -> None:
+        if self._adasum_hooks.awaited:
+            # A rank whose backward has reached every parameter has ended the round of those before.
+            self._adasum_hooks.synchronize()
         for parameter in change.gone:
             self._adasum_sparse_zeros.pop(parameter, None)
             # It may come back, to be stepped by it in a later step.
@@ -145,8 +148,7 @@ class GradientMethod(DistributedMixin):
         in it for this rank: then the gradients are reduced before they are zeroed.
         """
         self._refuse_in_flight("zero_grad()")
-        if self._adasum_hooks.awaited:
-            self._adasum_hooks.synchronize()
+        self._adasum_hooks.leave_out()
         self._adasum_left, self._adasum_gone, self._adasum_kept = {}, {}, []
         super().zero_grad(*args, **kwargs)
         self._adasum_synchronized_by_user = False
@@ -215,26 +217,36 @@ class GradientMethod(DistributedMixin):
 
     @outside_modes()
     @torch.no_grad()
-    def _finish_reductions(self) -> None:
-        """Let a gradient that no rank had be None again, so that nothing steps by its zeros."""
+    def _finish_reductions(self, in_backward: bool) -> None:
+        """Let a gradient that no rank had be None again, so that nothing steps by its zeros.
+
+        OptimizerOrderError: somebody has changed what this rank's backward had left unreduced, and
+        another rank's backward returned with reduced gradients, which are changed afterwards.
+        """
         missing, self._adasum_missing = self._adasum_missing, []
         kept, self._adasum_kept = self._adasum_kept, []
         if kept:
             self._adasum_check.run_on_kept(self._gradients_everywhere(kept))
-        named = self._adasum_hooks.named
+        hooks = self._adasum_hooks
+        named, changed = hooks.named, hooks.changed
         absent = set(map(id, missing))
         had = [float(id(p) not in absent and p.grad is not None) for _, p in named]
         if not had:
             return
-        # All ranks take part, but only one that lacks a gradient has to read the answer.
-        count = torch.tensor(had, device=named[0][1].device)
+        # All ranks take part, but only one that lacks a gradient has to read the answer, or that
+        # has changed one.
+        count = torch.tensor([*had, float(in_backward)], device=named[0][1].device)
         name = "which parameters have gradients"
         self._adasum_group.all_reduce(count, Sum, name=name)
-        if missing:
-            ranks = dict(zip((id(p) for _, p in named), count.tolist(), strict=True))
-            for parameter in missing:
-                if not ranks[id(parameter)]:
-                    parameter.grad = None
+        if not missing and not changed:
+            return
+        *counts, in_backwards = count.tolist()
+        if changed and in_backwards:
+            raise changed_unreduced(changed)
+        ranks = dict(zip((id(p) for _, p in named), counts, strict=True))
+        for parameter in missing:
+            if not ranks[id(parameter)]:
+                parameter.grad = None
 
     def _sorted(self, members: list[Named]) -> list[Named]:
         """Return the members of a bucket in the order in which they lie in its buffer."""

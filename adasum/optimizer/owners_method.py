@@ -236,15 +236,17 @@ class OwnersMethod(GradientMethod):
 
     @outside_modes()
     @torch.no_grad()
-    def _finish_reductions(self) -> None:
+    def _finish_reductions(self, in_backward: bool) -> None:
         """Keep this rank's own gradients, and let every rank see a non-finite one of any."""
         # What a reduction before this one, in the same step, has left.
         self._adasum_overflow.undo()
-        super()._finish_reductions()
+        super()._finish_reductions(in_backward)
         if not self._adasum_reduced:
             return
         mine = [each for each in self._adasum_reduced if self._is_mine(each)]
-        others = [each for each in self._adasum_reduced if not self._is_mine(each)]
+        # Another may have been given a gradient that is reduced in the next round.
+        taken = filter(self._adasum_hooks.taken, self._adasum_reduced)
+        others = [each for each in taken if not self._is_mine(each)]
         # None where no rank had one.
         self._adasum_giving.update(each for each in others if each.grad is not None)
         for parameter in others:
