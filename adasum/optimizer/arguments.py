@@ -6,15 +6,17 @@ import inspect
 import logging
 import math
 import warnings
+from collections.abc import Sequence
 
 import torch
 
 from adasum.horovod.arguments import require
 from adasum.horovod.reduction_options import require_reducer
-from adasum.optimizer.buckets.planning import Groups
+from adasum.optimizer.buckets.planning import Groups, Named
 from adasum.optimizer.pass_tree import require_passes
 from adasum.reducer import Adasum, require_declared
-from collectives import Average, Reducer
+from collectives import Average, Group, Reducer
+from collectives.transport import ThreadTransport
 from collectives.tree_order import in_order
 
 _logger = logging.getLogger(__name__)
@@ -146,6 +148,21 @@ def require_owners(
             "known to do: one that looks at all gradients at once, as by their common norm, sees "
             "each owner's alone",
             type(optimizer).__name__,
+        )
+
+
+def require_own_autograd(group: Group, named: Sequence[Named]) -> None:
+    """Raise ValueError where ranks are threads whose gradients one thread of autograd produces.
+
+    A reduction in it would wait for a rank whose backward stands behind it.
+    """
+    on_gpu = next((each for _, each in named if each.is_cuda), None)
+    if on_gpu is not None and group.size > 1 and isinstance(group.transport, ThreadTransport):
+        raise ValueError(
+            "ranks that are threads share autograd's one thread of a GPU, and gradients that are "
+            f"reduced in backward would wait for each other there: a parameter is on "
+            f"{on_gpu.device}; start a process for each rank, or pass op=Adasum with "
+            "method='delta', which reduces in step()"
         )
 
 

@@ -84,6 +84,9 @@ class BackwardHooks:
         self._hooks = ParameterHooks(_after(me), _before(me), before)
         # Those that the optimizer has no longer, until `restart`.
         self._gone: set[Tensor] = set()
+        # What was trainable in a backward that has left buckets to later calls.
+        self._trained: set[Tensor] | None = None
+        self.synchronized = False
         self._in_flight = InFlight()
         self._num_started = 0
         self._number = number = next(_numbers)
@@ -175,8 +178,7 @@ class BackwardHooks:
             # was changed before it was reduced.
             self._unreduced: dict[Tensor, tuple[Any, ...]] = {}
             self.changed = ""
-            # What was trainable in a backward that has left buckets to later calls.
-            self._trained: set[Tensor] | None = None
+            self._trained = None
             if self._tree is not None:
                 self._tree.restart()
             # What has been handed to `start_bucket`.

@@ -20,6 +20,7 @@ from adasum.optimizer.arguments import (
     require_operator,
     require_optimizer,
     require_order,
+    require_own_autograd,
     require_owners,
 )
 from adasum.optimizer.buckets.planning import Groups, Named, name_parameters, plan_buckets
@@ -204,6 +205,8 @@ class DistributedOptimizer(DistributedMixin):
         ]
         if isinstance(op, AdasumReducer):
             warn_of_scaled_rate(algorithm)
+        if kind._adasum_early and not settings.one_rank:
+            require_own_autograd(group, named)
         if settings.one_rank and kind is OwnersMethod:
             kind = SoleOwnerMethod
         wrap(self, optimizer, kind, named, by_size(named, groups), settings)

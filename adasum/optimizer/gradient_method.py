@@ -204,7 +204,10 @@ class GradientMethod(DistributedMixin):
         # Here, because the buffers would refuse a dtype without naming the operator.
         reducer.op.check(dtype_of_gradient(parameters[0]))
         with outside_modes():
-            placed = self._adasum_buffers.place(bucket, members)
+            # What backward has not made may be in memory that somebody goes on writing to: NumPy's,
+            # or that of a CUDA graph.
+            made = list(map(self._adasum_hooks.reached, parameters))
+            placed = self._adasum_buffers.place(bucket, members, made)
             owners = self._owners_of(parameters)
             reduction = reducer.reduce_async(names, placed.fused, bucket, owners)
 
@@ -230,12 +233,16 @@ class GradientMethod(DistributedMixin):
         hooks = self._adasum_hooks
         named, changed = hooks.named, hooks.changed
         absent = set(map(id, missing))
-        had = [float(id(p) not in absent and p.grad is not None) for _, p in named]
+        had = [id(p) not in absent and p.grad is not None for _, p in named]
         if not had:
             return
         # All ranks take part, but only one that lacks a gradient has to read the answer, or that
-        # has changed one.
-        count = torch.tensor([*had, float(in_backward)], device=named[0][1].device)
+        # has changed one. A copy from the host would wait for the GPU.
+        count = torch.ones(len(had) + 1, device=named[0][1].device)
+        if not all(had):
+            count[:-1] = torch.tensor(had)
+        if not in_backward:
+            count[-1:].zero_()
         name = "which parameters have gradients"
         self._adasum_group.all_reduce(count, Sum, name=name)
         if not missing and not changed:

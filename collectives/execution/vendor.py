@@ -51,8 +51,8 @@ class Libraries:
                 )
             if not self._transport.sums_on_gpu:
                 raise ValueError(
-                    "algorithm 'nccl' needs a group over NCCL: call init with one GPU a rank, "
-                    "or use 'collective'"
+                    "algorithm 'nccl' needs a group over NCCL of its own: call init with "
+                    "transport='nccl' and one GPU a rank, or use 'collective'"
                 )
         elif self._process_group is None:
             raise ValueError(

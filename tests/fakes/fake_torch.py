@@ -33,6 +33,9 @@ class FakeTorch:
         self._streams: dict[int, FakeStream] = defaultdict(FakeStream)
 
     def P2POp(self, op: str, tensor: torch.Tensor, *, group: FakeGroup, group_peer: int) -> Any:
+        # As torch 2.11 does where a message is put on a stream.
+        if tensor.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+            raise TypeError(f"data type is not supported for NCCL process group: {tensor.dtype}")
         return SimpleNamespace(op=op, tensor=tensor, rank=group.rank, peer=group_peer)
 
     def batch_isend_irecv(self, ops: list[Any]) -> list[Any]:

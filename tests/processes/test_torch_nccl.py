@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import collectives
-from adasum import Adasum
+from adasum import Adasum, DistributedOptimizer, OptimizerOrderError
 from collectives import Sum
 from collectives.transport import GlooTransport, NcclTransport
 from collectives.transport.nccl.torch_backend import TorchBackend
@@ -49,6 +49,52 @@ def test_sums() -> None:
         pytest.skip(reason)
     # The coefficients of two equal gradients are exactly a half.
     assert run_ranks(2, sums, timeout=120.0) == [[[3.0], [1.0]]] * 2
+
+
+def owners(rank: int) -> str:
+    """What a step says where backward has added to a gradient that was reduced onto its owner."""
+    device = _use_a_gpu(rank)
+    collectives.init(timeout=TIMEOUT)
+    # Each rank owns one.
+    parameters = [torch.nn.Parameter(torch.ones(8, device=device)) for _ in range(2)]
+    named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
+    optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), named, mode="owners")
+    try:
+        for step in range(2):
+            torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
+            if step:
+                with pytest.raises(OptimizerOrderError) as caught:
+                    optimizer.step()
+            else:
+                optimizer.step()
+        return str(caught.value)
+    finally:
+        collectives.shutdown()
+
+
+def test_owners_refuse_gradients_that_backward_has_added_to() -> None:
+    if reason := why_not(2):
+        pytest.skip(reason)
+    said = run_ranks(2, owners, timeout=120.0)
+    assert all("backward has added to the gradient of p" in each for each in said)
+
+
+def shorts(rank: int) -> list[list[int]]:
+    """Collectives of a dtype that torch's NCCL does not know."""
+    device = _use_a_gpu(rank)
+    group = collectives.init(timeout=TIMEOUT)
+    try:
+        mine = torch.full((1001,), rank + 1, dtype=torch.int16, device=device)
+        gathered, total = group.all_gather(mine), group.all_reduce(mine, Sum)
+        return [total.unique().tolist(), gathered.unique().tolist()]
+    finally:
+        collectives.shutdown()
+
+
+def test_dtypes_that_torchs_nccl_does_not_know() -> None:
+    if reason := why_not(2):
+        pytest.skip(reason)
+    assert run_ranks(2, shorts, timeout=120.0) == [[[3], [1, 2]]] * 2
 
 
 def silent_peer(rank: int) -> tuple[str, float]:

@@ -154,11 +154,12 @@ class GradientBucket:
                 self._attached.add(index)
                 slot.give(parameter)
 
-    def fill(self, names: Sequence[str], ours: Collection[int]) -> None:
+    def fill(self, names: Sequence[str], made: Sequence[bool], ours: Collection[int]) -> None:
         """Move the gradients here where they are not, zeros for none, or copy them.
 
         A part of a larger memory stays there, which may be a buffer of the user's, and is copied.
-        `ours` are ids of gradients that lie in another bucket's buffer, and may leave it.
+        So does what backward has not `made`. `ours` are ids of gradients that lie in another
+        bucket's buffer, and may leave it.
         ValueError: a gradient has another shape than its parameter.
         """
         is_zero, self._is_zero = self._is_zero, False
@@ -194,7 +195,7 @@ class GradientBucket:
         for i in outside:
             parameter, slot, gradient = self._parameters[i], self._slots[i], gradients[i]
             free = gradient is None or id(gradient) in ours or id(gradient) in taken
-            movable = gradient is None or free or not self._is_part(gradient)
+            movable = gradient is None or free or (made[i] and not self._is_part(gradient))
             # One that autograd records (create_graph) has to stay where it is.
             recorded = gradient is not None and gradient.requires_grad
             if self._as_views and movable and not recorded:
@@ -256,8 +257,10 @@ class GradientBuffers:
         self._buckets: dict[str, GradientBucket] = {}
         self._places: dict[Tensor, tuple[GradientBucket, int]] = {}
 
-    def place(self, bucket: str, named: Sequence[Named]) -> GradientBucket:
+    def place(self, bucket: str, named: Sequence[Named], made: Sequence[bool]) -> GradientBucket:
         """Bring gradients of one dtype and device into the bucket's buffer.
+
+        made: which of them backward has made.
 
         One that is missing counts as zeros. What backward has accumulated in the buffer is not
         copied. Where somebody still holds a gradient of an earlier step that lies there, or
@@ -275,7 +278,7 @@ class GradientBuffers:
             }
             self._buckets[bucket] = found
             self._places.update((each, (found, i)) for i, each in enumerate(parameters))
-        found.fill(names, ours)
+        found.fill(names, made, ours)
         return found
 
     def clear(self) -> None:

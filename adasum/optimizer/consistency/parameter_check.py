@@ -255,8 +255,9 @@ class ParameterCheck:
             self._group,
             gradients,
             fix=lambda _: (
-                ". Without a backward since the last step, what was written to it by way of .data "
-                "or NumPy is not reduced: write by copy_(), or call optimizer.zero_grad() before"
+                ". Without a backward since the last step, what was written to it by way of .data, "
+                "NumPy or a CUDA graph is not reduced: write by copy_(), or call "
+                "optimizer.zero_grad(set_to_none=False) before"
             ),
             when="in a step without a backward",
             call=_CALL_KEPT,

@@ -17,6 +17,11 @@ from collectives.transport.base import Messages, Transport
 from collectives.transport.nccl.backend import Backend
 from collectives.transport.process_groups import abort_nccl
 
+# Dtypes of which every torch sends messages by NCCL; others are sent as these.
+_BYTES = torch.uint8
+_SENT = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_SENT |= {_BYTES, torch.int8, torch.int32, torch.int64, torch.bool}
+
 
 class TorchBackend(Backend):
     """The NCCL of a process group, on the GPU of each message.
@@ -52,7 +57,7 @@ class TorchBackend(Backend):
 
     def exchange(self, sends: Messages, recvs: Messages, stream: Any, timeout: float) -> None:
         ops = [
-            dist.P2POp(op, tensor, group=self._process_group, group_peer=peer)
+            dist.P2POp(op, _as_sent(tensor), group=self._process_group, group_peer=peer)
             for op, messages in ((dist.irecv, recvs), (dist.isend, sends))
             for peer, tensor in messages
         ]
@@ -79,3 +84,8 @@ class TorchBackend(Backend):
     def split(self, host: Transport, ranks: tuple[int, ...]) -> TorchBackend:
         assert host.process_group is not None
         return TorchBackend(host.process_group)
+
+
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a message as torch's NCCL takes it, which refuses int16, unsigned and other dtypes."""
+    return tensor if tensor.dtype in _SENT else tensor.view(_BYTES)

@@ -7,6 +7,7 @@ import weakref
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -72,6 +73,34 @@ def test_gradients_in_one_memory_of_the_users_give_the_steps_of_others(
 
     apart, together = (run_threads(2, partial(run, shared=shared)) for shared in (False, True))
     assert all(torch.equal(each, apart[0]) for each in apart + together)
+
+
+@pytest.mark.parametrize("way", ["average", "gradient"])
+def test_gradients_that_backward_has_not_made_stay_in_the_memory_that_others_write_to(
+    way: str,
+) -> None:
+    """As NumPy does to its arrays, and a CUDA graph to the gradients of a backward it holds."""
+
+    def run(group: Group, array: Any) -> list[list[float]]:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        plain = torch.optim.SGD([parameter], lr=1.0)
+        optimizer: Any = hvd.DistributedOptimizer(plain, [("p", parameter)], **WAYS[way])
+        parameter.grad = torch.from_numpy(array)
+        found = []
+        for scale in (1.0, 2.0, 4.0):
+            array[:] = scale, -scale
+            optimizer.step()
+            found += [parameter.tolist(), array.tolist()]
+            optimizer.zero_grad(set_to_none=False)
+            assert not array.any()
+        return found
+
+    def start(group: Group) -> list[list[float]]:
+        return run(group, np.zeros(2, np.float32))
+
+    # Equal gradients are their own average, and Adasum.
+    steps = [[-1.0, 1.0], [1.0, -1.0], [-3.0, 3.0], [2.0, -2.0], [-7.0, 7.0], [4.0, -4.0]]
+    assert run_threads(2, start) == [steps] * 2
 
 
 @pytest.mark.parametrize("way", ["average", "gradient"])
