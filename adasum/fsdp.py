@@ -93,7 +93,8 @@ def _groups_of(model: nn.Module, state: HookState, kind: type) -> list[tuple[Any
     units = [module for module in model.modules() if isinstance(module, kind)]
     if not units:
         raise ValueError("model has no fully_shard module: call fully_shard first")
-    found = [(unit, group, _mesh_of(group)) for unit in units for group in _parameter_groups(unit)]
+    groups = [(unit, group) for unit in units for group in _parameter_groups(_state_of(unit))]
+    found = [(unit, group, _mesh_of(group)) for unit, group in groups]
     for _, group, _ in found:
         if not isinstance(group._all_reduce_hook, _Hook | None):
             raise ValueError(
@@ -103,12 +104,13 @@ def _groups_of(model: nn.Module, state: HookState, kind: type) -> list[tuple[Any
     return found
 
 
-def _parameter_groups(unit: Any) -> Sequence[Any]:
-    """Return the groups of parameters that FSDP reduces together.
+def _state_of(unit: Any) -> Any:
+    """Return what FSDP knows of a unit, which torch has no public name for."""
+    return unit._get_fsdp_state()
 
-    Private to torch, which has no public name for them.
-    """
-    state = unit._get_fsdp_state()
+
+def _parameter_groups(state: Any) -> Sequence[Any]:
+    """Return the groups of parameters that FSDP reduces together; an older torch has at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -175,8 +177,8 @@ class _Hook:
 
     def _warn_of_others(self) -> None:
         """Warn, from one unit, of those that were made after the hooks."""
-        states = self.group.modules[0]._get_fsdp_state()._state_ctx.all_states
-        groups = [group for state in states for group in state._fsdp_param_groups]
+        states = _state_of(self.group.modules[0])._state_ctx.all_states
+        groups = [group for state in states for group in _parameter_groups(state)]
         hooked = [group for group in groups if isinstance(group._all_reduce_hook, _Hook)]
         without = [group for group in groups if group._all_reduce_hook is None]
         others = [p for group in without for p in group.fsdp_params]

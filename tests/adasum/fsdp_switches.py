@@ -222,7 +222,7 @@ def check_switch_arguments(ranks: Ranks) -> None:
         train(late, ranks.rank, [0, 1])
     assert len(texts) == 1
     assert (
-        f"{8 + hasattr(late, 'never')} parameters, first.weight first, are in units without a hook"
+        f"{7 + 2 * hasattr(late, 'never')} parameters, first.weight first, are in units without a hook"
         in texts[0]
     )
     with warnings_of("adasum.fsdp") as texts:
