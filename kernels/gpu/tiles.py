@@ -128,9 +128,13 @@ def load_edges(address, before, inner, length, DTYPE: tl.constexpr):
 
 @jit
 def convert(x, DTYPE: tl.constexpr):
-    """Convert x to DTYPE; bfloat16 and float64 through float32: no hardware converts them."""
+    """Convert x to DTYPE.
+
+    float64 becomes 16 bits by way of float32, as in torch, and bfloat16 becomes float64 so: no
+    hardware converts these two.
+    """
     if (x.dtype == tl.bfloat16 and tl.float64 == DTYPE) or (
-        x.dtype == tl.float64 and tl.bfloat16 == DTYPE
+        x.dtype == tl.float64 and DTYPE.primitive_bitwidth == 16
     ):
         return x.to(tl.float32).to(DTYPE)
     return x.to(DTYPE)

@@ -107,6 +107,27 @@ def test_scaled_add_of_three_dtypes(backend, left, right, target):
     assert_close(out, expected, magnitude, _bound(wide, target, backend, 2))
 
 
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("move", [False, True])
+def test_float64_becomes_other_dtypes_as_in_torch(backend, target, move):
+    # Near the middle of two neighbours, and apart by less than float32 sees.
+    x = 1 + torch.finfo(target).eps * (torch.arange(1027, dtype=torch.float64) + 0.5)
+    x[::2] += 2.0**-50
+    expected = bits(x.to(target))
+    x = x.to(backend.device)
+    x = misaligned(x) if move else x
+    zeros = torch.zeros_like(x)
+    assert bits(kernels.sum_n([x, zeros], dtype=target)) == expected
+    assert bits(kernels.scaled_add(x, zeros, dtype=target)) == expected
+    layout = kernels.layout_of([x], dtype=target)
+    assert bits(kernels.pack([x], layout=layout)[:1027]) == expected
+    outs = [torch.empty(1027, dtype=target, device=backend.device)]
+    layout = kernels.layout_of(outs, dtype=torch.float64)
+    buffer = torch.zeros(layout.numel, dtype=torch.float64, device=backend.device)
+    buffer[:1027] = x
+    assert bits(kernels.unpack(buffer, outs, layout=layout)[0]) == expected
+
+
 def _bound(source: torch.dtype, target: torch.dtype, backend: Backend, terms: int) -> float:
     """As `tolerance` of `target`; float64 on its way to another dtype passes through float32."""
     if source == torch.float64 and target != torch.float64:
