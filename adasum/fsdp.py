@@ -110,7 +110,7 @@ def _state_of(unit: Any) -> Any:
 
 
 def _parameter_groups(state: Any) -> Sequence[Any]:
-    """Return the groups of parameters that FSDP reduces together; an older torch has at most one."""
+    """Return the groups of parameters that FSDP reduces together: in an older torch one or none."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -221,10 +221,8 @@ def check_switch_arguments(ranks: Ranks) -> None:
     with warnings_of("adasum.fsdp") as texts:
         train(late, ranks.rank, [0, 1])
     assert len(texts) == 1
-    assert (
-        f"{7 + 2 * hasattr(late, 'never')} parameters, first.weight first, are in units without a hook"
-        in texts[0]
-    )
+    count = 7 + 2 * hasattr(late, "never")
+    assert f"{count} parameters, first.weight first, are in units without a hook" in texts[0]
     with warnings_of("adasum.fsdp") as texts:
         register_fsdp_hook(late, ranks.state())
         train(late, ranks.rank, [0])
