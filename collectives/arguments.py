@@ -283,8 +283,8 @@ class Arguments:
             specs = parse_all_reduce_spec(text)
         except (TypeError, ValueError) as error:
             raise type(error)(f"algorithm: {error}") from None
-        validation.scale("prescale", prescale)
-        validation.scale("postscale", postscale)
+        prescale = validation.scale("prescale", prescale)
+        postscale = validation.scale("postscale", postscale)
         for tensor in tensors:
             op.check(tensor.dtype)
             self._transport.check_device(tensor.device)
@@ -296,8 +296,8 @@ class Arguments:
             **op.order_options,
             # Ranks may write the same specification differently ("16k", "16384").
             "algorithm": canonical_spec(text),
-            "prescale": float(prescale),
-            "postscale": float(postscale),
+            "prescale": prescale,
+            "postscale": postscale,
         }
 
 

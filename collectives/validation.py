@@ -6,6 +6,7 @@ first parameter, `argument`, is the argument's name in errors.
 
 from __future__ import annotations
 
+import numbers
 import operator
 import sys
 import threading
@@ -317,12 +318,18 @@ def nbytes(value: float) -> None:
         raise ValueError(f"nbytes must be finite and not negative, got {value}")
 
 
-def scale(argument: str, value: float) -> None:
-    """Check a finite factor."""
+def scale(argument: str, value: float) -> float:
+    """Return a finite factor as a float."""
     if type(value) is not float:
-        instance(argument, value, int | float, "a number")
+        # NumPy's numbers are real, too.
+        instance(argument, value, numbers.Real, "a number")
+        try:
+            value = float(value)
+        except OverflowError:
+            raise ValueError(f"{argument} must be finite: no float64 is so large") from None
     if not abs(value) <= sys.float_info.max:
         raise ValueError(f"{argument} must be finite, got {value}")
+    return value
 
 
 def scales_of(dtype: torch.dtype, **scales: float) -> None:

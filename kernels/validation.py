@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from array import array
 from collections.abc import Sequence
@@ -242,7 +243,8 @@ def check_scalar(name: str, value: object) -> float:
     """Return `value` as a float; TypeError if it is not a number, ValueError if it is too large."""
     if type(value) is float:
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    # NumPy's numbers are real, too.
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a float, not {type(value).__name__}")
     try:
         return float(value)

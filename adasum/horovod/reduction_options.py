@@ -83,7 +83,7 @@ def options_of(
     op = Average if op is None else op
     require_reducer(op)
     op = in_order(op, order, accumulate)
-    validation.scale("prescale_factor", prescale)
-    validation.scale("postscale_factor", postscale)
+    prescale = validation.scale("prescale_factor", prescale)
+    postscale = validation.scale("postscale_factor", postscale)
     group = require_group(process_set)
     return ReductionOptions(group, op, name, compression, prescale, postscale)

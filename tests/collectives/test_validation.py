@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -309,3 +311,14 @@ PURE: dict[str, Callable[[Any], Any]] = {
 def test_argument_of_another_type_is_named(argument: str, bad: Any) -> None:
     with pytest.raises(TypeError, match=rf"^{argument}(\[1\]|'s members)? must be a[ n]"):
         PURE[argument](bad)
+
+
+@pytest.mark.parametrize("half", [np.float32(0.5), np.float64(0.5), Fraction(1, 2)])
+def test_numbers_of_other_libraries_are_factors(half: Any) -> None:
+    def work(group: Group) -> list[float]:
+        x = torch.ones(2)
+        group.all_reduce(x, Sum, prescale=half, postscale=np.int64(3))
+        found: list[float] = x.tolist()
+        return found
+
+    assert collectives.run_threads(2, work) == [[3.0, 3.0]] * 2

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -284,7 +285,8 @@ def test_what_is_no_float(wrong):
             call()
     with pytest.raises(ValueError, match="scale is an int that no float64 holds"):
         kernels.sum_n([x, x], scale=10**400)
-    assert torch.equal(kernels.sum_n([x, x], scale=2), 4 * x)
+    for number in (2, np.int64(2), np.float32(2.0)):
+        assert torch.equal(kernels.sum_n([x, x], scale=number), 4 * x)
 
 
 def test_outputs_made_in_inference_mode():
