@@ -243,7 +243,8 @@ def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> Non
             for parameter in parameters:
                 new = mine(group, parameter.numel())
                 parameter.grad = new if step == 0 else parameter.grad.add_(new)
-            bucket = buffers.place("a bucket", list(zip(names, parameters, strict=True)))
+            named = list(zip(names, parameters, strict=True))
+            bucket = buffers.place("a bucket", named, [True] * len(named))
             flight = wire.reduce_async(names, bucket.fused, f"step {step}")
             flight.wait()
             for parameter in parameters:
