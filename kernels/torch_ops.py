@@ -61,11 +61,13 @@ def run(call: Call, *scalars: float) -> Any:
 
 def _traced(call: Call, *scalars: float) -> Any:
     alignment = 0 if call.packed is None else call.packed.layout.alignment
-    operator = getattr(torch.ops.adasum, f"{call.function}_6").default
+    # Not the ends, which follow from the inputs: Inductor cannot pass on a length it does not know.
+    bounds = call.bounds if alignment else call.bounds[1:-1]
+    operator = getattr(torch.ops.adasum, f"{call.function}_7").default
     # Nothing that it takes requires a gradient which is asked for: see `is_followed`.
     operator(
         call.inputs,
-        call.bounds,
+        bounds,
         call.dots,
         alignment,
         scalars,
@@ -99,7 +101,11 @@ def _run_operator(
     order: str = "list",
     accumulate: torch.dtype | None = None,
 ) -> None:
-    """What the operator of a function does; `alignment` is 0 where nothing is packed."""
+    """What the operator of a function does.
+
+    `alignment` is 0 where nothing is packed; then `bounds` are those between segments.
+    """
+    bounds = bounds if alignment else (0, *bounds, inputs[0].numel())
     packed = packed_within(out, inputs, bounds[:-1], alignment) if alignment else None
     rows = zip(tree[::4], tree[1::4], tree[2::4], tree[3::4], strict=True)
     call = Call(
@@ -134,13 +140,13 @@ for _name in FUNCTIONS:
     _inputs, _out = ("Tensor(a!)[]", "Tensor") if _name == "unpack" else ("Tensor[]", "Tensor(a!)")
     _spread = "Tensor(h!)?" if _name == "adasum_coefficients" else "Tensor?"
     _LIBRARY.define(
-        f"{_name}_6({_inputs} inputs, SymInt[] bounds, Tensor? dots, int alignment, "
+        f"{_name}_7({_inputs} inputs, SymInt[] bounds, Tensor? dots, int alignment, "
         f"float[] scalars, bool cooperative, {_out} out, {SCHEMA}, "
         f"Tensor? coefficients=None, {_spread} spread=None, float[] tree=[], "
         "str order='list', ScalarType? accumulate=None) -> ()",
         tags=_TAGS,
     )
-    _LIBRARY.impl(f"{_name}_6", partial(_run_operator, _name), "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{_name}_7", partial(_run_operator, _name), "CompositeExplicitAutograd")
     # On tensors without data there is nothing to do: it only writes into its arguments.
-    torch.library.register_fake(f"adasum::{_name}_6", lambda *_: None, lib=_LIBRARY)
-    torch.library.register_vmap(f"adasum::{_name}_6", partial(_no_vmap, _name), lib=_LIBRARY)
+    torch.library.register_fake(f"adasum::{_name}_7", lambda *_: None, lib=_LIBRARY)
+    torch.library.register_vmap(f"adasum::{_name}_7", partial(_no_vmap, _name), lib=_LIBRARY)

@@ -73,11 +73,11 @@ def test_overlap_is_found_when_the_operator_runs():
         compiled(lambda b, x: kernels.unpack(b, [x[:8], x[4:12]]))[0](torch.ones(32), X.clone())
     base = X.clone()
     with pytest.raises(ValueError, match="out overlaps a"):
-        torch.ops.adasum.adasum_6(
+        torch.ops.adasum.adasum_7(
             [base[:8], base[8:]], [0, 8], None, 0, [2.0, 2.0], True, base[4:12], None, None
         )
     with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
-        torch.ops.adasum.pack_6([base], [0, 16], None, 64, [2.0], True, base, None, None)
+        torch.ops.adasum.pack_7([base], [0, 16], None, 64, [2.0], True, base, None, None)
     assert torch.equal(base, X)
 
 
@@ -88,14 +88,14 @@ def vector(seed: int, dtype: torch.dtype = F32, numel: int = 16) -> Tensor:
 @pytest.mark.parametrize("flag", [None, torch.zeros(())], ids=["", "found_inf"])
 def test_opcheck(flag):
     ops, x, y, out, cuts = torch.ops.adasum, vector(1), vector(2), vector(3), [0, 5, 16]
-    dots, whole, slots = kernels.dot_and_norms(x, y, cuts), [0, 16], [0, 16, 32]
+    dots, slots = kernels.dot_and_norms(x, y, cuts), [0, 16, 32]
     # found_inf and max_abs.
     flags = (None, None) if flag is None else (flag, torch.zeros(()))
     double = (flag, None if flag is None else torch.zeros((), dtype=torch.float64))
     for op, args in [
-        (ops.pack_6, ([x, y[:5]], slots, None, 64, [0.5], True, vector(4, F16, 32), *flags)),
+        (ops.pack_7, ([x, y[:5]], slots, None, 64, [0.5], True, vector(4, F16, 32), *flags)),
         (
-            ops.unpack_6,
+            ops.unpack_7,
             (
                 [x.clone(), out[:5].clone()],
                 slots,
@@ -107,12 +107,12 @@ def test_opcheck(flag):
                 *flags,
             ),
         ),
-        (ops.sum_n_6, ([x, y], whole, None, 0, [0.5], True, out.double(), *double)),
-        (ops.sum_n_6, ([x, y, out], whole, None, 0, [0.5], True, out, *flags)),
-        (ops.scaled_add_6, ([x, y], whole, None, 0, [0.5, -1.0], True, out, *flags)),
-        (ops.dot_and_norms_6, ([x, y], cuts, None, 0, [], True, dots.clone(), None, None)),
-        (ops.combine_6, ([x, y], cuts, dots, 0, [3.0, 1.5], True, out, *flags)),
-        (ops.adasum_6, ([x, y], cuts, None, 0, [2.0, 2.0], True, out, *flags)),
+        (ops.sum_n_7, ([x, y], [], None, 0, [0.5], True, out.double(), *double)),
+        (ops.sum_n_7, ([x, y, out], [], None, 0, [0.5], True, out, *flags)),
+        (ops.scaled_add_7, ([x, y], [], None, 0, [0.5, -1.0], True, out, *flags)),
+        (ops.dot_and_norms_7, ([x, y], [5], None, 0, [], True, dots.clone(), None, None)),
+        (ops.combine_7, ([x, y], [5], dots, 0, [3.0, 1.5], True, out, *flags)),
+        (ops.adasum_7, ([x, y], [5], None, 0, [2.0, 2.0], True, out, *flags)),
     ]:
         torch.library.opcheck(op.default, args)
 
@@ -122,7 +122,7 @@ def test_calls_stay_out_of_torchs_own_cuda_graphs():
         pytest.skip("this torch has no such tag")
     names = ["pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"]
     for name in names:
-        operator = getattr(torch.ops.adasum, f"{name}_6")
+        operator = getattr(torch.ops.adasum, f"{name}_7")
         assert torch.Tag.cudagraph_unsafe in operator.default.tags
 
 
@@ -145,7 +145,7 @@ def test_dispatch_modes():
     assert flat(graph(a, b)) == flat(kernels.adasum(a, kernels.sum_n([a, b])))
     targets = [str(node.target) for node in graph.graph.nodes]
     assert [t for t in targets if t.startswith("adasum")] == [
-        "adasum.sum_n_functional_2.default", "adasum.adasum_6.default",
+        "adasum.sum_n_functional_2.default", "adasum.adasum_7.default",
     ]  # fmt: skip
     with FakeTensorMode():
         packed = kernels.pack([torch.empty(5), torch.empty(1 << 40)])

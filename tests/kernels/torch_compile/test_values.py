@@ -137,6 +137,20 @@ def test_dynamic_shapes(device):
     assert len(set(frames)) == 1
 
 
+def test_dynamic_shapes_with_a_copy_of_an_input_for_out(device):
+    def fn(x, y):
+        cuts = [0, 3, x.numel()]
+        total = kernels.sum_n([x, y], out=x.clone())
+        return kernels.adasum(total, y, cuts, out=x.clone()), kernels.gram([x, y], cuts)
+
+    # Inductor alone looks at lengths that it does not know.
+    call = torch.compile(fn, fullgraph=True, dynamic=True)
+    for numel in (5, 9, 1000):
+        x, y = (random(numel, F32, device, seed) for seed in (1, 2))
+        assert all(map(torch.equal, call(x, y), fn(x, y)))
+
+
+
 def test_scalars_that_change(device):
     call, _ = compiled(lambda a, b, scale: kernels.scaled_add(a, b, beta=scale))
     a, b, _ = pair(F32, device, 1)
