@@ -84,9 +84,9 @@ class BackwardHooks:
         self._hooks = ParameterHooks(_after(me), _before(me), before)
         # Those that the optimizer has no longer, until `restart`.
         self._gone: set[Tensor] = set()
-        # What was trainable in a backward that has left buckets to later calls.
-        self._trained: set[Tensor] | None = None
-        self.synchronized = False
+        # The buckets of new parameters, from `restart` on.
+        self._late: list[Sequence[Named]] = []
+        self.synchronized = self.ended = False
         self._in_flight = InFlight()
         self._num_started = 0
         self._number = number = next(_numbers)
@@ -112,16 +112,18 @@ class BackwardHooks:
     def add(self, named: Sequence[Named], buckets: Sequence[Sequence[Named]]) -> None:
         """Add new parameters, whose buckets come after all others.
 
-        Gradients that they have already are reduced in this step.
+        Where those of this step have ended, they are reduced behind them, as what is left out.
         """
         with self._lock:
             self.synchronized = self.synchronized and not named
-            self._trained = None
             for name, parameter in named:
                 self.names[parameter] = name
                 self._counts[parameter] = 0
                 self._gone.discard(parameter)
-            self._append(buckets)
+            if self.ended:
+                self._late += buckets
+            else:
+                self._append(buckets)
             self._hook_trainable()
 
     def _append(self, buckets: Iterable[Sequence[Named]]) -> None:
@@ -143,7 +145,8 @@ class BackwardHooks:
         if not self._gone:
             return
         for parameter in self._gone:
-            del self.names[parameter], self._counts[parameter], self._bucket_of[parameter]
+            del self.names[parameter], self._counts[parameter]
+            self._bucket_of.pop(parameter, None)
             self._hooks.remove(parameter)
         buckets = [[e for e in each.members if e[1] not in self._gone] for each in self._buckets]
         self._gone, self._buckets = set(), []
@@ -174,19 +177,23 @@ class BackwardHooks:
         """Begin a new step: no passes are counted and no bucket is started yet."""
         with self._lock:
             self._num_started, self._failed = 0, False
-            # The gradients that backward has left unreduced, as they were; and the name of one that
-            # was changed before it was reduced.
-            self._unreduced: dict[Tensor, tuple[Any, ...]] = {}
-            self.changed = ""
-            self._trained = None
             if self._tree is not None:
                 self._tree.restart()
-            # What has been handed to `start_bucket`.
+            # What has been handed to `start_bucket`; and what was reduced when backward returned.
             self._taken: set[Tensor] = set()
+            self.reduced_in_backward: set[Tensor] = set()
+            # Of a backward that has left something to be reduced: the gradients as it has left
+            # them, what was trainable, and the name of a gradient that was changed afterwards.
+            self._left: dict[Tensor, tuple[Any, ...]] = {}
+            self._trained: set[Tensor] = set()
+            self.changed = ""
+            # Whether the buckets of this step are reduced; `synchronized`: and everything else.
+            self.synchronized = self.ended = False
+            late, self._late = self._late, []
+            self._append(late)
             self._drop_gone()
             self._counts = dict.fromkeys(self._counts, 0)
             self._in_flight.forget_done()
-            self.synchronized = False
             self._callback_queued = self._pass_end_queued = False
             self._hook_trainable()
 
@@ -198,28 +205,41 @@ class BackwardHooks:
         With `max_in_flight` it waits for the first bucket where more would be in flight.
         CollectiveError: a reduction failed; nothing is in flight any more.
         """
-        if not self.synchronized:
-            self._reduce(partial(self._start_remaining, max_in_flight), in_backward)
+        if self.synchronized and not self._left_out():
+            return
+        self.end_buckets(max_in_flight, in_backward)
         if self._left_out():
             self._reduce(self._start_left_out, in_backward)
+        self.synchronized = True
+
+    def end_buckets(self, max_in_flight: int | None = None, in_backward: bool = False) -> None:
+        """Do what `synchronize` does, for the buckets alone."""
+        if not self.ended:
+            self._reduce(partial(self._start_remaining, max_in_flight), in_backward)
+            self.ended = True
 
     def leave_out(self) -> None:
         """Reduce for other ranks, whose backward may wait for it, what this rank leaves out."""
         if self.awaited:
-            self._unreduced.clear()
+            self._left.clear()
             self.synchronize()
 
     def _reduce(self, start: Callable[[], None], in_backward: bool) -> None:
         """Reduce what `start` starts, and what is in flight."""
+        left, self._left = self._left, {}
+        if not in_backward:
+            changed = (p for p, state in left.items() if not same_state(state, state_of(p.grad)))
+            self.changed = self.changed or next((self.names[p] for p in changed), "")
         with self._noting_failure():
             with self._in_flight.none_after_an_error(), self._lock:
                 start()
             self._in_flight.wait()
         self._in_flight.notify_observers()
+        if in_backward:
+            self.reduced_in_backward |= self._taken
         optimizer = self._optimizer()
         if optimizer is not None and not self._one_rank:
-            optimizer._finish_reductions(in_backward)
-        self.synchronized = True
+            optimizer._finish_reductions()
 
     def _start_remaining(self, max_in_flight: int | None) -> None:
         while self._num_started < len(self._buckets):
@@ -257,11 +277,14 @@ class BackwardHooks:
         self._hooks.add([parameter for _, parameter in self._unhooked()])
 
     def _complete(self, bucket: _Bucket) -> bool:
+        return self._complete_members(bucket.members)
+
+    def _complete_members(self, members: Sequence[Named]) -> bool:
         # From the last, which backward most often reaches last, so that an incomplete bucket is
         # most often found by one comparison.
         return all(
             self._counts[parameter] >= self.passes
-            for _, parameter in reversed(bucket.members)
+            for _, parameter in reversed(members)
             if parameter.requires_grad and parameter in self._hooks
         )
 
@@ -274,12 +297,13 @@ class BackwardHooks:
             self._counts[parameter] += 1
             self._refuse_untimely(parameter)
             self._queue_pass_end(parameter)
-            if not self._early or self._counts[parameter] < self.passes:
+            if not self._early:
                 return
             self._queue_callback()
-            waiting = self._buckets[self._num_started :]
-            for _ in takewhile(self._complete, waiting):
-                self._start(*self._next_bucket())
+            if self._counts[parameter] >= self.passes:
+                waiting = self._buckets[self._num_started :]
+                for _ in takewhile(self._complete, waiting):
+                    self._start(*self._next_bucket())
 
     def _is_gone(self, parameter: Tensor) -> bool:
         """Return whether a hook ahead has taken the gradient away, or has stepped by it.
@@ -340,12 +364,13 @@ class BackwardHooks:
 
     def _refuse_untimely(self, parameter: Tensor) -> None:
         """Raise OptimizerOrderError for a gradient that comes too often or too late."""
-        name, bucket = self.names[parameter], self._bucket_of[parameter]
+        name, bucket = self.names[parameter], self._bucket_of.get(parameter)
         if self._early and self._counts[parameter] > self.passes:
             raise too_many_passes(name, self.passes)
-        if self.synchronized or bucket.number < self._num_started:
-            when = "synchronize()" if self.synchronized else f"{bucket.name} was sent"
-            raise too_late(name, when)
+        if self.synchronized:
+            raise too_late(name, "all were reduced")
+        if bucket is not None and bucket.number < self._num_started:
+            raise too_late(name, f"{bucket.name} was sent")
 
     def _queue_callback(self) -> None:
         """Once a backward, ask autograd's engine for a call at its end, as torch's DDP does."""
@@ -357,30 +382,24 @@ class BackwardHooks:
     @torch.compiler.disable
     def _on_backward_end(self) -> None:
         self._callback_queued = False
-        if self._num_started == len(self._buckets) and not self._unhooked():
+        started = self._num_started == len(self._buckets)
+        if started and not self._unhooked() and all(map(self._complete_members, self._late)):
             self.synchronize(in_backward=True)
         else:
             with self._noting_failure():
                 self._in_flight.wait()
-            self._note_unreduced()
+            self._note_left()
 
-    def _note_unreduced(self) -> None:
-        """Note what backward has left, where a later call is to reduce it."""
+    def _note_left(self) -> None:
+        """Note what backward has left, where a later call is to reduce some of it."""
         optimizer = self._optimizer()
         if optimizer is None or self._one_rank:
             return
-        self._trained = {parameter for parameter in self.names if parameter.requires_grad}
-        reached = [(n, p) for n, p in self.named if self._counts[p] >= self.passes]
-        left = [each for each in reached if each[1] not in self._taken]
-        optimizer._densify(left)
-        for _, parameter in left:
-            self._unreduced.setdefault(parameter, state_of(parameter.grad))
-
-    def _note_changed(self, members: Sequence[Named]) -> None:
-        for name, parameter in members:
-            noted = self._unreduced.pop(parameter, None)
-            if noted is not None and not same_state(noted, state_of(parameter.grad)):
-                self.changed = self.changed or name
+        self.reduced_in_backward |= self._taken
+        self._trained |= {parameter for parameter in self.names if parameter.requires_grad}
+        optimizer._densify(self.named)
+        given = [parameter for parameter in self.names if parameter.grad is not None]
+        self._left = {parameter: state_of(parameter.grad) for parameter in given}
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -404,7 +423,7 @@ class BackwardHooks:
         return members, bucket.name
 
     def _trains(self, parameter: Tensor) -> bool:
-        return parameter.requires_grad if self._trained is None else parameter in self._trained
+        return parameter in self._trained if self._trained else parameter.requires_grad
 
     def _start(self, members: Sequence[Named], name: str) -> None:
         self._taken.update(parameter for _, parameter in members)
@@ -418,7 +437,6 @@ class BackwardHooks:
                 "the optimizer that DistributedOptimizer returned was dropped, and the one given "
                 "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
             )
-        self._note_changed(members)
         with self._noting_failure():
             optimizer._check_parameters()
             optimizer._densify(members)

@@ -110,7 +110,7 @@ class DistributedMixin(Reduces, WrappedStep):
             CollectiveError: A reduction failed.
         """
         try:
-            self._follow_groups()
+            self._follow_groups(reducing=closure is None)
             self._adasum_hooks.refuse_taken_over()
             if closure is None:
                 self._adasum_check.warn_without_gradients()
@@ -139,10 +139,16 @@ class DistributedMixin(Reduces, WrappedStep):
     def _end_step(self) -> None:
         """Do what is left when a step is over."""
 
-    def _follow_groups(self) -> None:
-        """Take note of parameters that users have put into the groups, or taken from them."""
+    def _follow_groups(self, reducing: bool = False) -> None:
+        """Take note of parameters that users have put into the groups, or taken from them.
+
+        reducing: whether the gradients are reduced next; then those of the others come first, as on
+        ranks whose backward has reduced them already.
+        """
         change = self._adasum_membership.update(self.param_groups, self._adasum_hooks.names)
         if change is not None:
+            if reducing and self._adasum_early:
+                self._adasum_hooks.end_buckets()
             self._follow(change)
 
     def _follow(self, change: Change) -> None:
@@ -223,7 +229,7 @@ class DistributedMixin(Reduces, WrappedStep):
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type must be above 0, not {norm_type!r}")
-        self._follow_groups()
+        self._follow_groups(reducing=True)
         self._finish_gradients()
         total = self._total_norm(float(norm_type), foreach)
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -263,7 +269,9 @@ class DistributedMixin(Reduces, WrappedStep):
         """
         self._refuse_in_flight("add_param_group()")
         super().add_param_group(param_group)
-        self._follow_groups()
+        # Between backward and step() that is step()'s, behind the gradients of the others.
+        if not self._adasum_hooks.any_reached or self._adasum_hooks.ended:
+            self._follow_groups()
 
     def set_observer(self, observer: Observer | None) -> None:
         """Show an observer every reduction from now on; None ends it. The same on all ranks.

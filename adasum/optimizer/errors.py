@@ -54,11 +54,11 @@ def changed_under_way(name: str) -> OptimizerOrderError:
 
 
 def changed_unreduced(name: str) -> OptimizerOrderError:
-    """Return the error of a gradient changed on one rank before its reduction, on others after."""
+    """Return the error of a gradient changed before a reduction here, and behind it elsewhere."""
     return OptimizerOrderError(
-        f"the gradient of {name} was changed between backward and step(): on this rank, whose "
-        "backward did not reach every parameter, before it was reduced, and on ranks whose "
-        "backward did afterwards: call optimizer.synchronize() before gradients are changed"
+        f"the gradient of {name} was changed between backward and step(), when this rank's "
+        "backward had left gradients unreduced that others' had not, so that the change means "
+        "another thing there: call optimizer.synchronize() before gradients are changed"
     )
 
 

@@ -43,6 +43,8 @@ class GradientMethod(DistributedMixin):
     # those of parameters that have gone since.
     _adasum_left: _Left
     _adasum_gone: _Left
+    # Batches that were reduced and left out since the last step.
+    _adasum_left_out = 0
     _adasum_buffers: GradientBuffers
 
     def _prepare(self) -> None:
@@ -51,9 +53,6 @@ class GradientMethod(DistributedMixin):
         self._adasum_buffers = GradientBuffers(self._adasum_settings.gradient_as_bucket_view)
 
     def _follow(self, change: Change) -> None:
-        if self._adasum_hooks.awaited:
-            # A rank whose backward has reached every parameter has ended the round of those before.
-            self._adasum_hooks.synchronize()
         for parameter in change.gone:
             self._adasum_sparse_zeros.pop(parameter, None)
             # It may come back, to be stepped by it in a later step.
@@ -70,11 +69,12 @@ class GradientMethod(DistributedMixin):
         and receives the reduced gradient, so that all ranks have one, whatever path backward took;
         where no rank has one it stays None.
         """
-        self._follow_groups()
+        self._follow_groups(reducing=True)
         self._adasum_synchronized_by_user = True
         self._adasum_hooks.synchronize()
 
     def _end_step(self) -> None:
+        self._adasum_left_out = 0
         if not self._adasum_settings.one_rank:
             self._adasum_left = {}
             for _, parameter in self._adasum_hooks.named:
@@ -149,6 +149,7 @@ class GradientMethod(DistributedMixin):
         """
         self._refuse_in_flight("zero_grad()")
         self._adasum_hooks.leave_out()
+        self._adasum_left_out += self._adasum_hooks.ended
         self._adasum_left, self._adasum_gone, self._adasum_kept = {}, {}, []
         super().zero_grad(*args, **kwargs)
         self._adasum_synchronized_by_user = False
@@ -220,11 +221,12 @@ class GradientMethod(DistributedMixin):
 
     @outside_modes()
     @torch.no_grad()
-    def _finish_reductions(self, in_backward: bool) -> None:
+    def _finish_reductions(self) -> None:
         """Let a gradient that no rank had be None again, so that nothing steps by its zeros.
 
-        OptimizerOrderError: somebody has changed what this rank's backward had left unreduced, and
-        another rank's backward returned with reduced gradients, which are changed afterwards.
+        OptimizerOrderError: a gradient was changed behind this rank's backward, which has left some
+        unreduced, and another rank's backward has returned with these reduced: there the change
+        comes behind their reduction, here before it.
         """
         missing, self._adasum_missing = self._adasum_missing, []
         kept, self._adasum_kept = self._adasum_kept, []
@@ -232,25 +234,24 @@ class GradientMethod(DistributedMixin):
             self._adasum_check.run_on_kept(self._gradients_everywhere(kept))
         hooks = self._adasum_hooks
         named, changed = hooks.named, hooks.changed
+        if not named:
+            return
         absent = set(map(id, missing))
         had = [id(p) not in absent and p.grad is not None for _, p in named]
-        if not had:
-            return
-        # All ranks take part, but only one that lacks a gradient has to read the answer, or that
-        # has changed one. A copy from the host would wait for the GPU.
-        count = torch.ones(len(had) + 1, device=named[0][1].device)
-        if not all(had):
-            count[:-1] = torch.tensor(had)
-        if not in_backward:
-            count[-1:].zero_()
+        reduced = [p in hooks.reduced_in_backward for _, p in named]
+        # All ranks take part, but only one that lacks a gradient, or has changed one, has to read
+        # the answer.
+        counts = _counts_of([*had, *reduced], named[0][1].device)
         name = "which parameters have gradients"
-        self._adasum_group.all_reduce(count, Sum, name=name)
+        if self._adasum_left_out:
+            name += f" (batches left out: {self._adasum_left_out})"
+        self._adasum_group.all_reduce(counts, Sum, name=name)
         if not missing and not changed:
             return
-        *counts, in_backwards = count.tolist()
-        if changed and in_backwards:
+        ranks_had, ranks_reduced = counts.view(2, -1).tolist()
+        if changed and any(ranks_reduced[i] for i, here in enumerate(reduced) if not here):
             raise changed_unreduced(changed)
-        ranks = dict(zip((id(p) for _, p in named), counts, strict=True))
+        ranks = dict(zip((id(p) for _, p in named), ranks_had, strict=True))
         for parameter in missing:
             if not ranks[id(parameter)]:
                 parameter.grad = None
@@ -269,3 +270,11 @@ class GradientMethod(DistributedMixin):
     def _owners_of(self, parameters: Sequence[Tensor]) -> Owners:
         """Return the ranks that get the parameters' reduced gradients; None for all ranks."""
         return None
+
+
+def _counts_of(flags: Sequence[bool], device: torch.device) -> Tensor:
+    """Return a vector of zeros and ones; a GPU's host does not wait for it."""
+    if all(flags):
+        return torch.ones(len(flags), device=device)
+    counts = torch.tensor(flags, dtype=torch.float32, device="cpu")
+    return counts.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else counts

@@ -236,11 +236,11 @@ class OwnersMethod(GradientMethod):
 
     @outside_modes()
     @torch.no_grad()
-    def _finish_reductions(self, in_backward: bool) -> None:
+    def _finish_reductions(self) -> None:
         """Keep this rank's own gradients, and let every rank see a non-finite one of any."""
         # What a reduction before this one, in the same step, has left.
         self._adasum_overflow.undo()
-        super()._finish_reductions(in_backward)
+        super()._finish_reductions()
         if not self._adasum_reduced:
             return
         mine = [each for each in self._adasum_reduced if self._is_mine(each)]

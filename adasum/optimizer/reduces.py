@@ -17,11 +17,8 @@ class Reduces:
         """Start reducing the members of a bucket."""
         raise NotImplementedError
 
-    def _finish_reductions(self, in_backward: bool) -> None:
-        """Do what is left when all buckets of a step are reduced; may call collectives.
-
-        in_backward: whether backward has not returned yet.
-        """
+    def _finish_reductions(self) -> None:
+        """Do what is left when all buckets of a step are reduced; may call collectives."""
 
     def _check_parameters(self) -> None:
         """Let ranks compare the parameters that are new, before anything of them is reduced."""

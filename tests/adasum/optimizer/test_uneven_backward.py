@@ -6,7 +6,7 @@ own, which step() reduces: what happens in between must not come to mean two thi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,7 +77,7 @@ def _clip(optimizer: Any, parameters: list[Parameter]) -> None:
 def test_gradients_changed_before_a_reduction_on_one_rank_and_after_it_on_another_raise(
     way: str, change: Between
 ) -> None:
-    with pytest.raises(hvd.OptimizerOrderError, match=r"p2 was changed between backward and step"):
+    with pytest.raises(hvd.OptimizerOrderError, match=r"p1 was changed between backward and step"):
         run_threads(2, partial(_train, way, "all on one rank", change, False))
 
 
@@ -153,3 +153,111 @@ def test_a_batch_that_was_clipped_and_left_out_raises_nothing() -> None:
 
     first, second = run_threads(2, partial(_train, "average", "all on one rank", between, False))
     assert torch.equal(first, second)
+
+
+def _simple(**options: Any) -> tuple[list[Parameter], Any]:
+    parameters = [Parameter(torch.ones(3)) for _ in range(5)]
+    named = [(f"p{i}", each) for i, each in enumerate(parameters[:4])]
+    plain = torch.optim.SGD(parameters[:4], lr=0.1)
+    return parameters, hvd.DistributedOptimizer(plain, named, groups=2, **options)
+
+
+def _backward(parameters: list[Parameter], used: Sequence[int], group: Group) -> None:
+    if used:
+        terms = [parameters[i] * (group.rank + 1.0) for i in used]
+        torch.stack(terms).sum().backward()
+
+
+# By rank, what each backward reaches. The buckets are (3, 2) and (1, 0).
+MIXED = {
+    "a pass is missing": [[(0, 1, 2, 3), (0, 1, 2, 3)], [(0, 1, 2, 3)]],
+    "the last bucket has none": [[(0, 1, 2, 3)], [(2, 3)]],
+    "no rank reaches all": [[(1, 2, 3)], [(1, 2)]],
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+@pytest.mark.parametrize("way", WAYS)
+def test_changes_that_would_mean_two_things_raise_wherever_they_are(way: str, mixed: str) -> None:
+    def train(group: Group) -> None:
+        passes = len(MIXED[mixed][0])
+        parameters, optimizer = _simple(backward_passes_per_step=passes, **WAYS[way])
+        for used in MIXED[mixed][group.rank]:
+            _backward(parameters, used, group)
+        _halve(optimizer, parameters)
+        optimizer.step()
+
+    with pytest.raises(hvd.OptimizerOrderError, match="was changed between backward and step"):
+        run_threads(2, train)
+
+
+def test_gradients_that_a_tree_adds_are_not_changed_by_anybody() -> None:
+    def train(group: Group) -> Tensor:
+        options = {"op": hvd.Average, "order": "tree", "backward_passes_per_step": 2}
+        parameters, optimizer = _simple(**options)
+        for _ in range(2):
+            _backward(parameters, [(0, 1, 2, 3), (1, 2)][group.rank], group)
+        optimizer.step()
+        return torch.stack([each.detach() for each in parameters])
+
+    first, second = run_threads(2, train)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_frozen_for_a_backward_of_several_are_reduced(way: str) -> None:
+    def train(group: Group) -> Tensor:
+        parameters, optimizer = _simple(**WAYS[way])
+        _backward(parameters, [(0, 1, 2, 3), (0,)][group.rank], group)
+        parameters[1].requires_grad_(False)
+        _backward(parameters, [(), (3,)][group.rank], group)
+        parameters[1].requires_grad_(True)
+        optimizer.step()
+        return torch.stack([each.detach() for each in parameters])
+
+    first, second = run_threads(2, train)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("change", [_reorder, _take_out, _put_in])
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_may_be_changed_where_a_rank_had_no_backward(
+    way: str, change: Between, passes: int
+) -> None:
+    def train(group: Group) -> Tensor:
+        parameters, optimizer = _simple(backward_passes_per_step=passes, **WAYS[way])
+        for _ in range(passes):
+            _backward(parameters, (0, 1, 2, 3), group)
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(passes):
+            _backward(parameters, [(1, 2), ()][group.rank], group)
+        change(optimizer, parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(passes):
+            _backward(parameters, (0, 1, 2, 3, 4), group)
+        optimizer.step()
+        return torch.stack([each.detach() for each in parameters[:3]])
+
+    first, second = run_threads(2, train)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_that_one_rank_had_and_left_out_is_told_at_the_next_step(way: str) -> None:
+    def train(group: Group) -> None:
+        parameters, optimizer = _simple(**WAYS[way])
+        if group.rank == 0:
+            _backward(parameters, (0, 1, 2, 3), group)
+            optimizer.zero_grad()
+        for _ in range(2):
+            _backward(parameters, (0, 1, 2, 3), group)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    # Owners' steps are collective themselves.
+    said = "ranks disagree" if way == "owners" else r"\(batches left out: 1\)"
+    with pytest.raises(hvd.CollectiveMismatchError, match=said):
+        run_threads(2, train)

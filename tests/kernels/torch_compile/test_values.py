@@ -150,7 +150,6 @@ def test_dynamic_shapes_with_a_copy_of_an_input_for_out(device):
         assert all(map(torch.equal, call(x, y), fn(x, y)))
 
 
-
 def test_scalars_that_change(device):
     call, _ = compiled(lambda a, b, scale: kernels.scaled_add(a, b, beta=scale))
     a, b, _ = pair(F32, device, 1)
