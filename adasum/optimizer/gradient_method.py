@@ -275,6 +275,6 @@ class GradientMethod(DistributedMixin):
 def _counts_of(flags: Sequence[bool], device: torch.device) -> Tensor:
     """Return a vector of zeros and ones; a GPU's host does not wait for it."""
     if all(flags):
-        return torch.ones(len(flags), device=device)
+        return torch.ones(len(flags), dtype=torch.float32, device=device)
     counts = torch.tensor(flags, dtype=torch.float32, device="cpu")
     return counts.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else counts
