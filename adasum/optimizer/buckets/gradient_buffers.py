@@ -93,8 +93,10 @@ class GradientBucket:
         ]
         # The gradients to which results are copied, None for one that is to be made.
         self._apart: list[tuple[Tensor, _Slot, Tensor | None]] = []
-        # The gradients as they were when their reduction was started.
+        # The gradients as they were when their reduction was started, and whether changes in place
+        # count.
         self._sent: list[tuple[Any, ...]] = []
+        self._counts: list[bool] = []
         # Whether it holds zeros, to which backward may add.
         self._is_zero = False
         # The places to which backward has been let add since.
@@ -190,6 +192,8 @@ class GradientBucket:
             outside.append(i)
         if targets:
             torch._foreach_copy_(targets, sources)
+        # Who has made the memory sees it change when it is reduced.
+        counts = [not self._is_foreign] * len(gradients)
         there = [gradient for i in outside if (gradient := gradients[i]) is not None]
         taken = _overlapping(there)
         for i in outside:
@@ -205,7 +209,10 @@ class GradientBucket:
                 # One that shares memory with another's becomes a tensor of its own.
                 self._apart.append((parameter, slot, None if id(gradient) in taken else gradient))
                 taken.add(id(gradient))
-        self._sent = [state_of(each.grad, self._counts(each.grad)) for each in self._parameters]
+                # Its counter of changes is that of others, too, which are reduced meanwhile.
+                counts[i] = counts[i] and gradient is not None and not self._is_part(gradient)
+        self._counts = counts
+        self._sent = [state_of(p.grad, c) for p, c in zip(self._parameters, counts, strict=True)]
 
     def _is_inside(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies in this buffer."""
@@ -216,14 +223,6 @@ class GradientBucket:
         larger = gradient.untyped_storage().nbytes() > gradient.nbytes
         return larger and not self._is_inside(gradient)
 
-    def _counts(self, gradient: Tensor | None) -> bool:
-        """Return whether changes of a gradient in place are this gradient's alone.
-
-        The parts of a memory that somebody else has made share a counter, and others of them are
-        reduced meanwhile.
-        """
-        return gradient is not None and not self._is_foreign and not self._is_part(gradient)
-
     def given(self) -> list[int]:
         """Return the ids of the gradients that were made to lie here."""
         found = [slot.given() for slot in self._slots if slot.given is not None]
@@ -232,8 +231,9 @@ class GradientBucket:
     def require_unchanged(self, names: Sequence[str]) -> None:
         """Raise OptimizerOrderError where somebody has changed a gradient under way."""
         sent, self._sent = self._sent, []
-        for name, parameter, state in zip(names, self._parameters, sent, strict=True):
-            if not same_state(state, state_of(parameter.grad, self._counts(parameter.grad))):
+        states = zip(names, self._parameters, self._counts, sent, strict=True)
+        for name, parameter, counts, state in states:
+            if not same_state(state, state_of(parameter.grad, counts)):
                 raise changed_under_way(name)
 
     def copy_out(self) -> None:
