@@ -161,7 +161,8 @@ def weighted_sum(
     """Return coefficients[s, 0] * tensors[0] + coefficients[s, 1] * tensors[1] + ... a segment s.
 
     Accumulated in float64 in list order, products fused with sums, and rounded to the dtype: to 16
-    bits by way of float32, as torch does. A coefficient of 0 multiplies like any other: of NaN it makes NaN.
+    bits by way of float32, as torch does. A coefficient of 0 multiplies like any other: of NaN it
+    makes NaN.
 
     Args:
         tensors: At least one, equal in shape, dtype and device, taken as flat.
