@@ -276,10 +276,7 @@ class BackwardHooks:
             self._hooks.refuse_swapped(self.named)
         self._hooks.add([parameter for _, parameter in self._unhooked()])
 
-    def _complete(self, bucket: _Bucket) -> bool:
-        return self._complete_members(bucket.members)
-
-    def _complete_members(self, members: Sequence[Named]) -> bool:
+    def _complete(self, members: Sequence[Named]) -> bool:
         # From the last, which backward most often reaches last, so that an incomplete bucket is
         # most often found by one comparison.
         return all(
@@ -301,7 +298,7 @@ class BackwardHooks:
                 return
             self._queue_callback()
             if self._counts[parameter] >= self.passes:
-                waiting = self._buckets[self._num_started :]
+                waiting = (bucket.members for bucket in self._buckets[self._num_started :])
                 for _ in takewhile(self._complete, waiting):
                     self._start(*self._next_bucket())
 
@@ -383,7 +380,7 @@ class BackwardHooks:
     def _on_backward_end(self) -> None:
         self._callback_queued = False
         started = self._num_started == len(self._buckets)
-        if started and not self._unhooked() and all(map(self._complete_members, self._late)):
+        if started and not self._unhooked() and all(map(self._complete, self._late)):
             self.synchronize(in_backward=True)
         else:
             with self._noting_failure():

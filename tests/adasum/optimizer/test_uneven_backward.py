@@ -162,6 +162,11 @@ def _simple(**options: Any) -> tuple[list[Parameter], Any]:
     return parameters, hvd.DistributedOptimizer(plain, named, groups=2, **options)
 
 
+def _require_equal(train: Callable[[Group], Tensor]) -> None:
+    first, second = run_threads(2, train)
+    assert torch.equal(first, second)
+
+
 def _backward(parameters: list[Parameter], used: Sequence[int], group: Group) -> None:
     if used:
         terms = [parameters[i] * (group.rank + 1.0) for i in used]
@@ -200,8 +205,7 @@ def test_gradients_that_a_tree_adds_are_not_changed_by_anybody() -> None:
         optimizer.step()
         return torch.stack([each.detach() for each in parameters])
 
-    first, second = run_threads(2, train)
-    assert torch.equal(first, second)
+    _require_equal(train)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -215,8 +219,7 @@ def test_parameters_frozen_for_a_backward_of_several_are_reduced(way: str) -> No
         optimizer.step()
         return torch.stack([each.detach() for each in parameters])
 
-    first, second = run_threads(2, train)
-    assert torch.equal(first, second)
+    _require_equal(train)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -241,8 +244,7 @@ def test_parameters_may_be_changed_where_a_rank_had_no_backward(
         optimizer.step()
         return torch.stack([each.detach() for each in parameters[:3]])
 
-    first, second = run_threads(2, train)
-    assert torch.equal(first, second)
+    _require_equal(train)
 
 
 @pytest.mark.parametrize("way", WAYS)
