@@ -34,6 +34,14 @@ def reduce_tree(
 
     take: called with all segments' Gram matrices, if anybody wants them.
     """
+    if take is None and operands.gather_partials is None and len(operands.pieces) == 1:
+        (parts, out, _), (piece,) = operands.pieces[0], clipped(operands, segments)
+        if len(piece.segments) == len(segments):
+            # All of the vectors is here, as in shared memory for small ones.
+            table = kernels.gram(parts, segments, precise=True).unsqueeze(0)
+            coefficients = kernels.adasum_coefficients(table, tree)
+            kernels.weighted_sum(parts, coefficients, segments, out=out)
+            return
     pieces: list[ClippedPiece] = []
     grams: list[Tensor] = []
     # A piece's products are taken before the next piece is looked at, which waits for it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -14,13 +13,12 @@ import torch
 
 from collectives import validation
 from collectives.consistency.negotiation import Joined, Negotiation
-from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
+from collectives.execution.all_reduce import AllReduceOptions, Runner
 from collectives.execution.call import Call
-from collectives.execution.call_queue import CallQueue
+from collectives.execution.host_all_reduce import plan_host_all_reduce
 from collectives.execution.node_all_reduce import by_messages, plan_node_all_reduce
 from collectives.execution.operations import OPERATIONS
 from collectives.execution.replay import NEW, SEEN, Replay
-from collectives.execution.shared_memory_all_reduce import plan_shared_memory_all_reduce
 from collectives.flight.recorder import (
     CHARACTERS,
     KIND,
@@ -32,15 +30,13 @@ from collectives.flight.recorder import (
 from collectives.reducers import Average, Reducer, Sum
 from collectives.trace import NOTHING, recording, span
 from collectives.tree_order import KEYS, in_order
-from collectives.work import Work
+from collectives.work import CallQueue, Work
 
-# Up to this size the copy to shared memory takes little time compared with the rest of the call, so
-# that the caller's thread may make it.
+# Up to so many bytes a call is begun by its caller: a longer copy would keep it from its own work.
 _BEGIN_BYTES = 2 * 1024 * 1024
-# Calls that open their own range in timelines, which also names operator, algorithm and bytes.
-_WITH_RANGES = ("all_reduce", "grouped_all_reduce", "run")
-# Those that write their tensors.
-_IN_PLACE = {*_WITH_RANGES, "broadcast", "broadcast_from_owners", "reduce", "reduce_to_owners"}
+# Calls that write their tensors.
+_IN_PLACE = {"all_reduce", "grouped_all_reduce", "run", "broadcast", "broadcast_from_owners"}
+_IN_PLACE |= {"reduce", "reduce_to_owners"}
 
 
 class Calls:
@@ -48,15 +44,12 @@ class Calls:
 
     A call is planned, then begun (numbered, and signalled to the other ranks), and then finished:
     it runs once all ranks have signalled it. `run` does all of that in the caller's thread if no
-    call is queued. `start` leaves the finish to the communication thread, or to the first thread
-    that waits for it.
+    call is queued; `start` leaves the rest to the communication thread, or to a thread that waits.
     """
 
     def __init__(self, runner: Runner, record: GroupRecord) -> None:
-        self._runner = runner
-        self._record = record
-        self._transport = runner.transport
-        self._of_ranks = runner.transport.of_ranks
+        self._runner, self._record = runner, record
+        self._transport, self._of_ranks = runner.transport, runner.transport.of_ranks
         self.queue = CallQueue(runner.transport, runner.timeout, record)
         self._negotiation = Negotiation(runner.transport, runner.timeout)
         self._count = 0
@@ -64,10 +57,7 @@ class Calls:
 
     def run(self, call: Call, *, async_op: bool = False) -> Any:
         """Carry out a direct call; return the result of its operation, or its Work if async."""
-        if self._transport.symmetric_memory is not None:
-            call.shared = plan_shared_memory_all_reduce(self._runner, call)
-        if self._transport.node_memories:
-            call.node = plan_node_all_reduce(self._runner, call)
+        self._plan(call)
         if async_op:
             # The user decides when to start a named call, and may do so in another order on some
             # rank: the error of a mismatch then says so.
@@ -76,18 +66,23 @@ class Calls:
         self.queue.check_thread(call)
         return self.queue.run(call, partial(self._carry_out, call))
 
-    def plan(self, call: Call) -> None:
-        """Decide whether the call runs in memory that is shared or is replayed; may be repeated."""
-        call.shared = plan_shared_memory_all_reduce(self._runner, call)
-        call.node = plan_node_all_reduce(self._runner, call)
+    def _plan(self, call: Call) -> None:
+        """Decide whether the call runs in memory that the ranks share."""
+        call.plan = plan_host_all_reduce(self._runner, call)
+        if self._transport.node_memories and call.plan is None:
+            call.plan = plan_node_all_reduce(self._runner, call)
+
+    def plan_request(self, call: Call) -> None:
+        """Decide how a request runs; may be repeated with other buffers."""
+        self._plan(call)
         # What runs on a node's memory is one launch already.
-        call.replay = Replay.of(self._runner, call) if call.node is None else None
+        call.replay = Replay.of(self._runner, call) if call.plan is None else None
 
     def reduces_by_tree(self, call: Call) -> bool:
         """Return whether an all-reduce hands its operator all ranks' operands with their tree."""
-        self.plan(call)
-        if call.shared is not None:
-            return call.shared.by_tree
+        self._plan(call)
+        if call.plan is not None:
+            return call.plan.by_tree
         return self._runner.reduces_by_tree(call.tensors, call.op, AllReduceOptions.of(call))
 
     def number(self, call: Call) -> Call:
@@ -98,40 +93,31 @@ class Calls:
         number: int = self.queue.run(making, partial(self._carry_out, making))
         return replace(call, request=number)
 
-    def start(self, call: Call) -> Work:
-        """Start a planned call without waiting for other ranks.
-
-        Timelines show how long this takes the caller, and later how long it waits for the call.
-        """
+    def start(self, call: Call) -> Work[Any]:
+        """Start a planned call without waiting for other ranks."""
         call.label, call.record, call.queued = "", UNRECORDED, perf_counter_ns()
-        if not recording():
-            return self._start(call)
-        with span(lambda: f"enqueue {call.title}"):
-            work = self._start(call)
-        work.name = call.title
-        return work
-
-    def _start(self, call: Call) -> Work:
         self.queue.check_thread(call)
         carry_out = partial(self._carry_out, call)
-        if call.shared is not None and call.shared.vector.nbytes <= _BEGIN_BYTES:
-            return self.queue.begin(call, partial(self._begin, call), carry_out)
         on_gpu = any(tensor.is_cuda for tensor in call.tensors)
-        if on_gpu and torch.cuda.is_current_stream_capturing():
-            if call.node is not None:
+        if not on_gpu:
+            if call.plan is not None and call.plan.nbytes <= _BEGIN_BYTES:
+                return self.queue.begin(call, partial(self._begin, call), carry_out)
+            return self.queue.submit(call, carry_out)
+        if torch.cuda.is_current_stream_capturing():
+            if call.plan is not None:
                 # The graph would outlive what is bound, and run beside other launches.
                 call = by_messages(call)
                 carry_out = partial(self._carry_out, call)
             call.stage = NEW
             # In this thread: only the work on its stream is captured in the graph.
-            done: Work[Any] = Work()
-            done.run(lambda: self.queue.run(call, carry_out))
+            done: Work[Any] = Work(self.queue, call, lambda: self.queue.run(call, carry_out))
+            done._run()
             return done
         replay, call.stage = call.replay, NEW
         free = replay is not None and not self.queue.is_inside()
         if replay is not None:
             call.stage = replay.begin(held=free and self._transport.shares_gpu)
-        work: Work = self.queue.run(call, carry_out, async_op=True)
+        work = self.queue.submit(call, carry_out)
         if replay is not None and free and call.stage == SEEN:
             replay.hold()
         return work
@@ -140,8 +126,8 @@ class Calls:
         """Do the part of a call that comes before waiting for the other ranks."""
         call.label = self._next_label(call)
         # In this order: once signalled, the other ranks may read what `fill` has written.
-        if call.shared is not None:
-            call.shared.fill()
+        if call.plan is not None:
+            call.plan.fill()
         self._negotiation.signal(call)
 
     def _carry_out(self, call: Call) -> Any:
@@ -154,30 +140,22 @@ class Calls:
         call.record[NEGOTIATED] = perf_counter_ns()
         if call.instead is not None:
             return call.instead()
-        # A rank that has joined fills no buffer: the call then runs by messages, and it sends zeros
-        # in them.
-        result: Any
-        if call.shared is not None and not outcome.joined:
-            plan, first = call.shared, call.shared.vector.tensors[0]
-            with call_span(call.label, call.op, plan.method, first) if watched else NOTHING:
-                plan.reduce(call.label)
-            result = call.tensors[0] if call.kind == "all_reduce" else call.tensors
-            if plan.owners is not None:
-                result = [*plan.owners]
-        elif call.node is not None and not outcome.joined:
-            result = call.node.run(call)
-        else:
-            # The call's number, which is the same on all ranks, since they make the same calls.
-            self._runner.first = self._count - 1
-            operation = partial(OPERATIONS[call.kind], self._runner, call)
-            named = watched and call.kind not in _WITH_RANGES
-            with span(lambda: call.title) if named else NOTHING:
-                if call.replay is None:
-                    result = operation()
-                else:
-                    # A rank that has joined takes part step by step.
-                    least = NEW if outcome.joined else outcome.stage
-                    result = call.replay.start(self._runner, call, least, operation)
+        with span(lambda: call.title) if watched else NOTHING:
+            # A rank that has joined fills no buffer: the call then goes by messages, and that rank
+            # sends zeros in them.
+            if call.plan is not None and not outcome.joined:
+                call.plan.run(call)
+                result = call.tensors[0] if call.kind == "all_reduce" else call.tensors
+            else:
+                # The call's number, which is the same on all ranks, since they make the same calls.
+                self._runner.first = self._count - 1
+                operation = partial(OPERATIONS[call.kind], self._runner, call)
+                # A rank that has joined takes part step by step.
+                least = NEW if outcome.joined else outcome.stage
+                replay = call.replay
+                result = (
+                    replay.start(self._runner, call, least, operation) if replay else operation()
+                )
         if call.kind in _IN_PLACE and self._transport.size > 1:
             # Not everything that has written them tells autograd, which may have saved them.
             torch.autograd.graph.increment_version(call.tensors)
@@ -226,7 +204,7 @@ class Calls:
         call.op = in_order(plain, **{key: call.options[key] for key in KEYS & call.options.keys()})
         call.label = f"{call} (call {self._count - 1}{self._of_ranks}, joined)"
         self._runner.first = self._count - 1
-        with nullcontext() if call.kind in _WITH_RANGES else span(lambda: call.title):
+        with span(lambda: call.title):
             OPERATIONS[call.kind](self._runner, call)
 
     def _next_label(self, call: Call) -> str:

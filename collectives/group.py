@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Literal, overload
+from typing import Any, Literal
 
 import torch
 from typing_extensions import Unpack
@@ -27,7 +27,6 @@ from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
 from collectives.tree_order import in_order
-from collectives.work import Work
 
 Tensor = torch.Tensor
 
@@ -161,27 +160,6 @@ class Group:
             call = arguments.grouped_all_reduce(tensors, op, packed=packed, algorithm=algorithm)
         return self._calls.reduces_by_tree(call)
 
-    @overload
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        segments: Sequence[int] | None = None,
-        async_op: Literal[False] = False,
-        **options: Unpack[ReductionOptions],
-    ) -> Tensor: ...
-    @overload
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        segments: Sequence[int] | None = None,
-        async_op: Literal[True],
-        **options: Unpack[ReductionOptions],
-    ) -> Work[Tensor]: ...
-
     def all_reduce(
         self,
         tensor: Tensor,
@@ -190,7 +168,7 @@ class Group:
         segments: Sequence[int] | None = None,
         async_op: bool = False,
         **options: Unpack[ReductionOptions],
-    ) -> Tensor | Work[Tensor]:
+    ) -> Any:
         """Reduce a contiguous tensor of any shape over all ranks, in place, and return it.
 
         Args:
@@ -218,27 +196,6 @@ class Group:
         call = self._arguments.all_reduce(tensor, op, segments, **options)
         return self._calls.run(call, async_op=async_op)
 
-    @overload
-    def grouped_all_reduce(
-        self,
-        tensors: Sequence[Tensor],
-        op: Reducer = Sum,
-        *,
-        packed: bool = False,
-        async_op: Literal[False] = False,
-        **options: Unpack[ReductionOptions],
-    ) -> list[Tensor]: ...
-    @overload
-    def grouped_all_reduce(
-        self,
-        tensors: Sequence[Tensor],
-        op: Reducer = Sum,
-        *,
-        packed: bool = False,
-        async_op: Literal[True],
-        **options: Unpack[ReductionOptions],
-    ) -> Work[list[Tensor]]: ...
-
     def grouped_all_reduce(
         self,
         tensors: Sequence[Tensor],
@@ -247,7 +204,7 @@ class Group:
         packed: bool = False,
         async_op: bool = False,
         **options: Unpack[ReductionOptions],
-    ) -> list[Tensor] | Work[list[Tensor]]:
+    ) -> Any:
         """Reduce many tensors at once, in place, and return them as a list.
 
         Tensors of one dtype and device, in one range of the specification, travel packed in one
@@ -273,31 +230,6 @@ class Group:
         call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
         return self._calls.run(call, async_op=async_op)
 
-    @overload
-    def reduce(
-        self,
-        tensor: Tensor,
-        dst: int = 0,
-        op: Reducer = Sum,
-        *,
-        order: Literal["tree"] | None = None,
-        accumulate: torch.dtype | None = None,
-        name: str | None = None,
-        async_op: Literal[False] = False,
-    ) -> Tensor: ...
-    @overload
-    def reduce(
-        self,
-        tensor: Tensor,
-        dst: int = 0,
-        op: Reducer = Sum,
-        *,
-        order: Literal["tree"] | None = None,
-        accumulate: torch.dtype | None = None,
-        name: str | None = None,
-        async_op: Literal[True],
-    ) -> Work[Tensor]: ...
-
     def reduce(
         self,
         tensor: Tensor,
@@ -308,7 +240,7 @@ class Group:
         accumulate: torch.dtype | None = None,
         name: str | None = None,
         async_op: bool = False,
-    ) -> Tensor | Work[Tensor]:
+    ) -> Any:
         """Reduce a contiguous tensor onto rank `dst`, in place, and return it.
 
         Up to 1 MiB a tree of log2 n steps may be used; for a larger tensor no rank allocates more
@@ -324,29 +256,6 @@ class Group:
         call = self._arguments.reduce(tensor, dst, op, **options)
         return self._calls.run(call, async_op=async_op)
 
-    @overload
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        by_rows: bool = False,
-        out: Tensor | None = None,
-        async_op: Literal[False] = False,
-        **options: Unpack[ScaleOptions],
-    ) -> Tensor: ...
-    @overload
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        by_rows: bool = False,
-        out: Tensor | None = None,
-        async_op: Literal[True],
-        **options: Unpack[ScaleOptions],
-    ) -> Work[Tensor]: ...
-
     def reduce_scatter(
         self,
         tensor: Tensor,
@@ -356,7 +265,7 @@ class Group:
         out: Tensor | None = None,
         async_op: bool = False,
         **options: Unpack[ScaleOptions],
-    ) -> Tensor | Work[Tensor]:
+    ) -> Any:
         """Reduce over all ranks and return this rank's slice; `tensor` is not changed.
 
         The flattened tensor is split into `size` slices whose lengths differ by at most one, the
@@ -379,29 +288,6 @@ class Group:
         call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
         return self._calls.run(call, async_op=async_op)
 
-    @overload
-    def run(
-        self,
-        schedule: Schedule,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        segments: Sequence[int] | None = None,
-        async_op: Literal[False] = False,
-        **options: Unpack[ScaleOptions],
-    ) -> Tensor: ...
-    @overload
-    def run(
-        self,
-        schedule: Schedule,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        segments: Sequence[int] | None = None,
-        async_op: Literal[True],
-        **options: Unpack[ScaleOptions],
-    ) -> Work[Tensor]: ...
-
     def run(
         self,
         schedule: Schedule,
@@ -411,7 +297,7 @@ class Group:
         segments: Sequence[int] | None = None,
         async_op: bool = False,
         **options: Unpack[ScaleOptions],
-    ) -> Tensor | Work[Tensor]:
+    ) -> Any:
         """Reduce a contiguous tensor over all ranks, in place, by your own all-reduce schedule.
 
         The schedule is verified before anything is sent. The latest ones are remembered, so that
@@ -440,27 +326,6 @@ class Group:
         """Return each tensor's owner: the lowest of the ranks with the fewest elements so far."""
         return owners(numels, self.size)
 
-    @overload
-    def reduce_to_owners(
-        self,
-        tensors: Sequence[Tensor],
-        op: Reducer = Sum,
-        *,
-        owners: Sequence[int] | None = None,
-        async_op: Literal[False] = False,
-        **options: Unpack[ScaleOptions],
-    ) -> list[int]: ...
-    @overload
-    def reduce_to_owners(
-        self,
-        tensors: Sequence[Tensor],
-        op: Reducer = Sum,
-        *,
-        owners: Sequence[int] | None = None,
-        async_op: Literal[True],
-        **options: Unpack[ScaleOptions],
-    ) -> Work[list[int]]: ...
-
     def reduce_to_owners(
         self,
         tensors: Sequence[Tensor],
@@ -469,7 +334,7 @@ class Group:
         owners: Sequence[int] | None = None,
         async_op: bool = False,
         **options: Unpack[ScaleOptions],
-    ) -> list[int] | Work[list[int]]:
+    ) -> Any:
         """Reduce each tensor onto its owner alone, in place; return the owners.
 
         What the other ranks' tensors hold afterwards has no meaning.
@@ -493,25 +358,6 @@ class Group:
         """Return the ranks in the order in which reduce_to_owners needs their tensors in memory."""
         return to_owners.order(self.size)
 
-    @overload
-    def broadcast_from_owners(
-        self,
-        tensors: Sequence[Tensor],
-        *,
-        owners: Sequence[int] | None = None,
-        name: str | None = None,
-        async_op: Literal[False] = False,
-    ) -> list[Tensor]: ...
-    @overload
-    def broadcast_from_owners(
-        self,
-        tensors: Sequence[Tensor],
-        *,
-        owners: Sequence[int] | None = None,
-        name: str | None = None,
-        async_op: Literal[True],
-    ) -> Work[list[Tensor]]: ...
-
     def broadcast_from_owners(
         self,
         tensors: Sequence[Tensor],
@@ -519,7 +365,7 @@ class Group:
         owners: Sequence[int] | None = None,
         name: str | None = None,
         async_op: bool = False,
-    ) -> list[Tensor] | Work[list[Tensor]]:
+    ) -> Any:
         """Copy each tensor from its owner to every rank, in place, and return them as a list.
 
         Owners are chosen as in reduce_to_owners unless given.
@@ -527,25 +373,6 @@ class Group:
         call = self._arguments.broadcast_from_owners(tensors, owners, name)
         return self._calls.run(call, async_op=async_op)
 
-    @overload
-    def all_gather(
-        self,
-        tensor: Tensor,
-        *,
-        name: str | None = None,
-        out: Tensor | None = None,
-        async_op: Literal[False] = False,
-    ) -> Tensor: ...
-    @overload
-    def all_gather(
-        self,
-        tensor: Tensor,
-        *,
-        name: str | None = None,
-        out: Tensor | None = None,
-        async_op: Literal[True],
-    ) -> Work[Tensor]: ...
-
     def all_gather(
         self,
         tensor: Tensor,
@@ -553,7 +380,7 @@ class Group:
         name: str | None = None,
         out: Tensor | None = None,
         async_op: bool = False,
-    ) -> Tensor | Work[Tensor]:
+    ) -> Any:
         """Return all ranks' tensors joined along dimension 0 in rank order.
 
         Only the first dimension may differ between ranks; 0-d tensors are a ValueError.
@@ -575,25 +402,6 @@ class Group:
         """
         return self._calls.run(self._arguments.all_gather(tensor, name, out), async_op=async_op)
 
-    @overload
-    def all_to_all(
-        self,
-        tensor: Tensor,
-        splits: Sequence[int] | Tensor | None = None,
-        *,
-        name: str | None = None,
-        async_op: Literal[False] = False,
-    ) -> tuple[Tensor, Tensor]: ...
-    @overload
-    def all_to_all(
-        self,
-        tensor: Tensor,
-        splits: Sequence[int] | Tensor | None = None,
-        *,
-        name: str | None = None,
-        async_op: Literal[True],
-    ) -> Work[tuple[Tensor, Tensor]]: ...
-
     def all_to_all(
         self,
         tensor: Tensor,
@@ -601,7 +409,7 @@ class Group:
         *,
         name: str | None = None,
         async_op: bool = False,
-    ) -> tuple[Tensor, Tensor] | Work[tuple[Tensor, Tensor]]:
+    ) -> Any:
         """Send rows of the tensor to every rank; return those received, in rank order, and counts.
 
         The counts, int64 [size], say how many rows came from each rank. Only the first dimension of
@@ -622,23 +430,9 @@ class Group:
         """
         return self._calls.run(self._arguments.all_to_all(tensor, splits, name), async_op=async_op)
 
-    @overload
-    def broadcast(
-        self,
-        tensor: Tensor,
-        root: int = 0,
-        *,
-        name: str | None = None,
-        async_op: Literal[False] = False,
-    ) -> Tensor: ...
-    @overload
-    def broadcast(
-        self, tensor: Tensor, root: int = 0, *, name: str | None = None, async_op: Literal[True]
-    ) -> Work[Tensor]: ...
-
     def broadcast(
         self, tensor: Tensor, root: int = 0, *, name: str | None = None, async_op: bool = False
-    ) -> Tensor | Work[Tensor]:
+    ) -> Any:
         """Copy `root`'s tensor to every rank, in place, and return it.
 
         Examples:

@@ -5,6 +5,7 @@ They correspond to MPI-4's persistent collectives (MPI_Allreduce_init, MPI_Start
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -67,10 +68,9 @@ class Request(Generic[T_co]):
 
     def __init__(self, calls: Calls, call: Call, *, negotiate: bool = True) -> None:
         self._calls = calls
+        # Held from `start` until `wait` has ended.
+        self._started = threading.Lock()
         self._work: Work[T_co] | None = None
-        # Under 0 the start that is under way. setdefault is atomic: only one of several threads
-        # succeeds.
-        self._started_by: dict[int, object] = {}
         self._closed = False
         self._bind(calls.number(call) if negotiate else call)
 
@@ -85,8 +85,10 @@ class Request(Generic[T_co]):
     def _bind(self, call: Call) -> None:
         self._call = call
         self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in call.tensors]
-        self._memory = [(tensor, *_memory_of(tensor)) for tensor in call.memory]
-        self._calls.plan(call)
+        self._memory = [
+            (tensor, tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in call.memory
+        ]
+        self._calls.plan_request(call)
 
     def start(self, tensor: Tensor | Sequence[Tensor] | None = None) -> Work[T_co]:
         """Start the collective.
@@ -105,21 +107,20 @@ class Request(Generic[T_co]):
                 when it was passed; nothing is started.
         """
         self._check_open()
-        me = object()
+        if not self._started.acquire(blocking=False):
+            raise RuntimeError(f"{self!r} was started already: call wait() first")
         try:
-            if self._started_by.setdefault(0, me) is not me:
-                raise RuntimeError(f"{self!r} was started already: call wait() first")
             if tensor is not None:
                 self._rebind([tensor] if isinstance(tensor, Tensor) else tensor)
-            if not self._call.tensors and self._kinds:
-                raise RuntimeError(f"{self!r} has released its buffers: pass start() others")
-            # `tensor` was recorded just now; other buffers may have changed since they were.
-            if tensor is None:
+            elif not self._call.tensors and self._kinds:
+                raise RuntimeError(
+                    f"{self!r} has released its buffers: call start(tensor) with new ones"
+                )
+            else:
                 self._check_memory()
             self._work = work = self._calls.start(self._call)
         except BaseException:
-            if self._started_by.get(0) is me:
-                del self._started_by[0]
+            self._started.release()
             raise
         return work
 
@@ -132,11 +133,11 @@ class Request(Generic[T_co]):
                 or tensor.dtype is not dtype
                 or not tensor.is_contiguous()
             ):
-                now, other, kind = _memory_of(tensor)
                 raise ValueError(
                     f"tensor {number} of {self!r} has other memory than when it was passed, as by "
-                    f"set_(), resize_() or .data = (shape {tuple(other)} {kind} at {now:#x}, "
-                    f"was {tuple(shape)} {dtype} at {address:#x}): pass it to start() again"
+                    f"set_(), resize_() or .data = (shape {tuple(tensor.shape)} {tensor.dtype} at "
+                    f"{tensor.data_ptr():#x}, was {tuple(shape)} {dtype} at {address:#x}): pass it "
+                    "to start() again"
                 )
 
     def _rebind(self, tensors: Sequence[Tensor]) -> None:
@@ -149,8 +150,10 @@ class Request(Generic[T_co]):
                     f"tensor must be like the request's, shape {tuple(shape)} {dtype} on "
                     f"{device}, got shape {tuple(new.shape)} {new.dtype} on {new.device}"
                 )
-        # Without what works on the old ones: to plan for these may fail.
-        self._bind(replace(self._call, tensors=tensors, shared=None, node=None))
+            if self._call.out is not None:
+                validation.apart("tensor", new, "out", self._call.out)
+        # Without the plan for the old ones: planning for these may fail.
+        self._bind(replace(self._call, tensors=tensors, plan=None))
 
     def wait(self) -> T_co:
         """Block until the collective has ended; return what the direct call returns.
@@ -161,14 +164,15 @@ class Request(Generic[T_co]):
             RuntimeError: It was not started, or is closed.
             CollectiveError: The collective failed.
         """
-        work = self._started()
+        work = self._under_way()
         try:
-            return work.wait()
+            result: T_co = self._calls.queue.result(work)
+            return result
         finally:
             # After an interrupted wait it is still under way, and must be waited for again.
-            if work.has_ended() and self._work is work:
+            if work._ended and self._work is work:
                 self._work = None
-                self._started_by.pop(0, None)
+                self._started.release()
 
     def is_completed(self) -> bool:
         """Whether `wait()` would return or raise without waiting.
@@ -176,11 +180,11 @@ class Request(Generic[T_co]):
         Raises:
             RuntimeError: It was not started, or is closed.
         """
-        return self._started().is_completed()
+        return self._under_way().is_completed()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback()` once when this start has ended: `Work.add_done_callback`."""
-        self._started().add_done_callback(callback)
+        self._under_way().add_done_callback(callback)
 
     def release(self) -> None:
         """Release the buffers; pass others to the next start. Other ranks need not do the same.
@@ -190,9 +194,9 @@ class Request(Generic[T_co]):
         """
         if self._work is not None:
             raise RuntimeError(f"{self!r} was started: call wait() first")
-        # What is passed next may be other memory at the same address, for which NCCL has made
+        # The next buffers may be other memory at the same address, for which NCCL has made
         # arrangements in a graph.
-        self._call = replace(self._call, tensors=(), shared=None, node=None, replay=None)
+        self._call = replace(self._call, tensors=(), plan=None, replay=None)
         self._memory = []
 
     def close(self) -> None:
@@ -204,7 +208,7 @@ class Request(Generic[T_co]):
         self.release()
         self._closed = True
 
-    def _started(self) -> Work[T_co]:
+    def _under_way(self) -> Work[T_co]:
         self._check_open()
         if self._work is None:
             raise RuntimeError(f"{self!r} was not started: call start() first")
@@ -213,8 +217,3 @@ class Request(Generic[T_co]):
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(f"{self!r} was closed: make another one")
-
-
-def _memory_of(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype]:
-    """Return what a request relies on: a contiguous tensor's address, shape and dtype."""
-    return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from collectives import validation
-from collectives.execution.vectors import Vector
 from collectives.flight.recorder import UNRECORDED
 from collectives.reducers import Reducer, Sum
 from collectives.schedules.schedule import Schedule
@@ -41,24 +40,14 @@ class TensorDescription(NamedTuple):
 
 
 class _Plan(Protocol):
-    """How a call runs in memory that the ranks share, as `SharedMemoryAllReduce` does."""
-
-    # Which rank gets the result of each tensor; None for all of all.
-    owners: list[int] | None
-    vector: Vector
+    """How a call runs in shared memory: `HostAllReduce`, or on GPUs `NodeAllReduce`."""
 
     @property
-    def method(self) -> str: ...
+    def nbytes(self) -> int: ...
     @property
     def by_tree(self) -> bool: ...
     def fill(self) -> None: ...
-    def reduce(self, label: str) -> None: ...
-
-
-class _NodePlan(Protocol):
-    """How a call runs in one launch, as `NodeAllReduce` does."""
-
-    def run(self, call: Call) -> Any: ...
+    def run(self, call: Call) -> None: ...
 
 
 class _Replay(Protocol):
@@ -91,8 +80,7 @@ class Call:
         described: The tensors without their values.
         movable: Whether it is a named asynchronous call, whose place among the calls is the user's
             choice; errors name it first.
-        shared: How it runs in shared memory; None by messages.
-        node: How it runs in one launch on GPUs that share memory; None by messages.
+        plan: How it runs in memory that the ranks share; None by messages.
         label: What errors call it, with its number, once it has one.
         record: What the flight recorder keeps of it, once it has begun.
         replay: How far this rank is with a request on a GPU, of which the work may be captured.
@@ -113,8 +101,7 @@ class Call:
     request: int | None = None
     described: list[TensorDescription] = field(default_factory=list)
     movable: bool = False
-    shared: _Plan | None = None
-    node: _NodePlan | None = None
+    plan: _Plan | None = None
     label: str = ""
     replay: _Replay | None = None
     # No fields of the dataclass: a copy by `replace` is another call.

@@ -6,7 +6,8 @@ what it has reduced to all of them (`kernels.gpu.node_kernels`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,7 @@ OPTION = "symmetric_memory"
 def by_messages(call: Call) -> Call:
     """Return a call that goes by messages whatever was planned, as another one to the ranks."""
     options = {key: value for key, value in call.options.items() if key != OPTION}
-    return replace(call, options=options, node=None)
+    return replace(call, options=options, plan=None)
 
 
 def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
@@ -99,8 +100,15 @@ class NodeAllReduce:
     launch: Callable[[], None]
     bound: torch.cuda.Event | None = None
 
-    def run(self, call: Call) -> Tensor | Sequence[Tensor]:
-        """Put the call on the stream, and return its tensor or tensors."""
+    # Nothing is copied: the launch reads the vectors where they are.
+    nbytes = sys.maxsize
+    by_tree = False
+
+    def fill(self) -> None:
+        """Do nothing: the vector lies in the memory that is shared."""
+
+    def run(self, call: Call) -> None:
+        """Put the call on the stream."""
         (flat,), runner, options = self.vector.tensors, self.runner, self.options
         if self.bound is not None:
             torch.cuda.current_stream(flat.device).wait_event(self.bound)
@@ -109,4 +117,3 @@ class NodeAllReduce:
             self.vector.fill(flat, options.prescale)
             runner.transport.launch(self.number, self.launch, flat, call.label, runner.timeout)
             multiply(flat, options.postscale)
-        return call.tensors if call.kind == "grouped_all_reduce" else call.tensors[0]

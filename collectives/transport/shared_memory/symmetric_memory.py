@@ -9,7 +9,7 @@ every rank has read it, so that all ranks see a mismatch.
 Each rank also has two buffers, which calls use alternately. What a rank writes to its buffer before
 it signals a call, the other ranks may use once all have signalled that call, and until that rank
 signals the next call but one. So data travel with the negotiation. Within a call, ranks can
-exchange rows of small tables (`gather_rows`) and wait for each other (`barrier`), if all do so.
+exchange rows of small tables (`gather_row`) and wait for each other (`barrier`), if all do so.
 
 A rank that waits sleeps on a gate: a futex that is changed by the last rank to write its word, so
 that no rank is woken before it can go on. Without futexes it sleeps for short intervals.
@@ -25,8 +25,10 @@ between reading a gate's number and the last check before sleeping, so that no w
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import sys
 import threading
 import time
 import zlib
@@ -46,11 +48,13 @@ Table = npt.NDArray[np.float64]
 # A cache line for each rank, so that ranks which write at once do not contend for one line.
 _PAD_BYTES = 64
 _PAD = _PAD_BYTES // 8
-# What a rank can put into a buffer, such as a bucket of 25 MiB with its padding, and the largest
-# row of a table, such as the precise Gram matrices of 1,024 segments over 8 ranks. Memory only
-# where it is written to.
-BUFFER_BYTES = 32 * 1024 * 1024
+# What a rank can put into a buffer, and the largest row of a table, such as the precise Gram
+# matrices of 1,024 segments over 8 ranks. Only what is written to takes memory.
+BUFFER_BYTES = 256 * 1024 * 1024
 TABLE_BYTES = 1024 * 1024
+# What a buffer keeps when a smaller call follows a larger one: a bucket of 25 MiB and more.
+_KEPT_BYTES = 32 * 1024 * 1024
+_MADV_REMOVE = getattr(mmap, "MADV_REMOVE", 9)
 # Sizes and dtypes of buffers whose tensors are kept; making one costs some microseconds.
 _MAX_ENTRIES = 256
 # The words of a pad. The first two are for calls, alternately; then the number of barriers that the
@@ -124,6 +128,7 @@ class SymmetricMemory:
         self._buffers = buffers.view(2, size, BUFFER_BYTES)
         self._tables: Table = tables.view(torch.float64).view(2, size, -1).numpy()
         self._views: dict[tuple[int, int, torch.dtype], Sequence[torch.Tensor]] = {}
+        self._used = [0, 0]
         self._workers = 0
         self._barriers = 0
         self.rank = rank
@@ -132,6 +137,7 @@ class SymmetricMemory:
         self._peers = peers
         self._calls = 0
         self._word = 0
+        self._needed = 0
 
     @property
     def workers(self) -> int:
@@ -150,7 +156,23 @@ class SymmetricMemory:
 
     def next_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's buffer for the next call, to be written before that is signalled."""
+        number, nbytes = (self._calls + 1) % 2, numel * dtype.itemsize
+        self._used[number] = max(self._used[number], nbytes)
+        self._needed = nbytes
         return self.buffers(numel, dtype, ahead=1)[self.rank]
+
+    def _release(self, number: int) -> None:
+        """Give back this rank's buffer beyond what is kept; no other rank may still read it."""
+        first = (number * self.size + self.rank) * BUFFER_BYTES + _KEPT_BYTES
+        start = self._buffers.data_ptr() + first
+        if sys.platform == "linux":
+            # A hint: where the system refuses it, the pages stay.
+            ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(start),
+                ctypes.c_size_t(self._used[number] - _KEPT_BYTES),
+                _MADV_REMOVE,
+            )
+        self._used[number] = 0
 
     def buffers(self, numel: int, dtype: torch.dtype, ahead: int = 0) -> Sequence[torch.Tensor]:
         """Return all ranks' buffers of this call, by rank, to be used after `wait`.
@@ -209,22 +231,25 @@ class SymmetricMemory:
             self._until(self.all_signalled, word, step, timeout)
         # The buffers are read only after the words that say that they are filled.
         self._fence()
+        # All ranks have left the last call, so that none reads this rank's buffer of it.
+        before = (self._calls + 1) % 2
+        if self._used[before] > max(_KEPT_BYTES, self._needed):
+            self._release(before)
+        self._needed = 0
 
-    def gather_rows(
-        self, positions: Sequence[int], rows: Table, count: int, step: str, timeout: float
-    ) -> Table:
-        """Write this rank's rows to a table, wait for all ranks to do so, and return the table.
+    def gather_row(self, row: Table, step: str, timeout: float) -> Table:
+        """Write this rank's row to a table, wait for all ranks to do so, and return the table.
 
-        A rank without rows calls `barrier` instead: step and timeout are as there. The table, which
-        has room for a row of each rank, must be read before this rank's next barrier.
+        It has a row for each rank, and must be read before this rank's next barrier.
 
-        positions: Those of this rank's rows in the table. rows: float64, at most TABLE_BYTES each.
-        count: The number of all ranks' rows.
+        Args:
+            row: float64, 1-D, at most TABLE_BYTES.
+            step: As in `barrier`, as is `timeout`.
+            timeout: In seconds.
         """
         # Two tables, alternately: a slower rank may still be reading that of the last barrier.
-        table = self._tables[(self._barriers + 1) % 2, :count, : rows.shape[1]]
-        for position, row in zip(positions, rows, strict=True):
-            table[position] = row
+        table = self._tables[(self._barriers + 1) % 2, :, : len(row)]
+        table[self.rank] = row
         self.barrier(step, timeout)
         return table
 

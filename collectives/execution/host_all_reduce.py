@@ -1,0 +1,245 @@
+"""All-reduces through memory that a host's ranks share: no message is sent.
+
+Every rank copies its vector to its buffer before it signals the call. Once all ranks have signalled
+it, the result is made in one of two ways:
+
+- one-shot: each rank reads all vectors and makes the whole result by itself. For small vectors,
+  where a second wait costs more than the reading.
+- two-shot: each rank reduces its slice of all vectors; after a barrier every rank copies the
+  slices of the others. An operator that needs whole segments exchanges a table of its slices in
+  between (dot products, or Gram matrices), which is one more wait.
+
+A sum is the balanced tree over the ranks, the order of `rd` and `rechd`, in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from collectives.execution.all_reduce import AllReduceOptions, Runner
+from collectives.execution.call import Call
+from collectives.execution.vectors import Vector, vector_of
+from collectives.reducers import TREE_RANKS, Operands, Piece, Reducer, Sum, is_plain_sum
+from collectives.schedules.folding import balanced_tree
+from collectives.schedules.partition import piece_bounds
+from collectives.schedules.registry import algorithm
+from collectives.schedules.spec import AllReduceSpec, spec_for
+from collectives.transport.shared_memory.symmetric_memory import (
+    BUFFER_BYTES,
+    TABLE_BYTES,
+    SymmetricMemory,
+)
+from collectives.tree_order import in_order
+
+Tensor = torch.Tensor
+# Up to so many bytes of a vector, and of all vectors together, one-shot is faster.
+_ONE_SHOT_BYTES, _READ_BYTES = 256 * 1024, 2 * 1024 * 1024
+_LINE = 64
+_TREE_SUM = in_order(Sum, "tree")
+
+
+def plan_host_all_reduce(runner: Runner, call: Call) -> HostAllReduce | None:
+    """Return how a call runs in shared memory; None if it goes by messages.
+
+    Every rank concludes the same from equal calls.
+    """
+    memory, op = runner.transport.symmetric_memory, call.op
+    if memory is None or memory.size == 1 or not op.reduces_in_shared_memory:
+        return None
+    if call.kind not in ("all_reduce", "grouped_all_reduce") or not call.tensors:
+        return None
+    options, tensors = AllReduceOptions.of(call), call.tensors
+    if options.prescale != 1.0 or not all(tensor.is_cpu for tensor in tensors):
+        return None
+    if call.kind == "grouped_all_reduce":
+        ranges = options.by_range(tensors)
+        if len(ranges) > 1:
+            return None
+        options = ranges[0][0]
+    vector = vector_of(tensors, options.segments)
+    if vector is None or not 0 < vector.nbytes <= BUFFER_BYTES:
+        return None
+    spec, size = spec_for(options.specs, vector.numel), memory.size
+    small = vector.nbytes <= min(_ONE_SHOT_BYTES, _READ_BYTES // size)
+    at_once = _at_once(spec, op, vector, size, small=small)
+    if at_once is None:
+        return None
+    if op.needs_one_tree and at_once:
+        # By name it has the bits of `direct` by messages, which takes its tables slice by slice.
+        small = small and spec.outer == "auto"
+    repeats = call.request is not None
+    return HostAllReduce(vector, op, small, at_once, options.postscale, runner, memory, repeats)
+
+
+def _at_once(
+    spec: AllReduceSpec, op: Reducer, vector: Vector, size: int, *, small: bool
+) -> bool | None:
+    """Return whether the operator gets all operands at once, or in pairs; None for messages."""
+    name = spec.outer
+    if op.ordered:
+        # Every algorithm that can carry it makes the same tree.
+        return True
+    if spec.inner is not None:
+        return None
+    if op.needs_one_tree:
+        rows = 1 if vector.segments is None else len(vector.segments) - 1
+        by_tree = op.reads_tree and op.reads_tree_of(vector.dtype)
+        if by_tree and (name == "direct" or (name == "auto" and size in TREE_RANKS)):
+            return True if rows * 16 * size * size <= TABLE_BYTES else None
+        in_slices = size == 2 and name in ("auto", "rechd", "vhdd") and rows * 24 <= TABLE_BYTES
+        return False if in_slices or (small and name in ("auto", "rd")) else None
+    if op.operands == "all":
+        return True if name == "auto" or algorithm(name).all_at_once else None
+    if name == "direct":
+        return True
+    return False if name in ("auto", "rd", "rechd", "vhdd") and spec.shards == 1 else None
+
+
+@dataclass(eq=False)
+class HostAllReduce:
+    """One all-reduce of one rank's tensors: `fill`, then once all ranks have signalled, `run`.
+
+    It holds the tensors, and may be run any number of times.
+
+    Attributes:
+        whole: Whether every rank makes the whole result (one-shot).
+        at_once: Whether the operator gets all ranks' operands at once, or in pairs.
+        repeats: Whether it is a request's: what is bound costs more than it saves in one run.
+        bound: What reduces each set of buffers; calls take turns with two of them, each known by
+            the address of its first vector.
+    """
+
+    vector: Vector
+    op: Reducer
+    whole: bool
+    at_once: bool
+    postscale: float
+    runner: Runner
+    memory: SymmetricMemory
+    repeats: bool
+    bound: dict[int, Callable[[str], Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        size, rank = self.memory.size, self.memory.rank
+        self.prescale = self.op.prescale(self.vector.dtype, size)
+        # Dot products depend on where slices are cut, and by messages slices are nearly equal.
+        line = 1 if self.op.needs_one_tree else _LINE // self.vector.dtype.itemsize
+        lines = -(-self.vector.numel // line)
+        first, last = (0, lines) if self.whole else piece_bounds(lines, size, rank)
+        self.slice = first * line, min(last * line, self.vector.numel)
+        # No other rank reads this rank's own slice, so it stays where it is.
+        self.own = not self.whole and self.vector.layout is None and self.prescale == 1.0
+
+    @property
+    def by_tree(self) -> bool:
+        """Whether the operator is handed all ranks' operands with their tree."""
+        return self.at_once and self.op.needs_one_tree
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that `fill` copies."""
+        return self.vector.nbytes
+
+    def fill(self) -> None:
+        """Copy the tensors to this rank's buffer of the call to be signalled next."""
+        buffer = self.memory.next_buffer(self.vector.numel, self.vector.dtype)
+        if self.own:
+            self.vector.fill_around(*self.slice, buffer)
+        else:
+            self.vector.fill(buffer, self.prescale)
+
+    def run(self, call: Call) -> None:
+        """Write the result to the tensors."""
+        vectors = self.memory.buffers(self.vector.numel, self.vector.dtype)
+        address = vectors[0].data_ptr()
+        if address not in self.bound:
+            self.bound[address] = self._bind(vectors)
+        self.vector.store(self.bound[address](call.label), self.postscale)
+
+    def _bind(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
+        """Return a function that reduces these buffers, and returns the result."""
+        # Not by way of `self`: the cycle would keep the tensors until it is collected.
+        op, memory, timeout, whole = self.op, self.memory, self.runner.timeout, self.whole
+        transport, (start, stop) = self.runner.transport, self.slice
+        # The result of two-shot is put together in the first rank's buffer.
+        out = self.vector.buffer(self.runner.packed) if whole else vectors[0]
+        target, tables = out[start:stop], _Tables(memory, timeout)
+        parts = [vector[start:stop] for vector in vectors]
+        if self.own:
+            parts[memory.rank] = self.vector.tensors[0][start:stop]
+        steps = self._steps(parts, target, start, tables)
+
+        def run(label: str) -> Tensor:
+            tables.where = f"step 1 of {label}"
+            for step in steps:
+                step()
+            op.finish(target, memory.size)
+            if not whole:
+                memory.barrier(f"step 2 of {label}", timeout)
+                transport.steps += 1
+            return out
+
+        return run
+
+    def _steps(
+        self, parts: Sequence[Tensor], target: Tensor, start: int, tables: _Tables
+    ) -> list[Callable[[], None]]:
+        """Bind the reductions that make this rank's part of the result."""
+        op, size = self.op, len(parts)
+        numel, segments = self.vector.numel, self.vector.segments
+        pieces = (Piece(tuple(parts), target, start),)
+        operands = Operands(pieces, numel, segments, None, (1,) * size)
+        if self.by_tree:
+            gather = None if self.whole else tables.gather
+            operands = replace(operands, tree=balanced_tree(size), gather_partials=gather)
+        if self.at_once:
+            return [self._bound(op, operands)]
+        if size > 2 and not self.whole and is_plain_sum(op):
+            # The same bits in one pass, and in memory's bandwidth the same work is half as dear.
+            return [self._bound(_TREE_SUM, operands)]
+        sums = tables.sum if op.needs_one_tree and not self.whole else None
+        places, steps = list(parts), []
+        between = self._between(target) if self.whole else parts
+        for i, (left, right, *behind) in enumerate(balanced_tree(size)):
+            into = target if i == size - 2 else between[i if self.whole else left]
+            pair = (Piece((places[left], places[right]), into, start),)
+            operands = Operands(pair, numel, segments, sums, tuple(behind))
+            steps.append(self._bound(op, operands))
+            places[left] = into
+        return steps
+
+    def _bound(self, op: Reducer, operands: Operands) -> Callable[[], None]:
+        return op.bind(operands) if self.repeats else partial(op.reduce, operands)
+
+    def _between(self, target: Tensor) -> list[Tensor]:
+        """Return memory for what stands between the vectors and the result of a tree of pairs."""
+        # Aligned alike on every rank, so that all get the same bits.
+        width = -(-target.nbytes // _LINE) * _LINE // target.element_size()
+        count = self.memory.size - 2
+        if count == 0:
+            return []
+        scratch = self.runner.workspace.take(width * count, target)
+        return [scratch[i * width :][: target.numel()] for i in range(count)]
+
+
+@dataclass
+class _Tables:
+    """Exchanges the tables of all ranks' slices. where: The step, for errors."""
+
+    memory: SymmetricMemory
+    timeout: float
+    where: str = ""
+
+    def gather(self, table: Tensor) -> Tensor:
+        """Return all ranks' tables, [ranks, ...]; all ranks must call this equally often."""
+        row = table.detach().reshape(-1).numpy()
+        rows = self.memory.gather_row(row, self.where, self.timeout)
+        return torch.from_numpy(rows).contiguous().view(-1, *table.shape)
+
+    def sum(self, table: Tensor) -> None:
+        """Add all ranks' tables, in place."""
+        table.copy_(self.gather(table).sum(0))
