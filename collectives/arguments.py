@@ -24,6 +24,7 @@ kernels = require_ours("kernels")
 Tensor = torch.Tensor
 # Of `kernels.gpu.node_kernels`.
 _SYMMETRIC_RANKS = 32
+_ONE = 1.0
 _WITH_ALGORITHM = ("all_reduce", "grouped_all_reduce")
 
 
@@ -91,7 +92,7 @@ class Arguments:
         schedule: Schedule,
         tensor: Tensor,
         op: Reducer,
-        segments: Sequence[int] | None,
+        segments: Sequence[int] | None = None,
         **options: Unpack[ScaleOptions],
     ) -> Call:
         """Verify and describe a run of a user's own schedule."""
@@ -118,7 +119,7 @@ class Arguments:
         compared = {"op": str(op), **op.order_options, "dst": dst}
         return Call("reduce", options.get("name"), compared, [tensor], op)
 
-    def symmetric_empty(self, numel: int, dtype: torch.dtype) -> Call:
+    def symmetric_empty(self, numel: int, dtype: torch.dtype, num_nodes: int) -> Call:
         """Check and describe a symmetric_empty."""
         validation.integer("numel", numel, 0)
         validation.instance("dtype", dtype, torch.dtype, "a torch.dtype")
@@ -131,6 +132,11 @@ class Arguments:
             raise ValueError(
                 f"symmetric memory is for at most {_SYMMETRIC_RANKS} ranks, and the group has "
                 f"{self._transport.size}"
+            )
+        if num_nodes > 1:
+            raise ValueError(
+                f"symmetric memory is that of one node's GPUs, and the group is on {num_nodes} "
+                "hosts: split it by host"
             )
         if not self._transport.shares_gpu_memory:
             raise ValueError(
@@ -168,8 +174,8 @@ class Arguments:
         self,
         tensor: Tensor,
         op: Reducer,
-        by_rows: bool,
-        out: Tensor | None,
+        by_rows: bool = False,
+        out: Tensor | None = None,
         **options: Unpack[ScaleOptions],
     ) -> Call:
         """Check and describe a reduce_scatter."""
@@ -257,8 +263,8 @@ class Arguments:
         algorithm: str | None = None,
         name: str | None = None,
         names: Sequence[str] = (),
-        prescale: float = 1.0,
-        postscale: float = 1.0,
+        prescale: float = _ONE,
+        postscale: float = _ONE,
         order: Literal["tree"] | None = None,
         accumulate: torch.dtype | None = None,
         **unknown: object,
@@ -283,12 +289,14 @@ class Arguments:
             specs = parse_all_reduce_spec(text)
         except (TypeError, ValueError) as error:
             raise type(error)(f"algorithm: {error}") from None
-        prescale = validation.scale("prescale", prescale)
-        postscale = validation.scale("postscale", postscale)
         for tensor in tensors:
             op.check(tensor.dtype)
             self._transport.check_device(tensor.device)
-            if prescale != 1.0 or postscale != 1.0:
+        if not (prescale is _ONE and postscale is _ONE):
+            prescale = validation.scale("prescale", prescale)
+            postscale = validation.scale("postscale", postscale)
+            scaled = tensors if prescale != 1.0 or postscale != 1.0 else ()
+            for tensor in scaled:
                 validation.scales_of(tensor.dtype, prescale=prescale, postscale=postscale)
         self._runner.check(specs, op, tensors)
         return op, {

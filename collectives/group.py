@@ -63,8 +63,7 @@ class Group:
         transport: As given; so is `timeout`.
         rank: This rank's number.
         size: How many ranks there are.
-        local_rank: This rank's number on its host.
-        local_size: How many ranks are on this host.
+        local_rank: This rank's number on its host, of `local_size`.
         topology: The nodes that algorithms see.
         hosts: By rank, a number for its host; the same on all ranks.
 
@@ -142,16 +141,9 @@ class Group:
     ) -> bool:
         """Return whether an all-reduce hands `op` all ranks' operands of all tensors at once.
 
-        With their tree, that is, as `direct` does to an operator that `reads_tree`: Adasum then has
-        a Gram matrix of every segment. Sends nothing; the same on all ranks, and as long as the
-        tensors lie as they do, of later calls, too.
-
-        Args:
-            tensors: What all_reduce, or of a list grouped_all_reduce, would take.
-            op: As there.
-            segments: As in all_reduce.
-            packed: As in grouped_all_reduce.
-            algorithm: As in all_reduce.
+        Adasum then has a Gram matrix of every segment. Arguments are those of all_reduce, or for a
+        list of tensors of grouped_all_reduce. Sends nothing; the same on all ranks, and for later
+        calls as long as the tensors lie where they do.
         """
         arguments = self._arguments
         if isinstance(tensors, Tensor):
@@ -194,7 +186,7 @@ class Group:
             [tensor([2., 2.]), tensor([2., 2.])]
         """
         call = self._arguments.all_reduce(tensor, op, segments, **options)
-        return self._calls.run(call, async_op=async_op)
+        return self._run(call, async_op)
 
     def grouped_all_reduce(
         self,
@@ -212,14 +204,10 @@ class Group:
         where they are, without packing, if they lie in a FusedBuffer, or next to each other in one
         allocation and each is a multiple of 64 bytes long (256 on CUDA).
 
-        Args:
-            tensors: The tensors to reduce. A ValueError if two of them share memory.
-            op: As in all_reduce.
-            packed: Whether a specification's limits apply to the elements of all tensors of a dtype
-                and device together; if not, to each tensor's own.
-            async_op: See the class.
-            **options: As in all_reduce, and `names`: names of the tensors for errors, the same on
-                all ranks.
+        A ValueError if two of the tensors share memory. With `packed` a specification's limits
+        apply to the elements of all tensors of a dtype and device together, without it to each
+        tensor's own. Other arguments are those of all_reduce, and `names`: names of the tensors for
+        errors, the same on all ranks.
 
         Examples:
             >>> def reduce(group):
@@ -228,7 +216,7 @@ class Group:
             [tensor([2., 2.]), tensor([2.])]
         """
         call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
-        return self._calls.run(call, async_op=async_op)
+        return self._run(call, async_op)
 
     def reduce(
         self,
@@ -247,14 +235,9 @@ class Group:
         than an n-th of its size. On the other ranks the tensor holds partial results afterwards, as
         in torch.distributed. For associative operators only, such as Sum and Average: Adasum's
         result needs all ranks (all_reduce). `order` and `accumulate` are those of all_reduce.
-
-        Examples:
-            >>> collectives.run_threads(2, lambda group: group.reduce(torch.ones(2), 0))[0]
-            tensor([2., 2.])
         """
         options: ScaleOptions = {"name": name, "order": order, "accumulate": accumulate}
-        call = self._arguments.reduce(tensor, dst, op, **options)
-        return self._calls.run(call, async_op=async_op)
+        return self._run(self._arguments.reduce(tensor, dst, op, **options), async_op)
 
     def reduce_scatter(
         self,
@@ -271,22 +254,16 @@ class Group:
         The flattened tensor is split into `size` slices whose lengths differ by at most one, the
         longer ones first; rank r gets slice r, 1-D.
 
-        Args:
-            tensor: The tensor to reduce.
-            op: As in all_reduce.
-            by_rows: Whether to split the first dimension in this way instead; slices then have the
-                tensor's other dimensions.
-            out: The tensor to write the slice to and to return; a new one unless given. It has the
-                slice's shape and the tensor's dtype and device, and shares no memory with it.
-            async_op: See the class.
-            **options: `name`, `prescale`, `postscale`, `order` and `accumulate`, as in all_reduce.
+        With `by_rows` the first dimension is split so, and slices keep the others. The slice is
+        written to `out`, if given, which has its shape and the tensor's dtype and device, and
+        shares no memory with the tensor. Other arguments are those of all_reduce.
 
         Examples:
             >>> collectives.run_threads(2, lambda group: group.reduce_scatter(torch.ones(2)))
             [tensor([2.]), tensor([2.])]
         """
         call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
-        return self._calls.run(call, async_op=async_op)
+        return self._run(call, async_op)
 
     def run(
         self,
@@ -305,14 +282,9 @@ class Group:
         verified again. Ranks whose steps differ raise a CollectiveMismatchError. A rank that has
         joined cannot take part.
 
-        Args:
-            schedule: An all-reduce of as many ranks as the group has. For an operator that needs
-                one expression tree, such as Adasum, `verify` must find that it `carries_adasum`.
-            tensor: The tensor to reduce.
-            op: As in all_reduce.
-            segments: As in all_reduce.
-            async_op: See the class.
-            **options: `name`, `prescale`, `postscale`, `order` and `accumulate`, as in all_reduce.
+        The schedule is an all-reduce of as many ranks as the group has. For an operator that needs
+        one expression tree, such as Adasum, `verify` must find that it `carries_adasum`. The other
+        arguments are those of all_reduce.
 
         Examples:
             >>> schedule = collectives.schedule("swing", 4)
@@ -320,7 +292,7 @@ class Group:
             tensor([4., 4.])
         """
         call = self._arguments.run(schedule, tensor, op, segments, **options)
-        return self._calls.run(call, async_op=async_op)
+        return self._run(call, async_op)
 
     def owners(self, numels: Sequence[int]) -> list[int]:
         """Return each tensor's owner: the lowest of the ranks with the fewest elements so far."""
@@ -337,22 +309,14 @@ class Group:
     ) -> Any:
         """Reduce each tensor onto its owner alone, in place; return the owners.
 
-        What the other ranks' tensors hold afterwards has no meaning.
-
-        Args:
-            tensors: The tensors to reduce.
-            op: As in reduce; or Adasum, or another that reads trees. Its results have the bits of
-                an all-reduce by auto, for about half the bytes where that is `direct`.
-            owners: The rank that owns each tensor. If given, tensors of one dtype and device travel
-                together, packed, in log2 n steps, and the results have the bits of an all-reduce by
-                rd or rechd; tensors in a FusedBuffer, sorted by `owners_order`, are not packed. If
-                not, owners are chosen by bytes, in list order, and tensors are reduced one after
-                another, with extra memory for an n-th of one tensor.
-            async_op: See the class.
-            **options: `name`, `prescale`, `postscale`, `order` and `accumulate`, as in all_reduce.
+        What the other ranks' tensors hold afterwards has no meaning. `op` is one that reduce takes,
+        or Adasum or another that reads trees, whose results then have the bits of an all-reduce by
+        auto. If `owners` are given, the rank that owns each tensor, tensors of one dtype and device
+        travel together, packed; if not, owners are chosen by bytes, in list order. The other
+        arguments are those of all_reduce.
         """
         call = self._arguments.reduce_to_owners(tensors, op, owners, **options)
-        return self._calls.run(call, async_op=async_op)
+        return self._run(call, async_op)
 
     def owners_order(self) -> tuple[int, ...]:
         """Return the ranks in the order in which reduce_to_owners needs their tensors in memory."""
@@ -371,7 +335,7 @@ class Group:
         Owners are chosen as in reduce_to_owners unless given.
         """
         call = self._arguments.broadcast_from_owners(tensors, owners, name)
-        return self._calls.run(call, async_op=async_op)
+        return self._run(call, async_op)
 
     def all_gather(
         self,
@@ -385,14 +349,8 @@ class Group:
 
         Only the first dimension may differ between ranks; 0-d tensors are a ValueError.
 
-        Args:
-            tensor: This rank's tensor.
-            name: See the class.
-            out: The tensor to write the result to and to return; a new one unless given. It has the
-                tensor's dtype, device and shape except for the first dimension, and shares no
-                memory with it. A CollectiveMismatchError if it has not as many rows as all ranks'
-                tensors together.
-            async_op: See the class.
+        The result is written to `out`, if given, which shares no memory with the tensor; without as
+        many rows as all ranks' tensors together it is a CollectiveMismatchError.
 
         Examples:
             >>> def gather(group):
@@ -400,7 +358,7 @@ class Group:
             >>> collectives.run_threads(2, gather)[0]
             tensor([0, 1])
         """
-        return self._calls.run(self._arguments.all_gather(tensor, name, out), async_op=async_op)
+        return self._run(self._arguments.all_gather(tensor, name, out), async_op)
 
     def all_to_all(
         self,
@@ -415,12 +373,8 @@ class Group:
         The counts, int64 [size], say how many rows came from each rank. Only the first dimension of
         the tensors may differ between ranks.
 
-        Args:
-            tensor: The rows. Those beyond the sum of `splits` are not sent.
-            splits: How many rows go to each rank, the first ones to rank 0; equally many unless
-                given.
-            name: See the class.
-            async_op: See the class.
+        `splits` says how many rows go to each rank, the first ones to rank 0; equally many unless
+        given. Rows beyond their sum are not sent.
 
         Examples:
             >>> def exchange(group):
@@ -428,57 +382,38 @@ class Group:
             >>> collectives.run_threads(2, exchange)
             [(tensor([10, 11]), tensor([1, 1])), (tensor([20, 21]), tensor([1, 1]))]
         """
-        return self._calls.run(self._arguments.all_to_all(tensor, splits, name), async_op=async_op)
+        return self._run(self._arguments.all_to_all(tensor, splits, name), async_op)
 
     def broadcast(
         self, tensor: Tensor, root: int = 0, *, name: str | None = None, async_op: bool = False
     ) -> Any:
-        """Copy `root`'s tensor to every rank, in place, and return it.
-
-        Examples:
-            >>> def of_the_last(group):
-            ...     return group.broadcast(torch.tensor([group.rank]), 1)
-            >>> collectives.run_threads(2, of_the_last)
-            [tensor([1]), tensor([1])]
-        """
-        return self._calls.run(self._arguments.broadcast(tensor, root, name), async_op=async_op)
+        """Copy `root`'s tensor to every rank, in place, and return it."""
+        return self._run(self._arguments.broadcast(tensor, root, name), async_op)
 
     def all_gather_bytes(self, payload: bytes, *, name: str | None = None) -> list[bytes]:
         """Return the bytes of all ranks, in rank order; lengths may differ."""
         return self._calls.run(self._arguments.all_gather_bytes(payload, name))
 
     def symmetric_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return uninitialised memory of this rank's GPU that all ranks' GPUs reach.
+        """Return uninitialised memory of this rank's GPU that all ranks' GPUs reach, 1-D.
 
-        `all_reduce` of a tensor in it with Sum, Average or Adasum, where the algorithm is `auto`,
-        is one launch a rank: each GPU reads its slice straight from all others and writes the
-        result to them. The bits are those of `kernels.sum_n` of all ranks' vectors, the same on all
-        ranks. So is a request of it, and a `grouped_all_reduce` of the tensors of a FusedBuffer in
-        it.
+        An all-reduce of a tensor in it, or a grouped one of the tensors of a FusedBuffer in it, with
+        Sum, Average or Adasum by `auto` is one launch a rank: each GPU reads its slice straight from
+        all others and writes the result to them. The bits are those of `kernels.sum_n` of all ranks'
+        vectors. All ranks pass tensors at the same place of the same allocation, also to a request's
+        `start`: ranks that differ in it make other calls.
 
         For ranks of one node with a GPU each, joined by NVLink, over NCCL. It is torch's symmetric
-        memory (`torch.distributed._symmetric_memory`), and lives until the group is closed. All
-        ranks pass tensors at the same place of the same allocation, also to a request's `start`:
-        ranks that differ in it make other calls.
-
-        Args:
-            numel: How many elements; the same on all ranks.
-            dtype: Of what: float16, bfloat16, float32 or float64.
-
-        Returns:
-            A 1-D tensor, which starts at a multiple of 256 bytes.
+        memory (`torch.distributed._symmetric_memory`), lives until the group is closed, and starts
+        at a multiple of 256 bytes. All ranks pass the same `numel`, and as `dtype` float16,
+        bfloat16, float32 or float64.
 
         Raises:
-            TypeError, ValueError: The arguments are no such numbers, or the group has no GPUs that
-                can share memory: it is on several nodes, or its messages do not go over NCCL.
+            TypeError, ValueError: An argument is wrong, or the group has no GPUs that can share
+                memory: it is on several nodes, or its messages do not go over NCCL.
             TransportError: torch has no such memory, or the GPUs do not reach each other's.
         """
-        call = self._arguments.symmetric_empty(numel, dtype)
-        if self.num_nodes > 1:
-            raise ValueError(
-                f"symmetric memory is that of one node's GPUs, and the group is on "
-                f"{self.num_nodes} hosts: split it by host"
-            )
+        call = self._arguments.symmetric_empty(numel, dtype, self.num_nodes)
         # Found here: the communication thread, which may carry it out, has another current GPU.
         device = self.transport.device
         if device is None and torch.cuda.is_available():
@@ -501,10 +436,9 @@ class Group:
         If a call needs a rank that has joined, such as a broadcast from it, or if the others' calls
         differ, all ranks raise a CollectiveMismatchError. After that no rank is joined any more.
 
-        Args:
-            operators: The operators that the others may use in addition to Sum and Average; zero
-                must be their identity.
-            device: The GPU on which zeros for CUDA tensors are made; the current one unless given.
+        `operators` are those that the others may use in addition to Sum and Average; zero must be
+        their identity. `device` is the GPU on which zeros for CUDA tensors are made, the current
+        one unless given.
 
         Returns:
             The rank that joined last; the highest one if several did so at once.
@@ -535,75 +469,49 @@ class Group:
             >>> collectives.run_threads(2, once)
             [tensor([1., 1.]), tensor([1., 1.])]
         """
-        call = self._arguments.all_reduce(tensor, op, segments, **options)
-        return Request(self._calls, call, negotiate=negotiate)
+        return self._request("all_reduce", tensor, op, segments, negotiate=negotiate, **options)
 
     def grouped_all_reduce_init(
-        self,
-        tensors: Sequence[Tensor],
-        op: Reducer = Sum,
-        *,
-        packed: bool = False,
-        negotiate: bool = True,
-        **options: Unpack[ReductionOptions],
+        self, tensors: Sequence[Tensor], op: Reducer = Sum, **options: Any
     ) -> Request[list[Tensor]]:
-        """Make a `grouped_all_reduce` that can be started any number of times.
-
-        Arguments are those of grouped_all_reduce, and `negotiate` as in all_reduce_init.
-        """
-        call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
-        return Request(self._calls, call, negotiate=negotiate)
+        """Make a `grouped_all_reduce` that can be started repeatedly; `negotiate` as above."""
+        return self._request("grouped_all_reduce", tensors, op, **options)
 
     def reduce_scatter_init(
-        self,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        by_rows: bool = False,
-        out: Tensor | None = None,
-        **options: Unpack[ScaleOptions],
+        self, tensor: Tensor, op: Reducer = Sum, **options: Any
     ) -> Request[Tensor]:
-        """Make a `reduce_scatter` that can be started any number of times.
+        """Make a `reduce_scatter` that can be started repeatedly.
 
-        Arguments are those of reduce_scatter. Each wait() returns a new tensor, or `out` if given.
+        Each wait() returns a new tensor, or `out` if given.
         """
-        call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
-        return Request(self._calls, call)
+        return self._request("reduce_scatter", tensor, op, **options)
 
     def broadcast_init(
         self, tensor: Tensor, root: int = 0, *, name: str | None = None
     ) -> Request[Tensor]:
-        """Make a `broadcast` that can be started any number of times."""
-        return Request(self._calls, self._arguments.broadcast(tensor, root, name))
+        """Make a `broadcast` that can be started repeatedly."""
+        return self._request("broadcast", tensor, root, name)
 
     def reduce_to_owners_init(
-        self,
-        tensors: Sequence[Tensor],
-        op: Reducer = Sum,
-        *,
-        owners: Sequence[int] | None = None,
-        negotiate: bool = True,
-        **options: Unpack[ScaleOptions],
+        self, tensors: Sequence[Tensor], op: Reducer = Sum, **options: Any
     ) -> Request[list[int]]:
-        """Make a `reduce_to_owners` that can be started any number of times.
-
-        Arguments are those of reduce_to_owners, and `negotiate` as in all_reduce_init.
-        """
-        call = self._arguments.reduce_to_owners(tensors, op, owners, **options)
-        return Request(self._calls, call, negotiate=negotiate)
+        """Make a `reduce_to_owners` that can be started repeatedly; `negotiate` as above."""
+        return self._request("reduce_to_owners", tensors, op, **options)
 
     def run_init(
-        self,
-        schedule: Schedule,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        segments: Sequence[int] | None = None,
-        **options: Unpack[ScaleOptions],
+        self, schedule: Schedule, tensor: Tensor, op: Reducer = Sum, **options: Any
     ) -> Request[Tensor]:
-        """Make a `run` that can be started any number of times. Arguments are those of run."""
-        call = self._arguments.run(schedule, tensor, op, segments, **options)
-        return Request(self._calls, call)
+        """Make a `run` that can be started repeatedly."""
+        return self._request("run", schedule, tensor, op, **options)
+
+    def _run(self, call: Call, async_op: bool) -> Any:
+        return self._calls.run(call, async_op=async_op)
+
+    def _request(
+        self, kind: str, *arguments: Any, negotiate: bool = True, **options: Any
+    ) -> Request[Any]:
+        call = getattr(self._arguments, kind)(*arguments, **options)
+        return Request(self._calls, call, negotiate=negotiate)
 
     def split(self, ranks: Sequence[int]) -> Group | None:
         """Return a group of some of the ranks, whose rank i is `ranks[i]` here; None on the others.
@@ -654,11 +562,8 @@ class Group:
 
         Calls that are under way or queued raise TransportError, as does every later one. On the
         peers the call under way, or the next one, raises an error that names this rank and the
-        reason. Over gloo, which cannot tell them, their calls end by the timeout. Groups split from
-        this one are aborted, too. close() still has to be called.
-
-        Args:
-            reason: The text for errors on this rank and on its peers.
+        `reason`. Over gloo, which cannot tell them, their calls end by the timeout. Groups split
+        from this one are aborted, too. close() still has to be called.
         """
         validation.instance("reason", reason, str, "a str")
         said = f"{self.transport.me} called abort()" + (f": {reason}" if reason else "")

@@ -221,12 +221,12 @@ class CallQueue:
     def run(self, call: Call, function: Callable[[], Any]) -> Any:
         """Run `function`, which carries out the call, when its turn comes; return its result."""
         self._check_usable(call.kind)
-        try:
-            if self._enter():
+        if self._enter():
+            try:
                 with torch.no_grad():
                     return self._guarded(call, function)
-        finally:
-            self._leave()
+            finally:
+                self._leave()
         self._refuse_nested()
         work = self.submit(call, function)
         try:
@@ -267,6 +267,10 @@ class CallQueue:
         with self.changed:
             self._start_thread()
             self._works.append(work)
+            if not small:
+                # No caller's time is left for what is in front of it.
+                for each in self._works:
+                    each.due = 0.0
             self._tell(work)
         if before and self._transport.shares_gpu and not self.is_inside():
             # Another order on the GPU than the caller's could wait for ever: NCCL wants one order.
@@ -280,9 +284,9 @@ class CallQueue:
         If it is not its turn, `rest` begins with what `first` does.
         """
         self._check_usable(call.kind)
+        if not self._enter():
+            return self.submit(call, rest, small=True)
         try:
-            if not self._enter():
-                return self.submit(call, rest, small=True)
             self._guarded(call, first, whole=False)
             due = time.monotonic() + _LEFT_SECONDS
             work: Work[Any] = Work(self, call, partial(self._guarded, call, rest), (), due)
@@ -333,15 +337,14 @@ class CallQueue:
         Not if it calls back, or works on a GPU, which the communication thread does, except for
         `only`.
         """
-        work = None
+        with self.changed:
+            first = self._works[0] if self._works else None
+            if self._inside is not None or first is None or only not in (None, first):
+                return False
+            if only is None and (first._callbacks or first._streams):
+                return False
+            self._inside, work = threading.get_ident(), self._works.popleft()
         try:
-            with self.changed:
-                first = self._works[0] if self._works else None
-                if self._inside is not None or first is None or only not in (None, first):
-                    return False
-                if only is None and (first._callbacks or first._streams):
-                    return False
-                self._inside, work = threading.get_ident(), self._works.popleft()
             work._run()
         finally:
             self._leave()
@@ -360,10 +363,11 @@ class CallQueue:
             return True
 
     def _leave(self) -> None:
-        """Give back the right to run a call, if this thread has it."""
-        if self._inside == threading.get_ident():
+        """Give back the right to run a call."""
+        try:
             if self._aborted:
                 self._end_transport()
+        finally:
             with self.changed:
                 self._inside = None
                 if self._works:
@@ -381,13 +385,14 @@ class CallQueue:
         if self.closed:
             raise TransportError("this group was shut down while it was called")
         if self._thread is None:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._serve,
                 args=(torch.get_num_threads(),),
                 name=f"collectives-{self._transport.rank}",
                 daemon=True,
             )
-            self._thread.start()
+            thread.start()
+            self._thread = thread
 
     def _serve(self, threads: int) -> None:
         """Run as the communication thread, until the queue is closed and nothing is left."""
