@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from collectives import validation
+from collectives.call_queue import CallQueue
 from collectives.consistency.negotiation import Joined, Negotiation
 from collectives.execution.all_reduce import AllReduceOptions, Runner
 from collectives.execution.call import Call
@@ -30,7 +31,7 @@ from collectives.flight.recorder import (
 from collectives.reducers import Average, Reducer, Sum
 from collectives.trace import NOTHING, recording, span
 from collectives.tree_order import KEYS, in_order
-from collectives.work import CallQueue, Work
+from collectives.work import Work
 
 # Up to so many bytes a call is begun by its caller: a longer copy would keep it from its own work.
 _BEGIN_BYTES = 2 * 1024 * 1024

@@ -397,11 +397,11 @@ class Group:
     def symmetric_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return uninitialised memory of this rank's GPU that all ranks' GPUs reach, 1-D.
 
-        An all-reduce of a tensor in it, or a grouped one of the tensors of a FusedBuffer in it, with
-        Sum, Average or Adasum by `auto` is one launch a rank: each GPU reads its slice straight from
-        all others and writes the result to them. The bits are those of `kernels.sum_n` of all ranks'
-        vectors. All ranks pass tensors at the same place of the same allocation, also to a request's
-        `start`: ranks that differ in it make other calls.
+        An all-reduce of a tensor in it, or a grouped one of the tensors of a FusedBuffer in it, by
+        `auto` with Sum, Average or Adasum is one launch a rank: each GPU reads its slice straight
+        from all others and writes the result to them. The bits are those of `kernels.sum_n` of all
+        ranks' vectors. All ranks pass tensors at the same place of the same allocation, also to a
+        request's `start`: ranks that differ in it make other calls.
 
         For ranks of one node with a GPU each, joined by NVLink, over NCCL. It is torch's symmetric
         memory (`torch.distributed._symmetric_memory`), lives until the group is closed, and starts
