@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,15 +17,15 @@ import torch.distributed as dist
 import kernels
 from collectives import validation
 from collectives.bootstrap.launchers import local_ranks, world_size
-from collectives.bootstrap.rendezvous import agree_on_backend, keeps_store, start_torch_distributed
-from collectives.bootstrap.report import report
-from collectives.bootstrap.settings import TIMEOUT, Settings, TransportName, check_process_group
-from collectives.bootstrap.transport_selection import (
-    check_alone,
-    connect,
-    require_room,
+from collectives.bootstrap.rendezvous import agree_on_backend, start_torch_distributed
+from collectives.bootstrap.settings import (
+    TIMEOUT,
+    Settings,
+    TransportName,
+    check_process_group,
     transport_choice,
 )
+from collectives.bootstrap.transport_selection import check_alone, connect, report, version
 from collectives.errors import CollectiveTimeoutError, TransportError
 from collectives.execution.call import Call
 from collectives.flight.process import begin
@@ -74,10 +73,8 @@ def init(
         transport: How CPU tensors travel, the same on all ranks. Unless given, the environment
             variable ADASUM_TRANSPORT, or else "auto".
 
-            - "auto": shared memory between ranks of one host, TCP between hosts, gloo where neither
-              works.
+            - "auto": shared memory between ranks of one host, otherwise torch.distributed's gloo.
             - "gloo": gloo only.
-            - "tcp": TCP only; an error if a rank can reach another by gloo only.
             - "shm": shared memory only; an error if any two ranks share none.
             - "nccl": CUDA tensors travel through cupy's NCCL on each rank's current device, CPU
               tensors as with "auto". With the others, CUDA tensors travel over torch.distributed's
@@ -94,9 +91,10 @@ def init(
         RuntimeError: There is more than one rank but torch is built without torch.distributed, or
             ADASUM_CPU_KERNELS demands compiled kernels that are not available.
         CollectiveTimeoutError: Ranks did not arrive; the text names them.
-        CollectiveMismatchError: Ranks differ in `transport`. Raised on all ranks.
-        TransportError: `transport` is not available (raised on all ranks), or the limit of file
-            descriptors is below what this number of ranks needs.
+        CollectiveMismatchError: Ranks differ in `transport` or in the library's version. Raised on
+            all ranks.
+        TransportError: `transport` is not available (raised on all ranks), or this rank's system is
+            out of memory, threads or file descriptors.
 
     Examples:
         >>> collectives.init().size  # started by torchrun, it is the number of ranks
@@ -119,7 +117,7 @@ def _start(settings: Settings) -> Group:
     _check_environment("init")
     # If we start torch.distributed ourselves, nobody else uses its communicators.
     shares_gpu = settings.process_group is not None or _distributed()
-    gloo = _gloo(settings.process_group, timeout, choice)
+    gloo = _gloo(settings.process_group, timeout)
     if gloo is None:
         check_alone(choice)
         group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
@@ -140,24 +138,18 @@ def _check_environment(kind: str) -> None:
     kernels.backend_info()
 
 
-def _gloo(
-    process_group: dist.ProcessGroup | None, timeout: float, choice: str
-) -> GlooTransport | None:
+def _gloo(process_group: dist.ProcessGroup | None, timeout: float) -> GlooTransport | None:
     """Return the gloo transport from which `init` starts; None for a rank that is alone."""
     if process_group is not None:
-        require_room(dist.get_world_size(process_group), None, choice, gloo=False)
         return GlooTransport(process_group)
     if _distributed():
-        require_room(dist.get_world_size(), local_ranks()[1], choice, gloo=True)
         assert dist.group.WORLD is not None
         backend = _backend_of(dist.group.WORLD, timeout)
         whole = dist.new_group(timeout=timedelta(seconds=timeout), backend=backend)
-    elif (size := world_size()) == 1:
+    elif world_size() == 1:
         return None
     else:
         _require_distributed()
-        store = keeps_store(int(os.environ["RANK"]))
-        require_room(size, local_ranks()[1], choice, gloo=True, store=store)
         start_torch_distributed(timeout)
         whole = dist.group.WORLD
     return GlooTransport(whole, owned=True)
@@ -220,7 +212,6 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = TIM
         _check_environment("from_process_group")
         choice = transport_choice(None)
         ranks = range(dist.get_world_size(process_group))
-        require_room(len(ranks), None, choice, gloo=True)
         own = subgroup(process_group, ranks, _backend_of(process_group, timeout), timeout)
         members = dist.get_process_group_ranks(process_group)
         names = () if members == list(range(dist.get_world_size())) else members
@@ -249,7 +240,7 @@ def _over_gloo(gloo: GlooTransport, timeout: float, kind: str, choice: str) -> G
     local_rank, local_size = local_ranks() if whole else (None, None)
     group = None
     try:
-        start = Call(kind, options={"transport": choice}, label="start-up")
+        start = Call(kind, options={"version": version(), "transport": choice}, label="start-up")
         transport = connect(gloo, timeout, start)
         group = Group(transport, timeout=timeout, local_rank=local_rank, local_size=local_size)
         begin(group._record, kind, dist.get_process_group_ranks(gloo.process_group))

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+import os
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch.distributed as dist
 
 from collectives import validation
-from collectives.bootstrap.transport_selection import transport_choice
 
 # Seconds. Where one rank validates or saves for longer, the user passes `timeout`.
 TIMEOUT = 300.0
-
-
 # How tensors may travel; `init` says what each is.
-TransportName: TypeAlias = Literal["auto", "gloo", "tcp", "shm", "nccl"]
+TransportName: TypeAlias = Literal["auto", "gloo", "shm", "nccl"]
+_CHOICES = get_args(TransportName)
+
+
+def transport_choice(transport: str | None) -> str:
+    """Return the argument, else ADASUM_TRANSPORT, else "auto"; ValueError if that is unknown."""
+    source, choice = "transport", transport
+    if choice is None:
+        source, choice = "ADASUM_TRANSPORT", os.environ.get("ADASUM_TRANSPORT") or "auto"
+    if choice == "tcp":
+        # An earlier version's name for messages over TCP, which now go by gloo.
+        return "gloo"
+    if choice not in _CHOICES:
+        raise ValueError(f"{source} must be one of {', '.join(_CHOICES)}, got {choice!r}")
+    return choice
 
 
 class Settings(NamedTuple):

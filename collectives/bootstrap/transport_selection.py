@@ -1,12 +1,15 @@
-"""Select the transports of a group: what its ranks ask for, as far as it is available."""
+"""Select a group's transports: what its ranks ask for, as far as it is available, and report it."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import hashlib
 import logging
 import os
-import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +19,11 @@ import kernels
 from collectives.consistency.negotiation import negotiate_by_messages
 from collectives.errors import TransportError
 from collectives.execution.call import Call
-from collectives.transport import (
-    ConnectionTransport,
-    GlooTransport,
-    NcclTransport,
-    Transport,
-    load_nccl,
-)
+from collectives.schedules.auto import sum_algorithm
+from collectives.schedules.topology import Topology
+from collectives.transport import GlooTransport, NcclTransport, Transport, load_nccl
 from collectives.transport.byte_gathering import gather_objects
-from collectives.transport.connections.connect import KINDS, descriptors_of, neighbours
-from collectives.transport.descriptors import shortage
+from collectives.transport.host import on_host, share_memory
 from collectives.transport.nccl.calling_thread import shared_thread
 from collectives.transport.nccl.cupy_backend import CupyBackend
 from collectives.transport.nccl.torch_backend import TorchBackend
@@ -34,36 +32,25 @@ from kernels.cpu.dispatch import use_torch
 
 # `BackendInfo.cpu_path` where the compiled C kernels are used.
 _COMPILED = "compiled"
-# torch.distributed needs a descriptor for each peer, and these for event loops, listeners and
-# connections to the store. A process that keeps a store needs one for each rank, and these. Torch
-# 2.13 uses 5 and 11 of them; the rest is a reserve for other versions.
-_GLOO_BESIDE, _STORE_BESIDE = 8, 16
 # Whether a group of this process relies on compiled code: to change to torch's functions later
 # would change its bits on this rank alone.
 _promised = False
+# The report names the algorithm that `auto` takes for each of these: small, medium and large.
+_SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "64 MiB": 2**26}
 _logger = logging.getLogger(__name__)
-# By choice: the kinds of connections that ranks open.
-_KINDS: dict[str, tuple[str, ...]] = {
-    "auto": KINDS,
-    "gloo": (),
-    "shm": ("shm",),
-    "tcp": ("tcp",),
-    "nccl": KINDS,
-}
 
 
-def transport_choice(transport: str | None) -> str:
-    """Return the argument, else ADASUM_TRANSPORT, else "auto"; ValueError if that is unknown."""
-    source, choice = "transport", transport
-    if choice is None:
-        source, choice = "ADASUM_TRANSPORT", os.environ.get("ADASUM_TRANSPORT") or "auto"
-    if choice not in _KINDS:
-        raise ValueError(f"{source} must be one of {', '.join(_KINDS)}, got {choice!r}")
-    return choice
+@functools.cache
+def version() -> str:
+    """Return the library's version and a hash of its sources, for ranks to compare."""
+    packages = [Path(__file__).parents[1], Path(kernels.__file__).parent]
+    files = (file for each in packages for file in sorted(each.rglob("*.py")))
+    digest = hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4)
+    return f"{kernels.__version__} ({digest.hexdigest()})"
 
 
 def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
-    """Return the transport that the ranks ask for: `gloo`, with connections and NCCL added to it.
+    """Return the transport that the ranks ask for: `gloo`, with memory and NCCL added to it.
 
     The option `transport` of `start`, the call that starts the group, is a `transport_choice`.
 
@@ -75,40 +62,24 @@ def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
         check_alone(start.options["transport"])
         return _with_torchs_nccl(gloo, timeout)
     negotiate_by_messages(start, gloo, timeout)
-
-    choice, store = start.options["transport"], store_of(gloo.process_group)
-    kinds = _KINDS[choice]
-    names = gather_objects(os.uname().nodename, gloo, timeout)
-    local_size, short = names.count(names[gloo.rank]), ""
-    if kinds:
-        # Raise the limit for all connections, as far as the system allows. Only those at start are
-        # required: the others are opened by the algorithms that use them.
-        shortage(_descriptors(kinds, gloo.size, local_size))
-        short = shortage(_descriptors(kinds, gloo.size, local_size, at_start=True))
-    if short:
-        kinds = ()
-        _logger.warning("rank %d: %s; its messages go over gloo meanwhile", gloo.rank, short)
-    opened = ConnectionTransport(gloo, timeout, kinds=kinds, store_host=_host_of(store))
-    with contextlib.ExitStack() as failed:
-        failed.callback(opened.close)
-        peers = {*range(gloo.size)} - {gloo.rank}
-        lacking = [
-            sorted(peers - opened.connected_peers),
-            sorted(peers - opened.memory_peers),
-            short,
-        ]
-        missing = gather_objects(lacking, gloo, timeout)
-        _check_demand(choice, missing)
-        computing = [kernels.backend_info().cpu_path, _promised]
-        _compute_alike(gather_objects(computing, gloo, timeout), gloo.rank)
-        # The same class on all ranks, even on one without connections: splitting is a collective,
-        # and has to make the same steps on all of them.
-        connected = any(len(ranks) < len(peers) for ranks, *_ in missing)
-        host = _with_torchs_nccl(opened if connected else gloo, timeout)
+    gather = partial(gather_objects, transport=gloo, timeout=timeout)
+    choice: str = start.options["transport"]
+    host: Transport = gloo
+    if choice != "gloo":
+        shared = share_memory(gloo.rank, gloo.size, gather)
+        if choice == "shm":
+            _check_shared(shared.near)
+        host = on_host(gloo, shared)
+    with ExitStack() as failed:
+        failed.callback(host.close)
+        _compute_alike(gather([kernels.backend_info().cpu_path, _promised]), gloo.rank)
+        host = _with_torchs_nccl(host, timeout)
         if choice == "nccl":
-            _check_gpus(gather_objects(_gpu_report(), gloo, timeout))
+            _check_gpus(gather(_gpu_report()))
             device = torch.device("cuda", torch.cuda.current_device())
-            backend = CupyBackend(store, device, thread=shared_thread(device))
+            backend = CupyBackend(
+                store_of(gloo.process_group), device, thread=shared_thread(device)
+            )
             host = NcclTransport(host, backend, timeout=timeout)
         failed.pop_all()
     return host
@@ -159,58 +130,14 @@ def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:
         )
 
 
-def require_room(
-    size: int, local_size: int | None, choice: str, *, gloo: bool, store: bool = False
-) -> None:
-    """Raise the limit of file descriptors to what a group needs, before any rank waits for others.
-
-    Args:
-        size: How many ranks there are.
-        local_size: How many of them are on this host, if known.
-        choice: As `transport_choice` returns it.
-        gloo: Whether torch.distributed has yet to connect the ranks; a TransportError if it cannot.
-        store: Whether this process has yet to open the store, to which all ranks connect.
-    """
-    mesh = (size + _GLOO_BESIDE if gloo else 0) + (size + _STORE_BESIDE if store else 0)
-    # No error yet if the limit is too low for our connections: `connect` checks that again, when it
-    # knows which ranks share a host.
-    shortage(mesh + _descriptors(_KINDS[choice], size, local_size or size))
-    short = shortage(mesh)
-    if short:
-        raise TransportError(f"{size} ranks cannot be connected: {short}")
-
-
-def _descriptors(
-    kinds: Collection[str], size: int, local_size: int, *, at_start: bool = False
-) -> int:
-    """Return how many descriptors connections of these kinds need: all of them, or at start."""
-    near = min(local_size, size) - 1 if "shm" in kinds else 0
-    far = size - 1 - near if "tcp" in kinds else 0
-    if at_start:
-        far = min(far, len(neighbours(0, size)))
-    return descriptors_of(near, far) if kinds else 0
-
-
-def _check_demand(choice: str, missing: Sequence[Sequence[Any]]) -> None:
-    """Raise TransportError if a rank lacks a connection that `choice` demands.
-
-    missing: For each rank, the ranks to which it has no connection, those with which it shares no
-    memory, and the text of `shortage`.
-    """
-    for rank, (_, _, short) in enumerate(missing):
-        if choice in ("tcp", "shm") and short:
-            raise TransportError(f'transport="{choice}": rank {rank}: {short}')
-    for rank, (unreached, unshared, _) in enumerate(missing):
-        if choice == "tcp" and unreached:
-            raise TransportError(
-                f'transport="tcp": rank {rank} has no connection to ranks {unreached}: the network '
-                "refused it (GLOO_SOCKET_IFNAME names the interface to use); "
-                'transport="auto" uses gloo there'
-            )
-        if choice == "shm" and unshared:
+def _check_shared(near: Sequence[Sequence[int]]) -> None:
+    """Raise TransportError if two ranks share no memory. near: As in `Shared`."""
+    for rank, peers in enumerate(near):
+        if unshared := sorted({*range(len(near))} - {*peers}):
             raise TransportError(
                 f'transport="shm": rank {rank} shares no memory with ranks {unshared}: they are on '
-                'different hosts, or the system refused it; transport="auto" uses TCP there'
+                "different hosts, or of other users or pid namespaces, or the system refused it; "
+                'transport="auto" uses gloo there'
             )
 
 
@@ -229,13 +156,6 @@ def _check_gpus(reports: Sequence[Sequence[Any]]) -> None:
             )
 
 
-def _host_of(store: dist.Store) -> str:
-    """Return the host that keeps the ranks' store, as far as that can be found out."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname()
-
-
 def _gpu_report() -> list[Any]:
     """Return what this rank lacks for NCCL ("" if nothing), its GPU's UUID, and whether it shares.
 
@@ -249,3 +169,23 @@ def _gpu_report() -> list[Any]:
     if torch.cuda.is_available():
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     return [lack, gpu, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"]
+
+
+def report(transport: Transport, choice: str, hosts: Sequence[int], topology: Topology) -> str:
+    """Return the line that a group logs when it starts: how messages travel and what computes.
+
+    choice: As `transport_choice` returns it. hosts: By rank, a number for its host.
+    """
+    where = f"rank {transport.rank} of {transport.size} on {len(set(hosts))} host(s)"
+    said = [f"transport={choice!r}: {transport!r}"]
+    if transport.size > 1:
+        chosen = {name: sum_algorithm("cpu", nbytes, topology) for name, nbytes in _SIZES.items()}
+        listed = ", ".join(f"{spec} at {name}" for name, spec in chosen.items())
+        said.append(f"sums of CPU tensors by {listed}")
+    if transport.sums_on_gpu:
+        nccl = f"{load_nccl().get_version()} by cupy"
+    elif dist.is_available() and dist.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) + " of torch"
+    else:
+        nccl = "none in this torch"
+    return f"{where}: {'; '.join([*said, f'CPU kernels {kernels.backend_info().cpu_path}', f'NCCL {nccl}'])}"

@@ -1,15 +1,15 @@
 """Transports: how ranks exchange messages. All of them pass the same conformance test."""
 
 from collectives.transport.base import Message, Transport
-from collectives.transport.connections.transport import ConnectionTransport
 from collectives.transport.gloo import GlooTransport
+from collectives.transport.host import HostTransport
 from collectives.transport.nccl.cupy_backend import load_nccl
 from collectives.transport.nccl.transport import NcclTransport
 from collectives.transport.threads import ThreadTransport, ThreadWorld
 
 __all__ = [
-    "ConnectionTransport",
     "GlooTransport",
+    "HostTransport",
     "Message",
     "NcclTransport",
     "ThreadTransport",

@@ -22,18 +22,27 @@ def as_tensor(payload: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(payload), np.uint8))
 
 
-def gather_bytes(payload: bytes, transport: Transport, step: str, timeout: float) -> list[bytes]:
+def gather_bytes(
+    payload: bytes,
+    transport: Transport,
+    step: str,
+    timeout: float,
+    ranks: Sequence[int] | None = None,
+) -> list[bytes]:
     """Return every rank's bytes, by rank; lengths may differ. A collective.
+
+    ranks: Those of the transport that take part, in the order of the result; all unless given.
 
     It takes about log2 n rounds. A rank knows the bytes of itself and of the ranks that follow it,
     and in each round their number doubles. So messages go to and from 2 log2 n ranks only, which
     are the neighbours.
     """
-    rank, size = transport.rank, transport.size
+    members = range(transport.size) if ranks is None else ranks
+    rank, size = members.index(transport.rank), len(members)
     known = [payload]
     while (distance := len(known)) < size:
         count = min(distance, size - distance)
-        peer, target = (rank + distance) % size, (rank - distance) % size
+        peer, target = members[(rank + distance) % size], members[(rank - distance) % size]
 
         def swap(
             mine: torch.Tensor,
@@ -49,7 +58,7 @@ def gather_bytes(payload: bytes, transport: Transport, step: str, timeout: float
         swap(torch.tensor([len(each) for each in known[:count]], device="cpu"), lengths, "lengths")
         for number, length in enumerate(lengths.tolist()):
             if not 0 <= length <= _MAX_BYTES:
-                name = transport.name((peer + number) % size)
+                name = transport.name(members[(rank + distance + number) % size])
                 raise TransportError(
                     f"{step}: rank {name} says that it sends {length} bytes, which is not from 0 "
                     f"to {_MAX_BYTES}"
@@ -60,17 +69,22 @@ def gather_bytes(payload: bytes, transport: Transport, step: str, timeout: float
     return [known[(each - rank) % size] for each in range(size)]
 
 
-def gather_objects(value: Any, transport: Transport, timeout: float) -> list[Any]:
-    """Return the values of all ranks, by rank, at start-up. They are sent as JSON."""
+def gather_objects(
+    value: Any, transport: Transport, timeout: float, ranks: Sequence[int] | None = None
+) -> list[Any]:
+    """Return the values of all ranks, or of some, at start-up: `gather_bytes`. They are JSON."""
+    payload = json.dumps(value).encode()
     return read_objects(
-        gather_bytes(json.dumps(value).encode(), transport, "start-up", timeout), transport
+        gather_bytes(payload, transport, "start-up", timeout, ranks), transport, ranks
     )
 
 
-def read_objects(reports: Sequence[bytes], transport: Transport) -> list[Any]:
+def read_objects(
+    reports: Sequence[bytes], transport: Transport, ranks: Sequence[int] | None = None
+) -> list[Any]:
     """Decode what ranks have sent as JSON, by rank; a TransportError names one that sent none."""
     read = []
-    for rank, each in enumerate(reports):
+    for rank, each in zip(ranks or range(transport.size), reports, strict=True):
         try:
             read.append(json.loads(each))
         except (ValueError, RecursionError) as error:

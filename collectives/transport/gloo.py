@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -52,11 +52,19 @@ class GlooTransport(Transport):
             )
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
+        self.post(sends, recvs, step, timeout)()
+
+    def post(
+        self, sends: Messages, recvs: Messages, step: str, timeout: float
+    ) -> Callable[[], None]:
+        """Start an `exchange`, which gloo's own thread carries on; the function waits for it."""
         deadline = time.monotonic() + timeout
         posted: list[tuple[int, dist.Work]] = []
         # The peer whose message is posted or waited for, for errors and warnings.
         peer = self.rank
-        try:
+
+        def start() -> None:
+            nonlocal peer
             for post, messages in (
                 (self.process_group.recv, recvs),
                 (self.process_group.send, sends),
@@ -64,20 +72,30 @@ class GlooTransport(Transport):
                 for peer, tensor in messages:
                     if tensor.numel():
                         posted.append((peer, post([as_bytes(tensor)], peer, 0)))
+
+        def wait() -> None:
+            nonlocal peer
             with Stall(self.name(self.rank), step, timeout, lambda: self.named([peer])).within():
                 for other, work in posted:
                     peer = other
                     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
             self.check_interrupt(step)
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            waited = timeout - (deadline - time.monotonic())
-            raise failed(
-                f"{self.me} got no answer from {self.named([peer])} in {step} (stopped "
-                f"after {waited:.1f} s of {timeout:g} s)",
-                error,
-            ) from error
+
+        def checked(part: Callable[[], None]) -> None:
+            try:
+                part()
+            except CollectiveError:
+                raise
+            except RuntimeError as error:
+                waited = timeout - (deadline - time.monotonic())
+                raise failed(
+                    f"{self.me} got no answer from {self.named([peer])} in {step} (stopped "
+                    f"after {waited:.1f} s of {timeout:g} s)",
+                    error,
+                ) from error
+
+        checked(start)
+        return lambda: checked(wait)
 
     def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
         # Lazy: with faster connections gloo is seldom used, and would otherwise connect all ranks.

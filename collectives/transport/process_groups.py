@@ -189,11 +189,16 @@ def run_beside(
 
 
 def failed(said: str, error: BaseException) -> CollectiveError:
-    """Return our error for one of torch.distributed: a timeout, unless the system is out of memory.
+    """Return our error for one of torch.distributed: a timeout, unless this rank is at fault.
 
     said: The beginning of the text: for which rank this one waited, and in which step.
     """
     text = first_line(error)
+    if os.strerror(errno.EFAULT) in text:
+        return TransportError(
+            f"{said}: this rank's own tensor has memory that cannot be read or written, such as a "
+            f"mapped file that was truncated ({text})"
+        )
     if any(out.lower() in text.lower() for out in _OUT):
         return TransportError(
             f"{said}: this rank's system has no memory, threads or descriptors left ({text}); "

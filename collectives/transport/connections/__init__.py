@@ -1,1 +1,0 @@
-"""Connections between two ranks, through shared memory or over TCP."""

@@ -1,0 +1,432 @@
+"""Ranks of one host, processes or threads, which share memory; other hosts' are reached by gloo.
+
+For processes the memory is a memfd, which vanishes with the last process that maps it, and which
+/dev/shm does not limit. The host's first rank makes it; the others open it through /proc, as
+processes of one user and one pid namespace may. For threads it is anonymous memory. It holds a page
+of each rank, the channels of messages, and the symmetric memory of ranks that all share it.
+
+A rank that waits sleeps on its doorbell, a futex that a peer changes after it has written or taken
+a chunk. Without futexes it sleeps for short intervals. A process that has ended is seen on a pidfd,
+and a rank that has left, with its reason, in its page.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from collectives.errors import CollectiveTimeoutError, TransportError, describe
+from collectives.stall import Stall, warning_seconds
+from collectives.transport.base import Message, Messages, Transport
+from collectives.transport.byte_gathering import gather_objects
+from collectives.transport.channels import (
+    Channel,
+    Incoming,
+    LengthsDiffer,
+    Outgoing,
+    channels_bytes,
+)
+from collectives.transport.gloo import GlooTransport
+from collectives.transport.shared_memory import futex
+from collectives.transport.shared_memory.symmetric_memory import (
+    SymmetricMemory,
+    symmetric_memory_bytes,
+)
+
+# A rank's page: whether it has left, its doorbell and whether it sleeps, with a cache line for
+# each; then the reason in UTF-8, ended by a zero.
+_PAGE = 4096
+_LEFT, _DOORBELL, _ASLEEP, _REASON = 0, 64, 128, 192
+_CLOSED, _ABORTED = 1, 2
+# How often a rank looks before it sleeps; after each look it yields the processor.
+_SPINS = 30
+# The longest sleep: then it checks whether a peer has ended, for which no one wakes it; and the
+# sleep without futexes.
+_CHECK_SECONDS, _NAP = 20e-3, 50e-6
+# A Stall is made only after a wait of this length: a short one needs none.
+_FIRST_SECONDS = 0.5
+_FORKED = "this process was forked from a rank; only the rank itself can use it"
+
+
+def host_memory_bytes(size: int) -> int:
+    """Return how much memory `size` ranks of a host share; pages that none writes to take none."""
+    return size * _PAGE + symmetric_memory_bytes(size) + channels_bytes(size)
+
+
+class HostTransport(Transport):
+    """Messages of CPU tensors through shared memory, and over gloo to ranks that do not share it.
+
+    After a failed exchange it is unusable, and the other ranks that share the memory get the
+    reason, so that they fail with it at once instead of waiting. In a forked child it is unusable;
+    the parent's is not affected.
+
+    Args:
+        memory: Of `host_memory_bytes`, zeros at first.
+        rank: This rank.
+        size: How many ranks there are.
+        near: The ranks that share the memory, in ascending order.
+        names: As in `Transport`.
+        pids: The processes of `near`; empty for ranks that are threads.
+        gloo: Carries messages to the other ranks.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        rank: int,
+        size: int,
+        *,
+        near: Sequence[int],
+        names: Sequence[int] = (),
+        pids: Sequence[int] = (),
+        gloo: GlooTransport | None = None,
+    ) -> None:
+        self.rank, self.size, self.names = rank, size, names
+        self.process_group = None if gloo is None else gloo.process_group
+        self.near = tuple(near)
+        self._gloo = gloo
+        self._process, self._unusable = os.getpid(), ""
+        self._place, count = self.near.index(rank), len(self.near)
+        whole = memoryview(memory)
+        self._pages = {r: whole[i * _PAGE : (i + 1) * _PAGE] for i, r in enumerate(self.near)}
+        # Tensors made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self._address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        channels_at = count * _PAGE + symmetric_memory_bytes(count)
+        self._channels_at, self._channels = channels_at, whole[channels_at:]
+        self._out: dict[int, Channel] = {}
+        self._in: dict[int, Channel] = {}
+        self._lock = threading.Lock()
+        # Threads do not spin: they share the interpreter's lock, and one that spins keeps the
+        # others from running.
+        cores = _cores() if pids else [0]
+        self._spins = _SPINS if len(cores) >= count else 0
+        self._pidfds: dict[int, int] = {}
+        for peer, pid in zip(near, pids, strict=bool(pids)):
+            if peer != rank:
+                self._pidfds[os.pidfd_open(pid)] = peer
+        self._symmetric_memory: SymmetricMemory | None = None
+        if count == size:
+            block = whole[count * _PAGE : channels_at]
+            self._symmetric_memory = SymmetricMemory(block, rank, size, self, cores=cores)
+
+    def __repr__(self) -> str:
+        far = self.size - len(self.near)
+        also = f", {self._gloo!r} to {far}" if far else ""
+        return f"HostTransport(shared memory to {len(self.near) - 1}{also})"
+
+    @property
+    def symmetric_memory(self) -> SymmetricMemory | None:
+        return None if self._unusable or os.getpid() != self._process else self._symmetric_memory
+
+    def check_device(self, device: torch.device) -> None:
+        if self._gloo is not None:
+            self._gloo.check_device(device)
+
+    def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
+        far: tuple[list[Message], list[Message]] = ([], [])
+        active: dict[Channel, None] = {}
+        try:
+            self._check_usable(step)
+            for sending, messages in ((True, sends), (False, recvs)):
+                for message in messages:
+                    peer, tensor = message
+                    if peer not in self._pages:
+                        far[not sending].append(message)
+                    elif nbytes := tensor.nbytes:
+                        # A rank that has left takes nothing more, but what it sent is still there.
+                        if sending and self._pages[peer][_LEFT]:
+                            self._raise_gone(peer, step)
+                        channel = self._channel(sending, peer)
+                        channel.queue.append((tensor.data_ptr(), nbytes))
+                        active[channel] = None
+            arrive = self._gloo.post(*far, step, timeout) if self._gloo and any(far) else None
+            if active:
+                self._run(list(active), step, timeout)
+            if arrive is not None:
+                arrive()
+        except BaseException as error:
+            self.abort(describe(error))
+            raise
+
+    def _channel(self, sending: bool, peer: int) -> Channel:
+        """Return this rank's end of a channel, made when it is first used."""
+        channels = self._out if sending else self._in
+        channel = channels.get(peer)
+        if channel is None:
+            pair = self._place, self.near.index(peer)
+            channel = channels[peer] = (Outgoing if sending else Incoming)(
+                self._channels,
+                self._address + self._channels_at,
+                len(self.near),
+                pair if sending else pair[::-1],
+                peer,
+                self._fence,
+                partial(self._wake, self._pages[peer], self._address + pair[1] * _PAGE),
+            )
+        return channel
+
+    def _run(self, channels: list[Channel], step: str, timeout: float) -> None:
+        """Advance the channels until no message is under way."""
+        start = since = time.monotonic()
+        stall: Stall | None = None
+
+        def late() -> str:
+            return self.named(sorted({channel.peer for channel in channels}))
+
+        while True:
+            try:
+                moved = [channel for channel in channels if channel.advance()]
+            except LengthsDiffer as differ:
+                peer, sent, expected = differ.args
+                raise TransportError(
+                    f"{self.named([peer])} sent {sent} bytes in {step} where {expected} were "
+                    "expected"
+                ) from None
+            channels = [channel for channel in channels if channel.queue]
+            if not channels:
+                break
+            if moved or self._spin(channels):
+                since = 0.0
+                continue
+            now = time.monotonic()
+            if not since:
+                since = now
+                if stall is not None:
+                    stall.restart()
+            elif now > since:
+                self._check_peers(channels, step)
+            if now - start >= timeout:
+                raise CollectiveTimeoutError(
+                    f"{self.me} got no answer from {late()} in {step} within {timeout:.3g} s"
+                )
+            if now - since >= min(_FIRST_SECONDS, warning_seconds()):
+                stall = stall or Stall(self.name(self.rank), step, timeout, late, since)
+                stall.check()
+            self._sleep(channels, start + timeout - now)
+        if stall is not None:
+            stall.end()
+
+    def _check_peers(self, channels: Sequence[Channel], step: str) -> None:
+        """Raise if this rank was interrupted, or a rank has left without which it cannot go on."""
+        self._check_usable(step)
+        gone = self._gone({channel.peer for channel in channels})
+        if gone is None:
+            # A rank that aborts ends the group, even if no message of its is missing.
+            gone = next((r for r, page in self._pages.items() if page[_LEFT] == _ABORTED), None)
+        # It may have written its last chunk since the last look.
+        if gone is not None and not any(channel.ready() for channel in channels):
+            self._raise_gone(gone, step)
+
+    def _raise_gone(self, peer: int, step: str) -> None:
+        raise CollectiveTimeoutError(
+            f"{self.me} got no answer from {self.named([peer])} in {step}: {self.why_gone(peer)}"
+        )
+
+    def _spin(self, channels: Sequence[Channel]) -> bool:
+        """Look for a chunk that can be moved, for some microseconds."""
+        for _ in range(self._spins):
+            os.sched_yield()
+            if any(channel.ready() for channel in channels):
+                return True
+        return False
+
+    def _sleep(self, channels: Sequence[Channel], left: float) -> None:
+        """Sleep until a peer rings, or for some time up to `left` seconds."""
+        if not futex.available:
+            time.sleep(_NAP)
+            return
+        mine, address = self._pages.get(self.rank), self._address + self._place * _PAGE + _DOORBELL
+        if mine is None:
+            # Closed by another thread meanwhile, which the next look finds.
+            return
+        number = int.from_bytes(mine[_DOORBELL : _DOORBELL + 4], sys.byteorder)
+        mine[_ASLEEP] = 1
+        # A peer that rings after this changes the number; if it moved a chunk before it saw that
+        # this rank sleeps, the look here sees the chunk.
+        self._fence()
+        if not any(channel.ready() for channel in channels):
+            futex.wait(address, number, min(_CHECK_SECONDS, left))
+        mine[_ASLEEP] = 0
+
+    def _wake(self, page: memoryview, address: int) -> None:
+        """Ring a rank's doorbell if it sleeps."""
+        if page[_ASLEEP] and futex.available:
+            number = int.from_bytes(page[_DOORBELL : _DOORBELL + 4], sys.byteorder) + 1
+            page[_DOORBELL : _DOORBELL + 4] = (number & 0xFFFFFFFF).to_bytes(4, sys.byteorder)
+            futex.wake(address + _DOORBELL)
+
+    def _fence(self) -> None:
+        """Keep the processor from moving memory accesses across this, as in symmetric memory."""
+        with self._lock:
+            pass
+        with self._lock:
+            pass
+
+    def _check_usable(self, step: str) -> None:
+        if self._unusable or os.getpid() != self._process:
+            raise TransportError(f"{self!r} cannot be used in {step}: {self._unusable or _FORKED}")
+        if self._interrupted:
+            self.check_interrupt(step)
+
+    def gone(self, peers: Collection[int] | None = None) -> int | None:
+        self._check_usable("a wait for all ranks")
+        return self._gone(peers)
+
+    def _gone(self, peers: Collection[int] | None) -> int | None:
+        """Return a rank that has left or ended, of those that share memory: `Transport.gone`."""
+        asked = [r for r in self.near if r != self.rank and (peers is None or r in peers)]
+        left = next((r for r in asked if self._pages[r][_LEFT]), None)
+        if left is not None or not self._pidfds:
+            return left
+        poll = select.poll()
+        pidfds = {fd: peer for fd, peer in self._pidfds.items() if peer in asked}
+        for fd in pidfds:
+            poll.register(fd, select.POLLIN)
+        return next((pidfds[fd] for fd, _ in poll.poll(0)), None)
+
+    def why_gone(self, peer: int) -> str:
+        page = self._pages.get(peer)
+        said = b"" if page is None else bytes(page[_REASON:]).partition(b"\0")[0]
+        return said.decode(errors="replace") or super().why_gone(peer)
+
+    def split(self, ranks: Sequence[int], timeout: float) -> Transport:
+        """Split gloo; ranks that share memory here share memory of their own in the part."""
+        assert self._gloo is not None
+        gather = partial(gather_objects, transport=self, timeout=timeout, ranks=ranks)
+        shared = share_memory(ranks.index(self.rank), len(ranks), gather)
+        return on_host(self._gloo.split(ranks, timeout), shared)
+
+    def abort(self, reason: str) -> None:
+        """Leave the reason to the other ranks of the host and become unusable."""
+        memory = self.symmetric_memory
+        if memory is not None:
+            memory.withdraw()
+        self._leave(_ABORTED, reason)
+        if self._gloo is not None:
+            self._gloo.abort(reason)
+
+    def close(self) -> None:
+        """Tell the other ranks that this one has left. What it has sent before still arrives."""
+        with ExitStack() as stack:
+            if self._gloo is not None:
+                stack.callback(self._gloo.close)
+            self._leave(_CLOSED, "")
+            # The memory goes with the last of these.
+            self._symmetric_memory, self._channels = None, memoryview(b"")
+            self._pages, self._out, self._in = {}, {}, {}
+
+    def _leave(self, how: int, reason: str) -> None:
+        """Become unusable, and tell the other ranks unless this process is a forked child."""
+        if self._unusable or os.getpid() != self._process:
+            return
+        self._unusable = reason or f"{self.me} has closed it"
+        mine, said = self._pages[self.rank], reason.encode()[: _PAGE - _REASON - 1]
+        mine[_REASON : _REASON + len(said)] = said
+        self._fence()
+        mine[_LEFT] = how
+        self._fence()
+        for place, peer in enumerate(self.near):
+            self._wake(self._pages[peer], self._address + place * _PAGE)
+        for fd in self._pidfds:
+            os.close(fd)
+        self._pidfds = {}
+
+
+class Shared(NamedTuple):
+    """The memory that ranks of this host share.
+
+    Attributes:
+        memory: The memory; None if this rank shares it with no other one.
+        near: By rank, the ranks with which it shares memory, in ascending order, and itself.
+        pids: By rank, its process.
+    """
+
+    memory: mmap.mmap | None
+    near: Sequence[Sequence[int]]
+    pids: Sequence[int]
+
+
+def share_memory(rank: int, size: int, gather: Callable[[Any], list[Any]]) -> Shared:
+    """Map the memory that the ranks of each host share; a collective.
+
+    gather: Returns a value of each rank, by rank; all ranks call it alike.
+    """
+    nbytes, descriptor, memory = host_memory_bytes(size), -1, None
+    try:
+        with suppress(OSError, AttributeError):
+            descriptor = os.memfd_create("adasum-host")
+            os.ftruncate(descriptor, nbytes)
+        said = gather([_place(), os.getpid(), descriptor])
+        places, pids = [place for place, *_ in said], [pid for _, pid, _ in said]
+        # A host's first rank makes the memory.
+        first = places.index(places[rank])
+        if places[rank] is not None and places.count(places[rank]) > 1:
+            with suppress(OSError):
+                memory = _map(pids[first], said[first][2], nbytes)
+        mapped = gather(memory is not None)
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    hosts = [[r for r in range(size) if places[r] == place] for place in places]
+    # On all ranks of a host or on none.
+    near = [host if all(mapped[r] for r in host) else [r] for r, host in enumerate(hosts)]
+    return Shared(memory if len(near[rank]) > 1 else None, near, pids)
+
+
+def on_host(gloo: GlooTransport, shared: Shared) -> Transport:
+    """Return a transport that uses the shared memory, or `gloo` if no ranks share any."""
+    if max(map(len, shared.near)) == 1:
+        return gloo
+    # The same class on all ranks, even on one that shares no memory: splitting is a collective.
+    near = shared.near[gloo.rank]
+    return HostTransport(
+        shared.memory or mmap.mmap(-1, host_memory_bytes(1)),
+        gloo.rank,
+        gloo.size,
+        near=near,
+        names=gloo.names,
+        pids=[shared.pids[peer] for peer in near],
+        gloo=gloo,
+    )
+
+
+def _place() -> list[Any] | None:
+    """Return what ranks have in common that can share memory; None for a rank that never can."""
+    with suppress(OSError, AttributeError):
+        os.close(os.pidfd_open(os.getpid()))
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Ranks with networks of their own count as hosts of their own.
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
+        return [kernel, *spaces, os.geteuid(), futex.available]
+    return None
+
+
+def _map(pid: int, descriptor: int, nbytes: int) -> mmap.mmap:
+    """Map the memory of a process's descriptor; OSError if it cannot be had."""
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        # To touch pages beyond the end of a smaller one would end the process (SIGBUS).
+        if os.fstat(opened).st_size != nbytes:
+            raise OSError(f"process {pid} has other memory")
+        return mmap.mmap(opened, nbytes)
+    finally:
+        os.close(opened)
+
+
+def _cores() -> Collection[int]:
+    """Return the numbers of the processors on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return range(os.cpu_count() or 1)
