@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
-from pathlib import Path
+import re
+import zlib
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-
-from collectives.bootstrap import slurm
 
 
 class _Launcher(NamedTuple):
@@ -24,33 +22,26 @@ class _Launcher(NamedTuple):
     local_size: str = ""
 
 
+_OMPI = "OMPI_COMM_WORLD_"
 _MPIEXEC = _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SRUN = _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 # The first one found counts, and the one that the user called is to count: mpirun may start its
 # ranks through srun, and horovodrun through either.
 _LAUNCHERS = (
     _Launcher(
-        "horovodrun", *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+        "horovodrun", *(f"HOROVOD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     ),
-    _Launcher(
-        "mpirun",
-        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ),
+    _Launcher("mpirun", *(_OMPI + n for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     _MPIEXEC,
     _SRUN,
 )
 LAUNCHERS_VARIABLES = tuple(variable for each in _LAUNCHERS for variable in each[1:] if variable)
 # Ports from 10,000 to 28,978: below torchrun's 29,400, and below 32,768, where Linux begins to give
-# ports to clients. A prime number of them, so that multiples of _STEPS_APART do not repeat early.
-_FIRST_PORT, _PORTS = 10_000, 18_979
-# How far apart the ports of consecutive jobs are: _PORTS over the golden ratio, which spreads jobs
-# evenly. Two steps never get the same port if their jobs' numbers differ by less than 100 and their
-# own by less than 90.
-_STEPS_APART = 11_730
-_LOOPBACK = "127.0.0.1"
+# ports to clients. Consecutive jobs of Slurm are _PORTS over the golden ratio apart, so that the
+# steps of jobs near each other never get the same port.
+_FIRST_PORT, _PORTS, _STEPS_APART = 10_000, 18_979, 11_730
 _logger = logging.getLogger(__name__)
-# For each address of a store: a text that is different for another job with the same address.
+# For each address of a store that was derived from the launcher's job: a text that names the job.
 _jobs: dict[str, str] = {}
 
 
@@ -89,8 +80,7 @@ def world_size() -> int:
 
 def job() -> str:
     """Return a text that no other job at this address has; "" if the user gave the address."""
-    host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-    return _jobs.get(f"{host}:{port}", "")
+    return _jobs.get(f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", "")
 
 
 def local_ranks() -> tuple[int, int] | tuple[None, None]:
@@ -100,18 +90,21 @@ def local_ranks() -> tuple[int, int] | tuple[None, None]:
     return None, None
 
 
-def gpus_for_nccl(size: int) -> list[str] | None:
-    """Return the identities of this rank's GPUs, of which NCCL needs one for each rank.
+def gpu_for_nccl(rank: int, size: int) -> str | None:
+    """Return the identity of this rank's GPU, which NCCL needs for it alone; None without one.
 
-    Empty where this host has enough for all its ranks, or NCCL lets them share one. None without
-    NCCL or a GPU. Without LOCAL_WORLD_SIZE all `size` ranks may be on this host.
+    "" where this host has enough for all its ranks, or NCCL lets them share one. Without
+    LOCAL_WORLD_SIZE all `size` ranks may be on this host.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus == 0 or not dist.is_nccl_available():
         return None
-    if gpus >= (local_ranks()[1] or size) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
-        return []
-    return [str(torch.cuda.get_device_properties(number).uuid) for number in range(gpus)]
+    local_rank, local_size = local_ranks()
+    if gpus >= (local_size or size) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return ""
+    # As where a launcher shows each rank a GPU of its own.
+    number = (rank if local_rank is None else local_rank) % gpus
+    return str(torch.cuda.get_device_properties(number).uuid)
 
 
 def _rank_of(rank_name: str, size_name: str) -> tuple[int, int]:
@@ -148,16 +141,16 @@ def _translate(launcher: _Launcher) -> None:
     rank, size = _rank_of(launcher.rank, launcher.size)
     local_rank, local_size = _local_ranks(launcher)
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    # All ranks must derive the same port: from the job and step under srun, else from the process
-    # that started the ranks, which they have in common only if all are on this host.
+    # All ranks must derive the same port: from the job and step under srun, else from what ranks of
+    # one host have in common.
     own_port = not port and (launcher is _SRUN or local_size == size)
     if own_port:
-        number = slurm.step_number(_STEPS_APART) if launcher is _SRUN else _started_by(launcher)
+        number = _step_number() if launcher is _SRUN else _job_number()
         port = str(_FIRST_PORT + number % _PORTS)
     if not host and local_size == size:
-        host = _LOOPBACK
+        host = "127.0.0.1"
     elif not host and launcher is _SRUN:
-        host = slurm.first_host()
+        host = _first_host()
     if not (host and port):
         raise ValueError(
             f"environment variable {'MASTER_PORT' if host else 'MASTER_ADDR'} is not set, and "
@@ -170,43 +163,52 @@ def _translate(launcher: _Launcher) -> None:
     if local_size is not None and local_ranks() == (None, None):
         os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=port)
-    _logger.info(
-        "rank %d of %d, by %s's variables, at %s:%s", rank, size, launcher.name, host, port
-    )
+    _logger.info("rank %d of %d, by %s, at %s:%s", rank, size, launcher.name, host, port)
 
 
 def _local_ranks(launcher: _Launcher) -> tuple[int, int] | tuple[None, None]:
     """Return the local rank and the number of this host's ranks, if the launcher gives both."""
-    if launcher is _SRUN:
-        said, local_size = os.environ.get(launcher.local_rank, ""), slurm.local_size()
-        if local_size is None or not said.isdecimal() or int(said) >= local_size:
-            return None, None
-        return int(said), local_size
-    if not {launcher.local_rank, launcher.local_size} <= {*os.environ}:
+    if launcher is not _SRUN:
+        both = {launcher.local_rank, launcher.local_size} <= {*os.environ}
+        return _rank_of(launcher.local_rank, launcher.local_size) if both else (None, None)
+    said, tasks = (os.environ.get(n, "") for n in ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"))
+    # "2(x3),1" are three hosts with two tasks each, and one with one.
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    counts = [int(count) for count, times in found for _ in range(int(times or 1))]
+    node = os.environ.get("SLURM_NODEID", "0" if len(counts) == 1 else "")
+    if not (said.isdecimal() and node.isdecimal() and int(node) < len(counts)):
         return None, None
-    return _rank_of(launcher.local_rank, launcher.local_size)
+    return (int(said), counts[int(node)]) if int(said) < counts[int(node)] else (None, None)
 
 
-def _started_by(launcher: _Launcher) -> int:
-    """Return a number that identifies the process that started this host's ranks.
+def _first_host() -> str:
+    """Return the first host of the Slurm step, on which its first task runs."""
+    hosts = os.environ.get("SLURM_STEP_NODELIST", "")
+    # The first of "a[08-10,12]x,b" is a08x.
+    first = re.sub(r"\[([0-9]+)[0-9,-]*\]", r"\1", hosts).split(",")[0]
+    if not first or "[" in first or "]" in first:
+        raise ValueError(
+            f"SLURM_STEP_NODELIST must name the step's hosts, got {hosts!r}: set MASTER_ADDR to "
+            "rank 0's"
+        )
+    return first
 
-    It is the nearest ancestor without the launcher's variables. Nearer ones, such as a shell that
-    starts a rank, have the variables, and each rank has its own. Its start time (clock ticks since
-    boot) is in the high bits and its process id in the low 22 bits. The id alone is not enough:
-    containers that share a network each have a process 1.
+
+def _step_number() -> int:
+    """Return a number of this Slurm step, by the ids of the job and of the step."""
+    ids = {name: os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")}
+    for name, each in ids.items():
+        if not each.isdecimal():
+            raise ValueError(f"{name} must be a number, got {each!r}: set MASTER_PORT on all ranks")
+    return int(ids["SLURM_JOB_ID"]) * _STEPS_APART + int(ids["SLURM_STEP_ID"])
+
+
+def _job_number() -> int:
+    """Return a number of this job of mpirun, mpiexec or horovodrun, on one host.
+
+    It is derived from a name that the launcher gives the job, else from the parent's process id.
     """
-    process, started = os.getppid(), 0
-    # OSError where there is no /proc, or a process is another user's, which hides its environment:
-    # such a process is not a rank, so the search ends there.
-    with suppress(OSError):
-        while True:
-            place = Path(f"/proc/{process}")
-            # From the third field on, behind the last ")": the second one, the name, may hold any
-            # characters.
-            fields = place.joinpath("stat").read_bytes().rpartition(b")")[2].split()
-            started = int(fields[19])
-            said = place.joinpath("environ").read_bytes().split(b"\0")
-            if not any(each.startswith(f"{launcher.rank}=".encode()) for each in said):
-                break
-            process, started = int(fields[1]), 0
-    return started << 22 | process
+    for name in ("PMIX_NAMESPACE", "HOROVOD_GLOO_RENDEZVOUS_PORT"):
+        if said := os.environ.get(name):
+            return zlib.crc32(said.encode())
+    return os.getppid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -47,18 +48,16 @@ def find_locality(
     if given and topology is not None:
         hosts = tuple(topology.node_of(r) for r in range(size))
         return Locality(local_rank or 0, local_size or 1, hosts, topology)
-    mine = [os.uname().nodename, *((local_rank, local_size) if given else (None, None))]
-    reports = gather_objects(mine, transport, timeout)
+    mine = (local_rank, local_size) if given else (None, None)
+    reports = gather_objects([os.uname().nodename, *mine], transport, timeout)
     names = [name for name, *_ in reports]
-    local_ranks = [(local, of) for _, local, of in reports]
     # Local ranks are more reliable than host names: containers may have the same name, and a test
     # may simulate several nodes on one machine. Names still help to tell which ranks belong
     # together; without them ("") the local ranks alone must fill the nodes.
     for labels in (names, [""] * size):
-        filled = _filled(labels, local_ranks)
+        filled = _filled(labels, [(local, of) for _, local, of in reports])
         if filled is not None:
-            found = locality_on(filled, rank, topology)
-            return replace(found, local_rank=local_ranks[rank][0])
+            return replace(locality_on(filled, rank, topology), local_rank=local_rank or 0)
     # A rank has no local rank, or they do not fill nodes: several launchers started the ranks.
     return locality_on([names.index(name) for name in names], rank, topology)
 
@@ -75,24 +74,18 @@ def _filled(
 ) -> list[int] | None:
     """Return the node of each rank, or None if a node is left with a local rank missing.
 
-    A rank is put into the first node of its label and local size that has no such local rank yet.
+    The k-th rank of a label, local size and local rank is on the k-th node of these two.
     """
-    nodes: list[tuple[str, int, set[int]]] = []
-    hosts: list[int] = []
+    seen: Counter[tuple[str, int, int]] = Counter()
+    nodes = []
     for label, (local, of) in zip(labels, local_ranks, strict=True):
         if local is None or of is None:
             return None
-        fitting = (
-            number
-            for number, (name, size, members) in enumerate(nodes)
-            if (name, size) == (label, of) and local not in members
-        )
-        number = next(fitting, len(nodes))
-        if number == len(nodes):
-            nodes.append((label, of, set()))
-        nodes[number][2].add(local)
-        hosts.append(number)
-    return hosts if all(len(members) == size for _, size, members in nodes) else None
+        nodes.append((label, of, seen[label, of, local]))
+        seen[label, of, local] += 1
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    full = all(nodes.count(node) == node[1] for node in numbers)
+    return [numbers[node] for node in nodes] if full else None
 
 
 def _topology_of(hosts: Sequence[int]) -> Topology:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import hashlib
 import ipaddress
-import json
-import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from collectives.bootstrap.launchers import gpus_for_nccl, job, local_ranks
+from collectives.bootstrap.launchers import gpu_for_nccl, job
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import failed, first_line, run_beside
 
 # How long the interpreter's exit waits for a thread that is still in torch's code: torch may go on
 # beyond its timeout, for it reconnects after a lost connection and then waits the whole time again.
 _LEAVE_SECONDS = 5.0
-_logger = logging.getLogger(__name__)
 # The address of the store that this process has opened, and the store. It is kept over shutdown.
 _opened: tuple[str, dist.Store] | None = None
 
@@ -77,19 +73,17 @@ def open_store(rank: int, timeout: float) -> dist.Store:
     """Open the store at MASTER_ADDR and MASTER_PORT: torchrun's if it keeps one, else rank 0's.
 
     Unlike torch's "env://" it does not wait for the other ranks: `wait_for_ranks` does, and can
-    tell which are missing. Rank 0's store listens only at MASTER_ADDR if that is an address of this
-    host; else at every address, with a WARNING. CollectiveTimeoutError where no store answers in
-    time, TransportError where the port is taken.
+    tell which are missing. CollectiveTimeoutError where no store answers in time, TransportError
+    where the port is taken.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    address = f"{host}:{port}"
-    keeps = keeps_store(rank)
+    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         if keeps:
-            _await(lambda left: socket.getaddrinfo(host, port), timeout)
+            _repeat(lambda left: socket.getaddrinfo(host, port), timeout)
         else:
-            _await(lambda left: socket.create_connection((host, port), left).close(), timeout)
-        listening = listen_at(host, port) if keeps else None
+            _repeat(lambda left: socket.create_connection((host, port), left).close(), timeout)
+        listening = _listen_at(host, port) if keeps else None
         return dist.TCPStore(
             host,
             port,
@@ -104,59 +98,29 @@ def open_store(rank: int, timeout: float) -> dist.Store:
     except (dist.DistError, OSError) as error:
         if "EADDRINUSE" in str(error):
             raise TransportError(
-                f"rank {rank} cannot listen on {address}, where all ranks look for the store: "
+                f"rank {rank} cannot listen on {host}:{port}, where all ranks look for the store: "
                 "something else does already; set another MASTER_PORT on all ranks"
             ) from error
         raise CollectiveTimeoutError(
-            f"rank {rank} got no answer from the store at {address}, which rank 0 or torchrun "
+            f"rank {rank} got no answer from the store at {host}:{port}, which rank 0 or torchrun "
             f"keeps, within {timeout:g} s: {first_line(error)}"
         ) from error
 
 
-def listen_at(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens only at a host's address; None if torch is to listen itself.
+def _listen_at(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens only at a numeric address of this host.
 
-    If the host's address cannot be used, torch listens at every address, and there is a WARNING. If
-    the port is in use, torch shares this process's own store there, or raises the error.
+    None for a name, which other hosts may know by another address, and if the system refuses:
+    torch then listens at every address, or raises the error.
     """
-    why = f"{host} is no address of this host"
-    for family, _, _, _, at in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if not _is_loopback(host) and _is_loopback(str(at[0])):
-            # /etc/hosts often maps a host's own name to loopback, which other hosts cannot reach.
-            local_size = local_ranks()[1]
-            if local_size is None or local_size < int(os.environ.get("WORLD_SIZE", 0)):
-                why = f"{host} is {at[0]} on this host, where no other host reaches it"
-                continue
-        try:
-            return socket.create_server(at, family=family, backlog=socket.SOMAXCONN)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return None
-            if error.errno != errno.EADDRNOTAVAIL:
-                why = f"it cannot listen at {at[0]} alone ({error.strerror})"
-    _logger.warning(
-        "rank 0 listens on port %d of every network interface, where whoever reaches it can read "
-        "and change what ranks tell each other at start-up: MASTER_ADDR %s; set it to an address "
-        "of rank 0's host, or let only the job's hosts reach the port",
-        port,
-        why,
-    )
+    with suppress(OSError, ValueError):
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        return socket.create_server((str(address), port), family=family, backlog=socket.SOMAXCONN)
     return None
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def keeps_store(rank: int) -> bool:
-    """Return whether this rank keeps the store: rank 0, unless torchrun keeps it."""
-    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def _await(attempt: Callable[[float], object], timeout: float) -> None:
+def _repeat(attempt: Callable[[float], object], timeout: float) -> None:
     """Repeat `attempt(seconds left)` until it succeeds; after the timeout raise its last OSError.
 
     torch retries by itself, too, but it pauses for seconds between two tries, exceeds its timeout,
@@ -206,11 +170,10 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
     a rank that has died stays incomplete, since that rank cannot confirm it. After `timeout` s a
     CollectiveTimeoutError names the ranks that have not come.
     """
-    deadline = time.monotonic() + timeout
+    deadline, pause = time.monotonic() + timeout, 0.001
     # The keys contain the job, so that another job with the same address is not taken for this one.
     tokens = [f"adasum{job()}: rank {peer}" for peer in range(size)]
     names: list[str] = []
-    pause = 0.001
     with _ended_store_is_a_timeout(rank):
         store.set(tokens[rank], secrets.token_hex(16))
         while True:
@@ -234,44 +197,24 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
 
 
 def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) -> str:
-    """Return gloo, with NCCL if every rank can use it; a collective of the store's ranks.
+    """Return gloo, with NCCL if every rank has a GPU for it; a collective of the store's ranks.
 
-    Hosts may differ in their GPUs: a rank with NCCL would wait for one without, for ever. And a
-    launcher may show each rank one GPU, which is another rank's as well or is not. A
+    Hosts may differ in their GPUs: a rank with NCCL would wait for one without, for ever. A
     CollectiveTimeoutError names the ranks that do not come.
     """
     # The count tells apart several agreements on one store. Each rank has its own counter: all come
     # here in the same order, so the counters agree.
     with _ended_store_is_a_timeout(rank):
         key = f"adasum backend {store.add(f'adasum backend: rank {rank}', 1)}"
-        mine = gpus_for_nccl(dist.get_world_size() if dist.is_initialized() else size)
+        mine = gpu_for_nccl(rank, dist.get_world_size() if dist.is_initialized() else size)
         answers = [f"{key}: rank {peer}" for peer in range(size)]
-        store.set(answers[rank], json.dumps(mine))
+        store.set(answers[rank], "none" if mine is None else mine)
         try:
             store.wait(answers, timedelta(seconds=max(timeout, 1e-3)))
         except dist.DistStoreError:
             raise _missing(store, answers, rank, timeout) from None
-        every = [json.loads(answer) for answer in store.multi_get(answers)]
-    return "cpu:gloo,cuda:nccl" if _one_each(every) else "gloo"
-
-
-def _one_each(gpus: Sequence[list[str] | None]) -> bool:
-    """Return whether every rank, by what `gpus_for_nccl` says there, can have a GPU of its own."""
-    if None in gpus:
-        return False
-    ranks = [set(seen) for seen in gpus if seen]
-    # Ranks of one host see all of its GPUs, or each some of them: those that share any are as many
-    # as all that they see, or fewer.
-    while ranks:
-        together, count = ranks.pop(), 1
-        while found := [seen for seen in ranks if seen & together]:
-            for seen in found:
-                ranks.remove(seen)
-                together |= seen
-            count += len(found)
-        if count > len(together):
-            return False
-    return True
+        gpus = [gpu for gpu in store.multi_get(answers) if gpu]
+    return "gloo" if b"none" in gpus or len({*gpus}) < len(gpus) else "cpu:gloo,cuda:nccl"
 
 
 @contextmanager

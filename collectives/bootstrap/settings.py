@@ -45,13 +45,10 @@ class Settings(NamedTuple):
         return Settings(timeout, self.process_group, transport_choice(self.transport))
 
     def require_same(self, first: Settings) -> None:
-        """Raise ValueError if an argument differs from that of the first call, which was `checked`.
-
-        An argument that is left out does not differ.
-        """
-        # `checked` before comparing: a wrong value is an error of its own, not a difference.
-        rows = zip(self._fields, self, self.checked(), first, strict=True)
-        for name, given, value, earlier in rows:
+        """Raise ValueError if a given argument differs from the first call's, as `checked`."""
+        for name, given, value, earlier in zip(
+            self._fields, self, self.checked(), first, strict=True
+        ):
             if given is not None and value != earlier:
                 raise ValueError(
                     f"{name} is {value!r} in a second call of init, and was {earlier!r} in the "

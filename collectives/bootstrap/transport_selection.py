@@ -23,7 +23,7 @@ from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.topology import Topology
 from collectives.transport import GlooTransport, NcclTransport, Transport, load_nccl
 from collectives.transport.byte_gathering import gather_objects
-from collectives.transport.host import on_host, share_memory
+from collectives.transport.host import host_place, on_host, share_memory
 from collectives.transport.nccl.calling_thread import shared_thread
 from collectives.transport.nccl.cupy_backend import CupyBackend
 from collectives.transport.nccl.torch_backend import TorchBackend
@@ -66,7 +66,7 @@ def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
     choice: str = start.options["transport"]
     host: Transport = gloo
     if choice != "gloo":
-        shared = share_memory(gloo.rank, gloo.size, gather)
+        shared = share_memory(gloo.rank, gloo.size, host_place(), gather)
         if choice == "shm":
             _check_shared(shared.near)
         host = on_host(gloo, shared)
@@ -188,4 +188,5 @@ def report(transport: Transport, choice: str, hosts: Sequence[int], topology: To
         nccl = ".".join(map(str, torch.cuda.nccl.version())) + " of torch"
     else:
         nccl = "none in this torch"
-    return f"{where}: {'; '.join([*said, f'CPU kernels {kernels.backend_info().cpu_path}', f'NCCL {nccl}'])}"
+    said += [f"CPU kernels {kernels.backend_info().cpu_path}", f"NCCL {nccl}"]
+    return f"{where}: {'; '.join(said)}"

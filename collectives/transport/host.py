@@ -18,10 +18,12 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +39,6 @@ from collectives.transport.channels import (
     Outgoing,
     channels_bytes,
 )
-from collectives.transport.gloo import GlooTransport
 from collectives.transport.shared_memory import futex
 from collectives.transport.shared_memory.symmetric_memory import (
     SymmetricMemory,
@@ -56,7 +57,6 @@ _SPINS = 30
 _CHECK_SECONDS, _NAP = 20e-3, 50e-6
 # A Stall is made only after a wait of this length: a short one needs none.
 _FIRST_SECONDS = 0.5
-_FORKED = "this process was forked from a rank; only the rank itself can use it"
 
 
 def host_memory_bytes(size: int) -> int:
@@ -77,9 +77,11 @@ class HostTransport(Transport):
         size: How many ranks there are.
         near: The ranks that share the memory, in ascending order.
         names: As in `Transport`.
-        pids: The processes of `near`; empty for ranks that are threads.
-        gloo: Carries messages to the other ranks.
+        pidfds: A descriptor of each of the other processes, and its rank; empty for threads.
+        far: Carries messages to the other ranks.
     """
+
+    symmetric_memory: SymmetricMemory | None = None
 
     def __init__(
         self,
@@ -89,14 +91,14 @@ class HostTransport(Transport):
         *,
         near: Sequence[int],
         names: Sequence[int] = (),
-        pids: Sequence[int] = (),
-        gloo: GlooTransport | None = None,
+        pidfds: Mapping[int, int] = MappingProxyType({}),
+        far: Transport | None = None,
     ) -> None:
         self.rank, self.size, self.names = rank, size, names
-        self.process_group = None if gloo is None else gloo.process_group
+        self.process_group = None if far is None else far.process_group
         self.near = tuple(near)
-        self._gloo = gloo
-        self._process, self._unusable = os.getpid(), ""
+        self._far = far
+        self._unusable = ""
         self._place, count = self.near.index(rank), len(self.near)
         whole = memoryview(memory)
         self._pages = {r: whole[i * _PAGE : (i + 1) * _PAGE] for i, r in enumerate(self.near)}
@@ -110,32 +112,25 @@ class HostTransport(Transport):
         self._lock = threading.Lock()
         # Threads do not spin: they share the interpreter's lock, and one that spins keeps the
         # others from running.
-        cores = _cores() if pids else [0]
+        cores = _cores() if pidfds else [0]
         self._spins = _SPINS if len(cores) >= count else 0
-        self._pidfds: dict[int, int] = {}
-        for peer, pid in zip(near, pids, strict=bool(pids)):
-            if peer != rank:
-                self._pidfds[os.pidfd_open(pid)] = peer
-        self._symmetric_memory: SymmetricMemory | None = None
+        self._pidfds = dict(pidfds)
         if count == size:
             block = whole[count * _PAGE : channels_at]
-            self._symmetric_memory = SymmetricMemory(block, rank, size, self, cores=cores)
+            self.symmetric_memory = SymmetricMemory(block, rank, size, self, cores=cores)
+        _transports.add(self)
 
     def __repr__(self) -> str:
-        far = self.size - len(self.near)
-        also = f", {self._gloo!r} to {far}" if far else ""
+        count = self.size - len(self.near)
+        also = f", {self._far!r} to {count}" if count else ""
         return f"HostTransport(shared memory to {len(self.near) - 1}{also})"
 
-    @property
-    def symmetric_memory(self) -> SymmetricMemory | None:
-        return None if self._unusable or os.getpid() != self._process else self._symmetric_memory
-
     def check_device(self, device: torch.device) -> None:
-        if self._gloo is not None:
-            self._gloo.check_device(device)
+        if self._far is not None:
+            self._far.check_device(device)
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
-        far: tuple[list[Message], list[Message]] = ([], [])
+        beyond: tuple[list[Message], list[Message]] = ([], [])
         active: dict[Channel, None] = {}
         try:
             self._check_usable(step)
@@ -143,7 +138,7 @@ class HostTransport(Transport):
                 for message in messages:
                     peer, tensor = message
                     if peer not in self._pages:
-                        far[not sending].append(message)
+                        beyond[not sending].append(message)
                     elif nbytes := tensor.nbytes:
                         # A rank that has left takes nothing more, but what it sent is still there.
                         if sending and self._pages[peer][_LEFT]:
@@ -151,7 +146,7 @@ class HostTransport(Transport):
                         channel = self._channel(sending, peer)
                         channel.queue.append((tensor.data_ptr(), nbytes))
                         active[channel] = None
-            arrive = self._gloo.post(*far, step, timeout) if self._gloo and any(far) else None
+            arrive = self._far.post(*beyond, step, timeout) if self._far and any(beyond) else None
             if active:
                 self._run(list(active), step, timeout)
             if arrive is not None:
@@ -275,8 +270,8 @@ class HostTransport(Transport):
             pass
 
     def _check_usable(self, step: str) -> None:
-        if self._unusable or os.getpid() != self._process:
-            raise TransportError(f"{self!r} cannot be used in {step}: {self._unusable or _FORKED}")
+        if self._unusable:
+            raise TransportError(f"{self!r} cannot be used in {step}: {self._unusable}")
         if self._interrupted:
             self.check_interrupt(step)
 
@@ -302,11 +297,11 @@ class HostTransport(Transport):
         return said.decode(errors="replace") or super().why_gone(peer)
 
     def split(self, ranks: Sequence[int], timeout: float) -> Transport:
-        """Split gloo; ranks that share memory here share memory of their own in the part."""
-        assert self._gloo is not None
+        """Split `far`; ranks that share memory here share memory of their own in the part."""
+        assert self._far is not None
         gather = partial(gather_objects, transport=self, timeout=timeout, ranks=ranks)
-        shared = share_memory(ranks.index(self.rank), len(ranks), gather)
-        return on_host(self._gloo.split(ranks, timeout), shared)
+        shared = share_memory(ranks.index(self.rank), len(ranks), self.near[0], gather)
+        return on_host(self._far.split(ranks, timeout), shared)
 
     def abort(self, reason: str) -> None:
         """Leave the reason to the other ranks of the host and become unusable."""
@@ -314,24 +309,24 @@ class HostTransport(Transport):
         if memory is not None:
             memory.withdraw()
         self._leave(_ABORTED, reason)
-        if self._gloo is not None:
-            self._gloo.abort(reason)
+        if self._far is not None:
+            self._far.abort(reason)
 
     def close(self) -> None:
         """Tell the other ranks that this one has left. What it has sent before still arrives."""
         with ExitStack() as stack:
-            if self._gloo is not None:
-                stack.callback(self._gloo.close)
+            if self._far is not None:
+                stack.callback(self._far.close)
             self._leave(_CLOSED, "")
             # The memory goes with the last of these.
-            self._symmetric_memory, self._channels = None, memoryview(b"")
+            self.symmetric_memory, self._channels = None, memoryview(b"")
             self._pages, self._out, self._in = {}, {}, {}
 
     def _leave(self, how: int, reason: str) -> None:
-        """Become unusable, and tell the other ranks unless this process is a forked child."""
-        if self._unusable or os.getpid() != self._process:
+        """Become unusable, once, and tell the other ranks."""
+        if self._unusable:
             return
-        self._unusable = reason or f"{self.me} has closed it"
+        self.symmetric_memory, self._unusable = None, reason or f"{self.me} has closed it"
         mine, said = self._pages[self.rank], reason.encode()[: _PAGE - _REASON - 1]
         mine[_REASON : _REASON + len(said)] = said
         self._fence()
@@ -349,60 +344,67 @@ class Shared(NamedTuple):
 
     Attributes:
         memory: The memory; None if this rank shares it with no other one.
+        pidfds: A descriptor of each other process that shares it, and its rank.
         near: By rank, the ranks with which it shares memory, in ascending order, and itself.
-        pids: By rank, its process.
     """
 
     memory: mmap.mmap | None
+    pidfds: Mapping[int, int]
     near: Sequence[Sequence[int]]
-    pids: Sequence[int]
 
 
-def share_memory(rank: int, size: int, gather: Callable[[Any], list[Any]]) -> Shared:
+def share_memory(rank: int, size: int, place: Any, gather: Callable[[Any], list[Any]]) -> Shared:
     """Map the memory that the ranks of each host share; a collective.
 
+    place: Equal on ranks of one host; None for a rank that cannot share memory.
     gather: Returns a value of each rank, by rank; all ranks call it alike.
     """
     nbytes, descriptor, memory = host_memory_bytes(size), -1, None
-    try:
+    pidfds: dict[int, int] = {}
+    with ExitStack() as opened:
         with suppress(OSError, AttributeError):
             descriptor = os.memfd_create("adasum-host")
+            opened.callback(os.close, descriptor)
             os.ftruncate(descriptor, nbytes)
-        said = gather([_place(), os.getpid(), descriptor])
-        places, pids = [place for place, *_ in said], [pid for _, pid, _ in said]
-        # A host's first rank makes the memory.
-        first = places.index(places[rank])
-        if places[rank] is not None and places.count(places[rank]) > 1:
+        said = gather([place, os.getpid(), descriptor])
+        places = [place for place, *_ in said]
+        hosts = [[r for r in range(size) if places[r] == place] for place in places]
+        if places[rank] is not None and len(hosts[rank]) > 1:
             with suppress(OSError):
-                memory = _map(pids[first], said[first][2], nbytes)
-        mapped = gather(memory is not None)
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-    hosts = [[r for r in range(size) if places[r] == place] for place in places]
+                # The one that the host's first rank has made.
+                _, pid, made = said[hosts[rank][0]]
+                memory = _map(pid, made, nbytes)
+                for peer in hosts[rank]:
+                    if peer != rank:
+                        pidfds[os.pidfd_open(said[peer][1])] = peer
+        complete = memory is not None and len(pidfds) == len(hosts[rank]) - 1
+        mapped = gather(complete)
     # On all ranks of a host or on none.
     near = [host if all(mapped[r] for r in host) else [r] for r, host in enumerate(hosts)]
-    return Shared(memory if len(near[rank]) > 1 else None, near, pids)
+    if len(near[rank]) == 1:
+        for fd in pidfds:
+            os.close(fd)
+        return Shared(None, {}, near)
+    return Shared(memory, pidfds, near)
 
 
-def on_host(gloo: GlooTransport, shared: Shared) -> Transport:
-    """Return a transport that uses the shared memory, or `gloo` if no ranks share any."""
+def on_host(far: Transport, shared: Shared) -> Transport:
+    """Return a transport that uses the shared memory, or `far` if no ranks share any."""
     if max(map(len, shared.near)) == 1:
-        return gloo
+        return far
     # The same class on all ranks, even on one that shares no memory: splitting is a collective.
-    near = shared.near[gloo.rank]
     return HostTransport(
         shared.memory or mmap.mmap(-1, host_memory_bytes(1)),
-        gloo.rank,
-        gloo.size,
-        near=near,
-        names=gloo.names,
-        pids=[shared.pids[peer] for peer in near],
-        gloo=gloo,
+        far.rank,
+        far.size,
+        near=shared.near[far.rank],
+        names=far.names,
+        pidfds=shared.pidfds,
+        far=far,
     )
 
 
-def _place() -> list[Any] | None:
+def host_place() -> list[Any] | None:
     """Return what ranks have in common that can share memory; None for a rank that never can."""
     with suppress(OSError, AttributeError):
         os.close(os.pidfd_open(os.getpid()))
@@ -430,3 +432,17 @@ def _cores() -> Collection[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return range(os.cpu_count() or 1)
+
+
+# All transports of this process, for the hook that runs after a fork.
+_transports: weakref.WeakSet[HostTransport] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for transport in list(_transports):
+        transport.symmetric_memory = None
+        transport._unusable = "this process was forked from a rank; only the rank itself can use it"
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

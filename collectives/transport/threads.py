@@ -44,7 +44,8 @@ class ThreadWorld:
         """Return the `number`th world of these ranks, the same to all; each of them asks once."""
         key = ranks, number
         with self._lock:
-            world, asked = self._parts.pop(key, None) or (ThreadWorld(len(ranks)), 0)
+            world, asked = self._parts.pop(key, (None, 0))
+            world = world or ThreadWorld(len(ranks))
             # Forgotten when the last rank has it, so that closed groups do not stay in memory.
             if asked + 1 < len(ranks):
                 self._parts[key] = world, asked + 1

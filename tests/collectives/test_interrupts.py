@@ -74,7 +74,7 @@ def bounded(way: str, size: int, at: int) -> list[tuple[int, str]]:
 
 
 EVERY = pytest.param(1, marks=pytest.mark.slow, id="everywhere")
-WAYS = [("threads", 1), ("threads", 2), ("shm", 2), ("tcp", 2)]
+WAYS = [("threads", 1), ("threads", 2), ("shm", 2), ("messages", 2)]
 
 
 @pytest.mark.parametrize("step", [EVERY, pytest.param(13, id="here and there")])

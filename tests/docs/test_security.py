@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from collectives.transport.connections import listener
 
 import collectives
-from collectives.transport.connections import listener
 from tests.processes.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]

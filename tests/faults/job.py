@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from collectives.transport.connections import transport
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import adasum as hvd
 import collectives.initialize
-from collectives.transport.connections import transport
 from tests.faults import mismatches
 
 STEPS = 4

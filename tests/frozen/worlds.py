@@ -88,7 +88,9 @@ def _of_threads(transport: str, size: int, local: int, job: Callable[[Group], li
         finally:
             group.close()
 
-    return together(*(lambda each=each: main(each) for each in connect(size, kinds=(transport,))))
+    # The table's name for ranks that share no memory for their calls.
+    ranks = connect(size, {"tcp": "messages"}.get(transport, transport))
+    return together(*(lambda each=each: main(each) for each in ranks))
 
 
 def run(cases: Sequence[Case]) -> dict[Case, list[str]]:

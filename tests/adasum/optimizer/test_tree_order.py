@@ -96,7 +96,7 @@ def on_threads(transport: str, size: int, job: Callable[[Group], Any]) -> list[A
         finally:
             group.close()
 
-    return together(*(lambda each=each: rank(each) for each in connect(size, kinds=(transport,))))
+    return together(*(lambda each=each: rank(each) for each in connect(size, transport)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,11 +118,18 @@ def one_rank() -> str:
     ("transport", "size"),
     [
         # Each transport and each size once; the other pairs at night.
-        *(("threads", 8), ("shm", 4), ("tcp", 2)),
+        *(("threads", 8), ("shm", 4), ("messages", 2)),
         *(
             pytest.param(transport, size, marks=pytest.mark.slow)
             for transport, size in (
-                *(("threads", 4), ("threads", 2), ("shm", 8), ("shm", 2), ("tcp", 8), ("tcp", 4)),
+                *(
+                    ("threads", 4),
+                    ("threads", 2),
+                    ("shm", 8),
+                    ("shm", 2),
+                    ("messages", 8),
+                    ("messages", 4),
+                ),
             )
         ),
     ],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -152,19 +150,47 @@ def test_process_outside_a_step_is_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert translated(monkeypatch, alone)[0] == 1
 
 
-@pytest.mark.slow
-def test_ranks_behind_shells_of_their_own_know_what_started_them_all() -> None:
-    code = "from collectives.bootstrap.launchers import _MPIEXEC, _started_by\n"
-    code += "print(_started_by(_MPIEXEC))"
-    direct = [sys.executable, "-c", code]
-    # What follows keeps the shell from becoming Python.
-    behind = ["sh", "-c", '"$@"; true', "sh", *direct]
-    ranks = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, env={**os.environ, "PMI_RANK": str(rank)}, text=True
-        )
-        for rank, command in enumerate((direct, behind))
-    ]
-    first, second = (int(rank.communicate(timeout=60)[0]) for rank in ranks)
-    assert first == second
-    assert first % (1 << 22) == os.getpid()
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("a", "a"),
+        ("a,b[1-2]", "a"),
+        ("a[1-3,7],b", "a1"),
+        ("node[08-11]", "node08"),
+        ("r[1-2]n[09-10]", "r1n09"),
+        ("r[3,1]-n[0-1].site,gpu-2.site", "r3-n0.site"),
+        ("a[5]-ib", "a5-ib"),
+    ],
+)
+def test_first_host_of_a_slurm_step_is_read_from_its_list(
+    monkeypatch: pytest.MonkeyPatch, hosts: str, first: str
+) -> None:
+    said = {**by("srun", 0, 4, 2), "SLURM_STEP_NODELIST": hosts}
+    assert translated(monkeypatch, said)[1]["MASTER_ADDR"] == first
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "local_size"),
+    [
+        ("4", None, "4"),
+        ("4(x3),1", "2", "4"),
+        ("4(x3),1", "4", None),
+        ("4(x3),1", None, None),
+        ("", "0", None),
+        ("1(x4)", "0", None),
+    ],
+)
+def test_tasks_of_a_slurm_host_are_its_local_ranks_if_slurm_says_them(
+    monkeypatch: pytest.MonkeyPatch, tasks: str, node: str | None, local_size: str | None
+) -> None:
+    said = {**by("srun", 3, 8, 4), "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node or ""}
+    assert translated(monkeypatch, said)[1].get("LOCAL_WORLD_SIZE") == local_size
+
+
+def test_name_of_a_job_of_mpirun_decides_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks behind shells of their own have other parents."""
+    ports = set()
+    for name in ("job 1", "job 2", None):
+        more = {"PMIX_NAMESPACE": name} if name else {}
+        ports.add(translated(monkeypatch, {**by("mpirun", 0, 2), **more})[1]["MASTER_PORT"])
+    assert len(ports) == 3

@@ -7,7 +7,6 @@ import os
 import secrets
 import socket
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +22,6 @@ from collectives.bootstrap import launchers, rendezvous
 from collectives.bootstrap.rendezvous import (
     agree_on_backend,
     bounded,
-    listen_at,
     open_store,
     wait_for_ranks,
 )
@@ -138,32 +136,28 @@ def test_hosts_with_unequal_numbers_of_gpus_have_one_backend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A rank with NCCL would wait for one that has none; a later start asks again."""
-    able: dict[int, list[str] | None] = {0: [], 1: None, 2: []}
-    mine = threading.local()
-    monkeypatch.setattr(rendezvous, "gpus_for_nccl", lambda size: able[mine.rank])
+    able: dict[int, str | None] = {0: "", 1: None, 2: ""}
+    monkeypatch.setattr(rendezvous, "gpu_for_nccl", lambda rank, size: able[rank])
 
-    def backend(rank: int) -> str:
-        mine.rank = rank
-        return agree_on_backend(shared, rank, 3, 10.0)
+    def backends() -> list[str]:
+        return together(
+            *(lambda rank=rank: agree_on_backend(shared, rank, 3, 10.0) for rank in able)
+        )
 
     shared = store()
-    assert together(*(lambda rank=rank: backend(rank) for rank in able)) == ["gloo"] * 3
-    able[1] = []
-    both = ["cpu:gloo,cuda:nccl"] * 3
-    assert together(*(lambda rank=rank: backend(rank) for rank in able)) == both
+    assert backends() == ["gloo"] * 3
+    able[1] = ""
+    assert backends() == ["cpu:gloo,cuda:nccl"] * 3
     # As where a launcher shows each rank a GPU of its own, and where two ranks see the same one.
-    able |= {0: ["a"], 1: ["b"], 2: []}
-    assert together(*(lambda rank=rank: backend(rank) for rank in able)) == both
-    able[1] = ["a"]
-    assert together(*(lambda rank=rank: backend(rank) for rank in able)) == ["gloo"] * 3
-    able[1], able[2] = ["b", "a"], ["c", "b"]
-    assert together(*(lambda rank=rank: backend(rank) for rank in able)) == both
-    mine.rank = 0
+    able |= {0: "a", 1: "b", 2: ""}
+    assert backends() == ["cpu:gloo,cuda:nccl"] * 3
+    able[1] = "a"
+    assert backends() == ["gloo"] * 3
     with pytest.raises(CollectiveTimeoutError, match=r"rank 0 could not start: rank 1, rank 2 did"):
         agree_on_backend(shared, 0, 3, 0.2)
 
 
-def test_gpus_that_nccl_needs_to_tell_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_nccl_needs_for_a_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def gpu(number: int) -> SimpleNamespace:
         return SimpleNamespace(uuid=f"gpu-{number}")
 
@@ -171,16 +165,20 @@ def test_gpus_that_nccl_needs_to_tell_apart(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpu)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    assert launchers.gpus_for_nccl(9) == []
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert launchers.gpus_for_nccl(3) == ["gpu-0", "gpu-1"]
+    assert launchers.gpu_for_nccl(5, 9) == ""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert launchers.gpu_for_nccl(5, 9) == "gpu-1"
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert launchers.gpu_for_nccl(6, 9) == "gpu-0"
+    monkeypatch.delenv("LOCAL_RANK")
+    assert launchers.gpu_for_nccl(7, 9) == "gpu-1"
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert launchers.gpus_for_nccl(3) == []
+    assert launchers.gpu_for_nccl(5, 9) == ""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert launchers.gpus_for_nccl(3) is None
+    assert launchers.gpu_for_nccl(5, 9) is None
 
 
 def listening(port: int) -> set[str]:
@@ -196,15 +194,16 @@ def listening(port: int) -> set[str]:
 
 
 @linux
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_our_own_store_listens_at_the_masters_address_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_ADDR", host)
     store = open_store(0, 5.0)
-    assert listening(port) == {"0100007F"} and not caplog.records
+    assert listening(port) == {"0100007F"}
     open_store(1, 5.0).set("key", "value")
     # A second one, or torch's own, goes to the same.
     assert open_store(0, 5.0).get("key") == b"value"
@@ -212,49 +211,24 @@ def test_our_own_store_listens_at_the_masters_address_alone(
 
 
 @linux
-def test_a_master_that_is_no_address_of_the_host_listens_everywhere_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("host", ["elsewhere", "a name"])
+def test_master_that_is_a_name_or_no_address_of_the_host_listens_everywhere(
+    host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a Kubernetes Service; here the address works all the same."""
+    """As a Kubernetes Service, or a name that other hosts know by another address."""
 
     def elsewhere(*_: Any, **__: Any) -> socket.socket:
         raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
     port = free_port()
     monkeypatch.setenv("MASTER_PORT", str(port))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr(socket, "create_server", elsewhere)
+    if host == "elsewhere":
+        # The address works all the same here.
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setattr(socket, "create_server", elsewhere)
+    else:
+        monkeypatch.setenv("MASTER_ADDR", socket.gethostname())
     store = open_store(0, 5.0)
     assert listening(port) in ({"0" * 32}, {"0" * 8})
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert "127.0.0.1 is no address of this host" in record.getMessage()
-    assert f"port {port} of every" in record.getMessage()
     del store
-
-
-@pytest.mark.parametrize(("local_size", "alone"), [("4", True), ("2", False), (None, False)])
-def test_a_name_that_only_its_own_host_takes_for_loopback_is_not_listened_at_alone(
-    local_size: str | None,
-    alone: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Other hosts know another address of it; where all ranks are on this host none need."""
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    if local_size is not None:
-        monkeypatch.setenv("LOCAL_RANK", "0")
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_size)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    port = free_port()
-    at = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [at])
-    sock = listen_at("node0", port)
-    assert (sock is not None) == alone
-    if sock is not None:
-        assert sock.getsockname() == ("127.0.0.1", port)
-        sock.close()
-    else:
-        assert "node0 is 127.0.0.1 on this host" in caplog.text

@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import TransportError
-from collectives.bootstrap.transport_selection import _check_demand, connect
+from collectives import CollectiveMismatchError, TransportError
+from collectives.bootstrap.transport_selection import _check_shared, connect, version
 from collectives.calls import Call
-from collectives.transport import GlooTransport, NcclTransport
+from collectives.transport import GlooTransport, NcclTransport, ThreadWorld
+from tests.collectives.transport.thread_ranks import together
 
 
-def test_demand_that_is_not_met_names_the_ranks_and_the_fix() -> None:
-    nothing: list[list[object]] = [[[], [], ""]] * 3
-    tcp = [[[], [1, 2], ""], [[2], [0, 2], ""], [[1], [0, 1], ""]]
-    short = [*nothing[:2], [[], [], "it needs 9 file descriptors"]]
-    for choice in ("auto", "gloo", "nccl"):
-        _check_demand(choice, tcp)
-        _check_demand(choice, short)
-    for choice in ("tcp", "shm"):
-        _check_demand(choice, nothing)
-    words = re.escape("rank 1 has no connection to ranks [2]")
-    with pytest.raises(TransportError, match=words + '.*GLOO_SOCKET_IFNAME.*"auto"'):
-        _check_demand("tcp", tcp)
-    words = re.escape("rank 0 shares no memory with ranks [1, 2]")
+def test_shared_memory_that_cannot_be_had_names_the_ranks_and_the_fix() -> None:
+    _check_shared([[0, 1], [0, 1]])
+    words = re.escape("rank 1 shares no memory with ranks [0, 2]")
     with pytest.raises(TransportError, match=words + '.*"auto"'):
-        _check_demand("shm", tcp)
-    for choice in ("tcp", "shm"):
-        with pytest.raises(TransportError, match=f'"{choice}": rank 2: it needs 9 file'):
-            _check_demand(choice, short)
+        _check_shared([[0, 1, 2], [1], [0, 1, 2]])
+
+
+def test_ranks_of_other_versions_are_told_so_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = ThreadWorld(3)
+
+    def start(rank: int) -> str:
+        said = version() if rank != 1 else "0.0.1 (deadbeef)"
+        call = Call("init", options={"version": said, "transport": "auto"}, label="start-up")
+        with pytest.raises(CollectiveMismatchError) as caught:
+            connect(cast(Any, world.transport(rank)), 20.0, call)
+        return str(caught.value)
+
+    (text,) = {*together(*(lambda rank=rank: start(rank) for rank in range(3)))}
+    assert "rank 1 calls init() with version='0.0.1 (deadbeef)'" in text and version() in text
 
 
 @pytest.mark.parametrize("config", ["cpu:gloo", "cpu:gloo,cuda:nccl"])

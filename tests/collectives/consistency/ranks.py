@@ -10,31 +10,11 @@ import pytest
 from collectives import Group
 from collectives.requests import Request
 from collectives.schedules.topology import Topology
-from collectives.transport import ThreadTransport, ThreadWorld
 from tests.collectives.transport.thread_ranks import TIMEOUT, connect, together
 
 # Over what the ranks reach each other, and what they negotiate through.
-WAYS = ("threads", "messages", "shm", "tcp")
+WAYS = ("threads", "messages", "shm")
 everywhere = pytest.mark.parametrize("way", WAYS)
-
-
-class WithoutSharedMemory(ThreadTransport):
-    """A transport whose ranks negotiate by messages."""
-
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        super().__init__(world, rank)
-        self.symmetric_memory = None  # type: ignore[assignment]
-
-    def abort(self, reason: str) -> None:
-        """There is nothing to withdraw from."""
-
-
-def transports(way: str, size: int) -> list[Any]:
-    if way in ("shm", "tcp"):
-        return connect(size, kinds=(way,))
-    world = ThreadWorld(size)
-    kind = ThreadTransport if way == "threads" else WithoutSharedMemory
-    return [kind(world, rank) for rank in range(size)]
 
 
 def run(
@@ -45,7 +25,7 @@ def run(
     topology: Topology | None = None,
 ) -> list[Any]:
     """Run `job` on ranks that are threads; return the answers by rank."""
-    ranks = transports(way, size)
+    ranks = connect(size, way)
 
     def main(transport: Any) -> Any:
         own = {"local_rank": transport.rank, "local_size": size, "topology": topology}

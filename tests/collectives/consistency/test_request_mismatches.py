@@ -89,9 +89,7 @@ def negotiations(group: Group) -> list[str]:
     return steps
 
 
-@pytest.mark.parametrize(
-    ("way", "by_messages"), [("tcp", True), ("shm", False), ("messages", True)]
-)
+@pytest.mark.parametrize(("way", "by_messages"), [("shm", False), ("messages", True)])
 def test_start_needs_no_message_where_ranks_share_memory(way: str, by_messages: bool) -> None:
     def job(group: Group) -> list[bool]:
         several = [torch.ones(5), torch.ones(3)]
@@ -111,7 +109,7 @@ def test_start_needs_no_message_where_ranks_share_memory(way: str, by_messages: 
     assert run(way, 3, job) == [[by_messages] * 3] * 3
 
 
-@pytest.mark.parametrize("way", ["threads", "shm", "tcp"])
+@pytest.mark.parametrize("way", ["threads", "shm", "messages"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_calls_in_any_order_are_the_same_call_or_an_error_on_all(way: str, size: int) -> None:
     """Requests and direct calls, drawn by each rank; most often all draw alike."""

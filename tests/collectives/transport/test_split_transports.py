@@ -1,4 +1,4 @@
-"""Transports that are split from one have connections of their own: order, ends, descriptors."""
+"""Transports that are split from one have memory of their own: order, ends, descriptors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
-from collectives.transport import ConnectionTransport
+from collectives.transport import Transport
+from collectives.transport.channels import SLOT_BYTES, SLOTS
 from tests.collectives.transport.thread_ranks import (
     TIMEOUT,
     connect,
@@ -24,11 +25,11 @@ from tests.collectives.transport.thread_ranks import (
     together,
 )
 
-# More than the kernel holds.
-LONG = 32 * 2**20
+# More than the slots hold.
+LONG = 2 * SLOTS * SLOT_BYTES + 5
 
 
-def split(transports: list[ConnectionTransport], ranks: list[int]) -> list[ConnectionTransport]:
+def split(transports: list[Transport], ranks: list[int]) -> list[Transport]:
     """A part's transports, in its order."""
     return together(*(lambda r=r: transports[r].split(ranks, TIMEOUT) for r in ranks))
 
@@ -37,11 +38,11 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def send(transport: ConnectionTransport, data: torch.Tensor, **options: Any) -> None:
+def send(transport: Transport, data: torch.Tensor, **options: Any) -> None:
     exchange(transport, [(1 - transport.rank, data)], [], **options)
 
 
-def receive(transport: ConnectionTransport, length: int, **options: Any) -> torch.Tensor:
+def receive(transport: Transport, length: int, **options: Any) -> torch.Tensor:
     got = poisoned(length)
     exchange(transport, [], [(1 - transport.rank, got)], **options)
     return got
@@ -50,30 +51,37 @@ def receive(transport: ConnectionTransport, length: int, **options: Any) -> torc
 def test_split_transports_leave_nothing_open() -> None:
     gc.collect()
     before = descriptors()
-    whole = connect(4, kinds=("tcp",))
-    assert descriptors() - before == 4 * 3
-    parts = [split(whole, [*range(4)]) for _ in range(5)]
-    inner = split(parts[0], [3, 1])
-    assert descriptors() - before == 4 * 3 * (1 + len(parts)) + 2
-    assert [sorted(each.connected_peers) for each in inner] == [[1], [0]]
-    together(lambda: send(inner[0], noise(9, 1)), lambda: receive(inner[1], 9))
-    for each in [*inner, *(each for part in parts for each in part)]:
-        each.close()
-    assert descriptors() - before == 4 * 3
-    for each in whole:
-        each.close()
+    whole = connect(4)
+    # The memory's, which mmap keeps, and the other ranks' processes'.
+    assert descriptors() - before == 4 * 4
+
+    def use_parts() -> None:
+        parts = [split(whole, [*range(4)]) for _ in range(5)]
+        inner = split(parts[0], [3, 1])
+        assert descriptors() - before == 4 * 4 * (1 + len(parts)) + 2 * 2
+        assert [each.near for each in inner] == [(0, 1)] * 2
+        together(lambda: send(inner[0], noise(9, 1)), lambda: receive(inner[1], 9))
+        for each in [*inner, *(each for part in parts for each in part)]:
+            each.close()
+
+    use_parts()
+    gc.collect()
+    assert descriptors() - before == 4 * 4
+    while whole:
+        whole.pop().close()
+    gc.collect()
     assert descriptors() == before
 
 
 def test_parts_that_are_used_at_once_in_any_order_keep_their_messages_apart() -> None:
     """A thread for each of four transports on every rank, started in another order on each."""
-    whole = connect(3, kinds=("tcp",))
+    whole = connect(3)
     groups = [whole, *(split(whole, order) for order in ([0, 1, 2], [2, 0, 1]))]
     groups.append(split(groups[1], [1, 2, 0]))
     plan = random.Random(11)
     lengths = [[plan.choice([1, 70, 5000, 2**20]) for _ in range(12)] for _ in groups]
 
-    def play(number: int, transport: ConnectionTransport) -> None:
+    def play(number: int, transport: Transport) -> None:
         me, peers = transport.rank, [p for p in range(3) if p != transport.rank]
         for step, length in enumerate(lengths[number]):
             seed = 1000 * number + 10 * step
@@ -98,7 +106,7 @@ def test_parts_that_are_used_at_once_in_any_order_keep_their_messages_apart() ->
 @pytest.mark.parametrize("length", [5, LONG])
 def test_ranks_that_use_two_groups_in_different_orders_go_on(length: int) -> None:
     """A message of one group is on the way, whole or in part, while its peer is in the other."""
-    whole = connect(2, kinds=("tcp",))
+    whole = connect(2)
     part = split(whole, [0, 1])
     begun = threading.Event()
 
@@ -120,7 +128,7 @@ def test_ranks_that_use_two_groups_in_different_orders_go_on(length: int) -> Non
 
 def test_a_part_that_fails_leaves_the_whole_and_other_parts() -> None:
     """And its peer gets the reason, while it waits as well as later."""
-    whole = connect(3, kinds=("tcp",))
+    whole = connect(3)
     parts = [split(whole, [0, 1, 2]) for _ in range(2)]
     reasons: list[str] = []
 
@@ -148,7 +156,7 @@ def test_a_part_that_fails_leaves_the_whole_and_other_parts() -> None:
 
 def test_a_whole_that_is_closed_first_leaves_its_parts() -> None:
     """`Group.close` ends them first."""
-    whole = connect(2, kinds=("tcp",))
+    whole = connect(2)
     part = split(whole, [1, 0])
     for each in whole:
         each.close()
@@ -161,7 +169,7 @@ def test_a_whole_that_is_closed_first_leaves_its_parts() -> None:
 
 
 def test_what_was_sent_before_a_part_was_closed_arrives() -> None:
-    whole = connect(2, kinds=("tcp",))
+    whole = connect(2)
     part = split(whole, [0, 1])
     send(part[0], noise(50, 1))
     part[0].close()
@@ -173,7 +181,7 @@ def test_what_was_sent_before_a_part_was_closed_arrives() -> None:
 
 
 def test_a_forked_child_leaves_all_connections_alone() -> None:
-    whole = connect(2, kinds=("tcp",))
+    whole = connect(2)
     part = split(whole, [0, 1])
     child = os.fork()
     if child == 0:
@@ -185,25 +193,29 @@ def test_a_forked_child_leaves_all_connections_alone() -> None:
     together(lambda: send(whole[0], noise(5, 1)), lambda: receive(whole[1], 5))
 
 
-def test_ranks_without_all_connections_make_parts_of_their_own() -> None:
-    """A part of them may not reach its ranks over the whole's connections."""
-    whole = connect(3, unwilling=(1,), kinds=("tcp",))
-    part = split(whole, [0, 2])
-    assert part[0].connected_peers == {1}
-    before = part[0]._connections[1].fileno()
-    assert before != whole[0]._connections[2].fileno()
-
-
-def test_connections_opened_in_a_split_transport_name_the_ranks_of_the_whole() -> None:
-    """Also one that its peer opened while this rank waited for another."""
-    whole = connect(9, kinds=("tcp",))
-    part = split(whole, [*range(8, 0, -1)])
-    exchange(part[3], [(0, noise(1, 3))], [])
+def test_parts_of_ranks_on_two_hosts_share_memory_where_the_whole_does() -> None:
+    whole = connect(4, hosts=(0, 1, 0, 1))
+    assert [each.near for each in whole] == [(0, 2), (1, 3)] * 2
+    assert [each.symmetric_memory for each in whole] == [None] * 4
+    near, far = split(whole, [2, 0]), split(whole, [1, 2])
+    assert all(each.symmetric_memory is not None for each in near)
+    # These share none: their messages go as those between the hosts do.
+    assert [type(each).__name__ for each in far] == ["ThreadTransport"] * 2
+    mixed = split(whole, [3, 0, 1])
+    assert [each.near for each in mixed] == [(0, 2), (1,), (0, 2)]
+    assert mixed[1].named([0]) == "rank 3"
+    got = {1: poisoned(LONG), 2: poisoned(LONG)}
     together(
-        lambda: exchange(part[0], [], [(5, poisoned(1))]),
-        lambda: exchange(part[5], [(0, noise(1, 5))], []),
+        lambda: exchange(mixed[0], [(1, noise(LONG, 1)), (2, noise(LONG, 2))], []),
+        lambda: exchange(mixed[1], [], [(0, got[1])]),
+        lambda: exchange(mixed[2], [], [(0, got[2])]),
     )
-    exchange(part[0], [], [(3, poisoned(1))])
-    part[3].close()
-    with pytest.raises(CollectiveTimeoutError, match="from rank 5 in a step: rank 5 has ended"):
-        exchange(part[0], [], [(3, poisoned(1))])
+    assert all(torch.equal(got[seed], noise(LONG, seed)) for seed in (1, 2))
+
+
+def test_errors_of_a_split_transport_name_the_ranks_of_the_whole() -> None:
+    whole = connect(3)
+    part = split(whole, [2, 1])
+    part[0].close()
+    with pytest.raises(CollectiveTimeoutError, match="from rank 2 in a step: rank 2 has ended"):
+        exchange(part[1], [], [(0, poisoned(1))])

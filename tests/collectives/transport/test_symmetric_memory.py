@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,14 +13,8 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError
-from collectives.transport import (
-    ConnectionTransport,
-    Message,
-    ThreadTransport,
-    ThreadWorld,
-    threads,
-)
-from collectives.transport.connections.shm import INLINE_BYTES, RING_BYTES
+from collectives.transport import HostTransport, Message, threads
+from collectives.transport.host import host_memory_bytes
 from collectives.transport.shared_memory import futex
 from collectives.transport.shared_memory.symmetric_memory import (
     JOINED,
@@ -29,26 +22,16 @@ from collectives.transport.shared_memory.symmetric_memory import (
     SymmetricMemory,
     symmetric_memory_bytes,
 )
-from tests.collectives.transport.thread_ranks import TIMEOUT, connect, poisoned, together
-
-LENGTHS = (3, INLINE_BYTES + 1, 2 * RING_BYTES)
+from tests.collectives.transport.thread_ranks import TIMEOUT, both, connect, poisoned, together
 
 
 def transports(kind: str, size: int) -> list[Any]:
-    if kind == "threads":
-        world = ThreadWorld(size)
-        return [world.transport(rank) for rank in range(size)]
-    if not hasattr(os, "memfd_create"):
-        pytest.skip("shared memory between ranks needs Linux's memfd")
-    return connect(size)
+    return connect(size, kind)
 
 
-def memory_of(transport: ConnectionTransport | ThreadTransport) -> SymmetricMemory:
+def memory_of(transport: HostTransport) -> SymmetricMemory:
     assert transport.symmetric_memory is not None
     return transport.symmetric_memory
-
-
-both = pytest.mark.parametrize("kind", ["threads", "shm"])
 
 
 @both
@@ -156,12 +139,9 @@ def test_wait_for_a_rank_that_has_ended_raises_at_once(kind: str) -> None:
         CollectiveTimeoutError, match=r"rank 0 .* rank 2 in a step: rank 2 has ended"
     ):
         memory_of(first).wait("a step", TIMEOUT)
-    if kind == "shm":
-        # Its own waiting peer is told the cause.
-        with pytest.raises(
-            CollectiveTimeoutError, match=r"rank 1 .* in a step: .*rank 2 has ended"
-        ):
-            memory_of(second).wait("a step", TIMEOUT)
+    # Its own waiting peer is told the cause.
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 1 .* in a step: .*rank 2 has ended"):
+        memory_of(second).wait("a step", TIMEOUT)
     assert time.monotonic() - start < 2.0
 
 
@@ -244,9 +224,7 @@ def test_symmetric_memory_of_threads_may_exceed_the_machines(
     whole = sum(int(said[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
         pytest.skip("this machine promises no more memory than it has")
-    monkeypatch.setattr(
-        threads, "symmetric_memory_bytes", lambda size: symmetric_memory_bytes(size) + whole
-    )
+    monkeypatch.setattr(threads, "host_memory_bytes", lambda size: host_memory_bytes(size) + whole)
     first, second = transports("threads", 2)
     memory_of(first).signal(1)
     memory_of(second).signal(1)

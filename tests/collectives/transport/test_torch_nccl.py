@@ -21,15 +21,14 @@ from collectives import CollectiveTimeoutError, TransportError
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.vendor import Libraries
 from collectives.transport import (
-    ConnectionTransport,
     GlooTransport,
     Message,
     NcclTransport,
+    Transport,
     process_groups,
 )
-from collectives.transport.connections import transport as connections
-from collectives.transport.connections.connection import Connection
 from collectives.transport.nccl import torch_backend, watcher
+from tests.collectives.transport.thread_ranks import connect
 from tests.fakes.fake_cuda import device_tensor
 from tests.fakes.fake_torch import FakeGroup, FakeTorch
 from tests.fakes.nccl_machine import told
@@ -128,42 +127,19 @@ def test_a_group_of_gloo_alone_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> N
     assert not hasattr(group, "_get_backend")
 
 
-class Kept(Connection):
-    """One that keeps the reason that its peer would get."""
-
-    def __init__(self, reasons: list[str]) -> None:
-        self._reasons = reasons
-
-    def send_reason(self, text: str) -> bool:
-        self._reasons.append(text)
-        return True
-
-    def close(self) -> None:
-        return
-
-    _transmit = _pull = _drop = close  # type: ignore[assignment]
-
-
-def _connected(
-    fake: FakeTorch,
-    monkeypatch: pytest.MonkeyPatch,
-    reasons: list[str],
-    ended: Sequence[int] = (),
-) -> NcclTransport:
-    """The transport that ranks of one host have, with one connection."""
-    opened = {1: Kept(reasons)}, None, None, True
-    monkeypatch.setattr(connections, "open_connections", lambda *_, **__: opened)
-    host = ConnectionTransport(_gloo(fake, monkeypatch, owned=False)[0], TIMEOUT)
-    host.gone = lambda peers=None: 1 if ended and 1 in peers else None  # type: ignore[method-assign]
-    return of(fake, 0, host)
+def _on_host(fake: FakeTorch, ended: Sequence[int] = ()) -> tuple[NcclTransport, Transport]:
+    """The transport that ranks of one host have, and its peer's of CPU tensors."""
+    host, peer = connect(2)
+    host.gone = lambda peers=None: 1 if ended and 1 in peers else None
+    return of(fake, 0, host), peer
 
 
 @pytest.mark.parametrize("ended", [(), (1,)])
 def test_a_mixed_transport_tells_what_became_of_cuda_messages(
-    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, ended: Sequence[int]
+    fake: FakeTorch, ended: Sequence[int]
 ) -> None:
-    """The transport that ranks of one host have, whose connections show who is gone."""
-    mixed = _connected(fake, monkeypatch, [], ended)
+    """The transport that ranks of one host have shows who is gone."""
+    mixed, _ = _on_host(fake, ended)
     message = Message(1, device_tensor(torch.zeros(3)))
     start = time.monotonic()
     mixed.exchange([], [message], "step 5", 60.0 if ended else TIMEOUT)
@@ -213,19 +189,16 @@ def test_an_abort_that_fails_is_said(fake: FakeTorch, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("comes", [False, True])
-def test_what_another_error_leaves_under_way_is_ended(
-    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, comes: bool
-) -> None:
+def test_what_another_error_leaves_under_way_is_ended(fake: FakeTorch, comes: bool) -> None:
     """Through the transport that ranks of one host have; not where it has come meanwhile."""
-    reasons: list[str] = []
-    mixed = _connected(fake, monkeypatch, reasons)
+    mixed, peer = _on_host(fake)
     got = full(0.0)
     mixed.exchange([], [Message(1, got)], "step 5", 20.0)
     if comes:
         fake.lines[1, 0].put(torch.ones(3))
         read(fake, got)
     mixed.abort("interrupted")
-    assert reasons == ["interrupted"]
+    assert peer.gone() == 0 and peer.why_gone(0) == "interrupted"
     assert fake.aborted == (set() if comes else {0})
     if not comes:
         with pytest.raises(TransportError, match=r"interrupted \(NCCL was aborted\)"):

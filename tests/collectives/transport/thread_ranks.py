@@ -1,22 +1,25 @@
-"""Ranks of one host as threads of one process, joined by real connections."""
+"""Ranks of one host as threads of one process: in a ThreadWorld, or as processes share memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from collectives.transport import ConnectionTransport, Message, ThreadWorld
+from collectives.transport import Message, ThreadTransport, ThreadWorld, Transport
+from collectives.transport.byte_gathering import gather_objects
+from collectives.transport.host import host_place, on_host, share_memory
 
 TIMEOUT = 20.0
 NO_MEMFD = pytest.mark.skipif(
-    not hasattr(os, "memfd_create"), reason="shared memory between ranks needs Linux's memfd"
+    not hasattr(os, "memfd_create"), reason="shared memory between processes needs Linux's memfd"
 )
-both = pytest.mark.parametrize("kind", [pytest.param("shm", marks=NO_MEMFD), "tcp"])
+both = pytest.mark.parametrize("kind", ["threads", pytest.param("shm", marks=NO_MEMFD)])
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -26,21 +29,36 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
         return [future.result(timeout=60.0) for future in futures]
 
 
-def connect(
-    size: int, unwilling: tuple[int, ...] = (), kinds: tuple[str, ...] = ("shm",)
-) -> list[ConnectionTransport]:
-    """The ranks' transports, found as processes find each other; threads' where there is none."""
-    world = ThreadWorld(size)
+class WithoutSharedMemory(ThreadTransport):
+    """A transport whose ranks negotiate by messages."""
 
-    def find(rank: int) -> ConnectionTransport:
-        offered = () if rank in unwilling else kinds
-        return ConnectionTransport(world.transport(rank), TIMEOUT, kinds=offered)
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(world, rank)
+        self.symmetric_memory = None
+
+
+def connect(size: int, kind: str = "shm", hosts: Sequence[int] | None = None) -> list[Any]:
+    """The ranks' transports: of a world of threads, or found as processes find each other ("shm").
+
+    kind: Or "messages", for threads that share nothing but the channels of messages.
+    hosts: By rank, a number for its host; all on one unless given.
+    """
+    world = ThreadWorld(size)
+    if kind != "shm":
+        own = ThreadTransport if kind == "threads" else WithoutSharedMemory
+        return [own(world, rank) for rank in range(size)]
+
+    def find(rank: int) -> Transport:
+        far = world.transport(rank)
+        gather = partial(gather_objects, transport=far, timeout=TIMEOUT)
+        place = host_place() if hosts is None else hosts[rank]
+        return on_host(far, share_memory(rank, size, place, gather))
 
     return together(*(lambda rank=rank: find(rank) for rank in range(size)))
 
 
 def exchange(
-    transport: ConnectionTransport,
+    transport: Transport,
     sends: list[tuple[int, torch.Tensor]],
     recvs: list[tuple[int, torch.Tensor]],
     timeout: float = TIMEOUT,

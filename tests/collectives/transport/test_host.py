@@ -1,0 +1,126 @@
+"""How ranks of one host come to share memory: what is refused, what is left behind."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import CollectiveTimeoutError
+from collectives.transport import Transport
+from tests.collectives.transport.thread_ranks import (
+    NO_MEMFD,
+    connect,
+    exchange,
+    noise,
+    poisoned,
+    together,
+)
+
+pytestmark = NO_MEMFD
+LONG = 3_000_000
+
+
+def mapped() -> list[str]:
+    """What this process's memory map calls the memory that ranks share."""
+    with open("/proc/self/maps") as maps:
+        return [line.split(maxsplit=5)[-1].strip() for line in maps if "memfd:adasum" in line]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_nothing_has_a_name_or_is_left_behind() -> None:
+    gc.collect()
+    before, files = len(mapped()), descriptors()
+    transports = connect(3)
+    assert set(mapped()) == {"/memfd:adasum-host (deleted)"} and len(mapped()) - before == 3
+    # The memory's, which mmap keeps, and the other ranks' processes'.
+    assert descriptors() - files == 3 * 3
+    for transport in transports:
+        transport.close()
+    del transports, transport
+    gc.collect()
+    assert len(mapped()) == before and descriptors() == files
+
+
+def test_close_releases_the_memory_although_the_transport_is_kept() -> None:
+    gc.collect()
+    before = len(mapped())
+    transports = connect(2)
+    together(
+        lambda: exchange(transports[0], [(1, noise(5, 1))], []),
+        lambda: exchange(transports[1], [], [(0, poisoned(5))]),
+    )
+    for transport in transports:
+        transport.close()
+    gc.collect()
+    assert len(mapped()) == before and repr(transports[0]).startswith("HostTransport")
+
+
+def test_ranks_of_other_hosts_are_reached_by_the_other_transport() -> None:
+    """Ranks 0 and 1 share memory; messages to and from rank 2 go between threads."""
+    transports = connect(3, hosts=(0, 0, 1))
+    assert [each.near for each in transports] == [(0, 1), (0, 1), (2,)]
+    assert [each.symmetric_memory for each in transports] == [None] * 3
+    assert repr(transports[0]).startswith("HostTransport(shared memory to 1, HostTransport(")
+
+    def swap(transport: Transport) -> None:
+        peers = [peer for peer in range(3) if peer != transport.rank]
+        recvs = [(peer, poisoned(LONG)) for peer in peers]
+        exchange(transport, [(peer, noise(LONG, transport.rank)) for peer in peers], recvs)
+        for peer, got in recvs:
+            assert torch.equal(got, noise(LONG, peer))
+
+    together(*(lambda each=each: swap(each) for each in transports))
+    transports[2].close()
+    with pytest.raises(CollectiveTimeoutError, match="rank 2"):
+        exchange(transports[0], [], [(2, poisoned(1))])
+    with pytest.raises(CollectiveTimeoutError, match="rank 2"):
+        exchange(transports[1], [], [(0, poisoned(1))])
+
+
+REFUSED: dict[str, tuple[Any, str, Callable[..., bool]]] = {
+    "memory": (os, "memfd_create", lambda *_: True),
+    "its length": (os, "ftruncate", lambda *_: True),
+    "a mapping": (mmap, "mmap", lambda fd, *_: fd >= 0),
+    "another's descriptor": (os, "open", lambda path, *_: str(path).startswith("/proc/")),
+    "a look at processes": (os, "pidfd_open", lambda *_: True),
+}
+
+
+@pytest.mark.parametrize("often", [True, False])
+@pytest.mark.parametrize("what", REFUSED)
+def test_where_the_system_refuses_ranks_share_no_memory(
+    what: str, often: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused to one rank, none of the host's has it, and nothing is left open."""
+    module, name, here = REFUSED[what]
+    real, count = getattr(module, name), itertools.count()
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        # Each rank looks at its own process, then maps the memory and looks at two others'. Where
+        # memory is refused to one rank, the others use that of the first one, which may be it.
+        if here(*arguments) and (often or next(count) == (5 if name == "pidfd_open" else 1)):
+            raise OSError("refused")
+        return real(*arguments, **options)
+
+    gc.collect()
+    files = descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, refuse)
+        transports = connect(3)
+    if often or what not in ("memory", "its length"):
+        assert [type(each).__name__ for each in transports] == ["ThreadTransport"] * 3
+    for each in transports:
+        each.close()
+    del transports, each
+    gc.collect()
+    assert descriptors() == files
