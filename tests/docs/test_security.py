@@ -1,7 +1,6 @@
-"""What SECURITY.md says of pickles, ports, secrets and files, held against the code that runs.
+"""What SECURITY.md says of pickles, ports and files, held against the code that runs.
 
-That the store listens at MASTER_ADDR alone, that a rank listens only where it has to, and that
-strangers are turned away is tested with the rendezvous and the listeners.
+That the store listens at MASTER_ADDR alone is tested with the rendezvous.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from collectives.transport.connections import listener
 
 import collectives
 from tests.processes.harness import run_ranks
@@ -60,10 +58,6 @@ def test_nothing_in_the_packages_unpickles() -> None:
                 assert safely.get("weights_only") == "True", path
 
 
-def test_secrets_have_the_length_that_is_said() -> None:
-    assert f"draws {listener._SECRET_BYTES} random bytes" in said()
-
-
 def listening() -> set[str]:
     """The TCP addresses, as Linux writes them, at which this process listens."""
     by_inode = {}
@@ -87,7 +81,7 @@ def inodes() -> list[str]:
 
 
 def ports(rank: int, transport: str) -> tuple[int, int, list[str]]:
-    """Listeners of gloo's and ours with a group, beside the store's, and with a part of it.
+    """Listeners of gloo's with a group, beside the store's, and with a part of it.
 
     And what shared memory is called.
     """
@@ -107,7 +101,7 @@ def ports(rank: int, transport: str) -> tuple[int, int, list[str]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's tables of sockets")
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_a_group_that_stands_listens_for_gloo_and_the_store_alone(transport: str) -> None:
     assert "on one TCP port for each process group" in said()
     for whole, part, names in run_ranks(2, ports, transport):

@@ -64,48 +64,45 @@ class Case:
 CASES = [
     # Plain collectives: the moment before a call.
     *(Case("all_reduce", "call", what, transport)
-      for transport in ("shm", "tcp")
+      for transport in ("shm", "gloo")
       for what in ("kill", "stop", "stop and go on", "sys.exit", "os._exit", "raise")),
-    Case("all_reduce", "call", "kill", "gloo"),
-    Case("all_reduce", "call", "stop", "gloo"),
     # The rank that holds the store.
     Case("all_reduce", "call", "kill", "shm", victim=0),
-    Case("all_reduce", "call", "kill", "tcp", victim=0),
+    Case("all_reduce", "call", "kill", "gloo", victim=0),
     # While a request is under way.
     Case("request", "call", "kill", "shm"),
-    Case("request", "call", "kill", "tcp"),
+    Case("request", "call", "kill", "gloo"),
     # In the middle of messages.
     *(Case("all_reduce", "transfer", what, transport)
-      for transport in ("shm", "tcp") for what in ("kill", "stop", "os._exit")),
-    Case("all_reduce", "transfer", "kill", "gloo"),
+      for transport in ("shm", "gloo") for what in ("kill", "stop", "os._exit")),
     # Late.
     Case("all_reduce", "call", "late", "shm", late=10.0),
-    Case("all_reduce", "call", "late", "tcp", late=10.0),
+    Case("all_reduce", "call", "late", "gloo", late=10.0),
     Case("all_reduce", "call", "late", "shm", late=10.0, timeout=30.0, errors=()),
-    Case("average", "backward", "late", "tcp", late=10.0, timeout=30.0, errors=()),
+    Case("average", "backward", "late", "gloo", late=10.0, timeout=30.0, errors=()),
     # Training.
-    Case("average", "backward", "kill", "tcp"),
+    Case("average", "backward", "kill", "gloo"),
     Case("average", "backward", "raise", "shm"),
     Case("average", "step", "stop", "shm"),
-    Case("delta", "backward", "raise", "tcp"),
+    Case("delta", "backward", "raise", "gloo"),
     Case("delta", "step", "kill", "shm"),
-    Case("delta", "step", "late", "tcp", late=10.0),
-    Case("delta", "step", "sys.exit", "tcp"),
+    Case("delta", "step", "late", "gloo", late=10.0),
+    Case("delta", "step", "sys.exit", "gloo"),
     Case("delta", "missing step", "skip", "shm", errors=("CollectiveMismatchError",)),
     Case("gradient", "backward", "os._exit", "shm"),
-    Case("gradient", "backward", "stop", "tcp"),
-    Case("gradient", "step", "raise", "tcp"),
+    Case("gradient", "backward", "stop", "gloo"),
+    Case("gradient", "step", "raise", "gloo"),
     Case("in_backward", "backward", "kill", "shm"),
-    Case("in_backward", "backward", "raise", "tcp"),
+    Case("in_backward", "backward", "raise", "gloo"),
     Case("ddp", "backward", "kill", "shm"),
-    Case("ddp", "backward", "raise", "tcp"),
-    Case("ddp", "backward", "stop", "tcp"),
+    Case("ddp", "backward", "raise", "gloo"),
+    Case("ddp", "backward", "stop", "gloo"),
     Case("ddp", "step", "sys.exit", "shm"),
     # Start-up.
     Case("all_reduce", "before init", "kill", "gloo"),
     Case("all_reduce", "before init", "kill", "gloo", victim=0),
     Case("all_reduce", "before init", "late", "shm", late=10.0),
-    Case("all_reduce", "connecting", "kill", "tcp"),
+    Case("all_reduce", "connecting", "kill", "gloo"),
     Case("all_reduce", "connecting", "stop", "shm", victim=0),
     Case("all_reduce", "port taken", "", "gloo", victim=-1, errors=_BROKEN),
     # On a GPU, where a context takes seconds to make.
@@ -119,9 +116,9 @@ CASES = [
     # Shut-down.
     *(Case("all_reduce", "shutdown", what, transport, victim=victim, errors=())
       for transport, what, victim in (
-          ("shm", "kill", 0), ("tcp", "kill", 0), ("tcp", "stop", LAST), ("shm", "stop", LAST))),
+          ("shm", "kill", 0), ("gloo", "kill", 0), ("gloo", "stop", LAST), ("shm", "stop", LAST))),
     Case("all_reduce", "unwaited", "kill", "shm", errors=()),
-    Case("all_reduce", "unwaited", "stop", "tcp", errors=()),
+    Case("all_reduce", "unwaited", "stop", "gloo", errors=()),
     # The store of an agent.
     Case("split", "store gone", "", "gloo", victim=-1, errors=_BROKEN, store="agent"),
     Case("split", "store gone", "", "shm", victim=-1, errors=_BROKEN, store="agent"),
@@ -130,17 +127,17 @@ CASES = [
 # One of each kind, of those that wait least; the others are slow.
 QUICK = frozenset({
     "all_reduce-call-kill-shm",
-    "all_reduce-call-stop-tcp",
+    "all_reduce-call-stop-gloo",
     "all_reduce-call-kill-gloo",
     "all_reduce-transfer-os._exit-shm",
-    "request-call-kill-tcp",
-    "average-backward-kill-tcp",
+    "request-call-kill-gloo",
+    "average-backward-kill-gloo",
     "delta-missing_step-skip-shm",
     "delta-step-kill-shm",
-    "ddp-backward-raise-tcp",
+    "ddp-backward-raise-gloo",
     "all_reduce-before_init-kill-gloo",
-    "all_reduce-connecting-kill-tcp",
-    "all_reduce-shutdown-kill-tcp-rank_0",
+    "all_reduce-connecting-kill-gloo",
+    "all_reduce-shutdown-kill-gloo-rank_0",
     "all_reduce-unwaited-kill-shm",
     "split-store_gone--shm-no_rank",
 })  # fmt: skip

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from collectives.transport.connections import transport
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import adasum as hvd
-import collectives.initialize
+import collectives
+from collectives import initialize
 from tests.faults import mismatches
 
 STEPS = 4
@@ -169,13 +169,13 @@ def _trainer(use: str) -> Callable[[str, Strike | None], None]:
 
 def _patch_init(strike: Strike) -> None:
     """The fault in the middle of init: before ranks connect."""
-    whole = transport.open_connections
+    whole = initialize.connect
 
     def patched(*args: Any, **options: Any) -> Any:
         strike()
         return whole(*args, **options)
 
-    transport.open_connections = patched
+    initialize.connect = patched
 
 
 def _host_a_store(job: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from tests.faults.ranks import Report, carry_out
 from tests.processes.nursery import nursery
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp"])
+@pytest.fixture(scope="module", params=["shm", "gloo"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Report:
     directory: Path = tmp_path_factory.mktemp("mismatches")
     case = Case("mismatch", "call", "", request.param, victim=-1, timeout=20.0, errors=())

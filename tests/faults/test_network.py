@@ -21,13 +21,12 @@ from tests.network_namespaces.network import LINK, Hosts, why_not
 from tests.processes.nursery import Nursery
 
 CASES = [
-    Case("all_reduce", "until cut", "", "tcp", victim=-1, size=2),
-    Case("average", "until cut", "", "tcp", victim=-1, size=2),
-    Case("delta", "until cut", "", "tcp", victim=-1, size=2),
-    Case("gradient", "until cut", "", "tcp", victim=-1, size=2),
-    Case("ddp", "until cut", "", "tcp", victim=-1, size=2),
+    Case("average", "until cut", "", "gloo", victim=-1, size=2),
+    Case("delta", "until cut", "", "gloo", victim=-1, size=2),
+    Case("gradient", "until cut", "", "gloo", victim=-1, size=2),
+    Case("ddp", "until cut", "", "gloo", victim=-1, size=2),
     Case("all_reduce", "until cut", "", "gloo", victim=-1, size=2),
-    Case("all_reduce", "after cut", "", "tcp", victim=-1, size=2),
+    Case("all_reduce", "after cut", "", "gloo", victim=-1, size=2),
 ]
 
 

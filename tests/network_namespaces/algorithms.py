@@ -33,7 +33,7 @@ def measure(hosts_count: int, rate: str, options: Sequence[str]) -> dict[str, An
             "bench.collectives.all_reduce",
             *("-a", names, "-c", "0", "-J", str(out), *options),
             local_size=1,
-            transport="tcp",
+            transport="gloo",
             logs=Path(directory),
         )
         hosts.wait_for([out], _PATIENCE)

@@ -73,7 +73,7 @@ def main(directory: Path, plan: dict[str, Any]) -> None:
         {
             "host": os.uname().nodename,
             "shape": (group.num_nodes, group.local_size),
-            "near": sorted(getattr(group.transport, "memory_peers", ())),
+            "near": sorted({*getattr(group.transport, "near", ())} - {group.rank}),
             "cases": {" ".join(map(str, case)): run_case(group, *case) for case in plan["cases"]},
         },
     )

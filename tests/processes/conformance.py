@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import os
 import traceback
 from collections.abc import Callable
 
@@ -17,13 +18,10 @@ import torch
 
 import collectives
 from collectives import Average, CollectiveMismatchError, Group, Max, Min, Product, Sum
+from collectives.bootstrap import transport_selection
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
-from collectives.transport import (
-    ConnectionTransport,
-    GlooTransport,
-    Message,
-)
+from collectives.transport import GlooTransport, HostTransport, Message
 
 Check = Callable[[Group], None]
 
@@ -332,7 +330,7 @@ def run_checks(group: Group) -> dict[str, str]:
 
 
 def run_checks_in_process(rank: int, transport: str) -> dict[str, str]:
-    """The same, as one of several processes: over "gloo", "shm", "tcp", "hybrid" or "mixed"."""
+    """The same, as one of several processes: over "gloo", "shm" or "hybrid"."""
     group = start_or_pretend(transport)
     assert (group.rank, group.size) == (rank, group.transport.size)
     results = run_checks(group)
@@ -345,29 +343,22 @@ def run_checks_in_process(rank: int, transport: str) -> dict[str, str]:
 def start(transport: str, timeout: float = 60.0) -> Group:
     """collectives.init, with a look at what it chose."""
     group = collectives.init(timeout=timeout, transport=transport)
-    assert isinstance(
-        group.transport, GlooTransport if transport == "gloo" else ConnectionTransport
-    )
+    assert isinstance(group.transport, GlooTransport if transport == "gloo" else HostTransport)
     return group
 
 
 def start_or_pretend(transport: str, timeout: float = 60.0) -> Group:
-    """start, or two hosts where that is asked for: "hybrid" with gloo between them, "mixed" TCP."""
-    if transport in ("hybrid", "mixed"):
-        return pretend_two_hosts(timeout, "tcp" if transport == "mixed" else "gloo")
-    return start(transport, timeout)
+    """start, or two hosts where "hybrid" is asked for."""
+    return pretend_two_hosts(timeout) if transport == "hybrid" else start(transport, timeout)
 
 
-def pretend_two_hosts(timeout: float = 60.0, between: str = "gloo") -> Group:
-    """A group whose even ranks share memory, and whose odd ones do."""
-    transport = start("gloo", timeout).transport
-    assert isinstance(transport, GlooTransport)
-    rank, size = transport.rank, transport.size
-
-    near = range(rank % 2, size, 2)
-    kinds = ("shm",) if between == "gloo" else ("shm", between)
-    opened = ConnectionTransport(transport, timeout, kinds=kinds, near=near)
-    connected = opened.connected_peers
-    assert len(connected) == (len(near) if between == "gloo" else size) - 1
-    assert opened.memory_peers == {*near} - {rank} and opened.symmetric_memory is None
-    return Group(opened, timeout=timeout, local_rank=rank, local_size=size)
+def pretend_two_hosts(timeout: float = 60.0) -> Group:
+    """A group whose even ranks share memory, and whose odd ones do; gloo is between them."""
+    rank = int(os.environ["RANK"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport_selection, "host_place", lambda: rank % 2)
+        transport = start("auto", timeout).transport
+    assert isinstance(transport, HostTransport)
+    assert transport.near == tuple(range(rank % 2, transport.size, 2))
+    assert transport.symmetric_memory is None
+    return Group(transport, timeout=timeout, local_rank=rank, local_size=transport.size)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import collectives
 from adasum import Adasum
 from collectives import CollectiveMismatchError, Group, TransportError
-from collectives.transport import ConnectionTransport
+from collectives.transport import HostTransport
 from tests.processes.conformance import CHECKS, run_checks, start_or_pretend
 from tests.processes.harness import run_ranks
 
@@ -234,13 +234,11 @@ def test_a_part_knows_its_hosts(ranks: list[int], place: list[tuple[int, int]]) 
 
 def processes(rank: int, transport: str) -> list[str]:
     group = start_or_pretend(transport)
-    if transport == "mixed":
+    if transport == "hybrid":
         part = group.split([0, 2, 1])
         if part is not None:
-            assert isinstance(part.transport, ConnectionTransport)
-            near = [[1], [0], []][part.rank]
-            assert sorted(part.transport.memory_peers) == near
-            assert len(part.transport.connected_peers) == 2
+            assert isinstance(part.transport, HostTransport)
+            assert part.transport.near == [(0, 1), (0, 1), (2,)][part.rank]
             assert total(part, 1.0) == 3.0
     else:
         all_checks(group)
@@ -260,8 +258,7 @@ def processes(rank: int, transport: str) -> list[str]:
     [
         ("gloo", 3),
         ("shm", 3),
-        pytest.param("tcp", 3, marks=pytest.mark.slow),
-        pytest.param("mixed", 4, marks=pytest.mark.slow),
+        pytest.param("hybrid", 4, marks=pytest.mark.slow),
     ],
 )
 def test_processes(transport: str, size: int) -> None:
@@ -279,7 +276,7 @@ def adopt(rank: int) -> list[object]:
         if rank in members:
             group = collectives.from_process_group(pair, timeout=30.0)
             assert collectives.from_process_group(pair) is group
-            assert isinstance(group.transport, ConnectionTransport)
+            assert isinstance(group.transport, HostTransport)
             assert (group.rank, group.size) == (members.index(rank), 2)
             assert (group.local_rank, group.local_size) == (group.rank, 2)
             theirs = torch.ones(3)

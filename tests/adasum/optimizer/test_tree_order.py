@@ -121,16 +121,8 @@ def one_rank() -> str:
         *(("threads", 8), ("shm", 4), ("messages", 2)),
         *(
             pytest.param(transport, size, marks=pytest.mark.slow)
-            for transport, size in (
-                *(
-                    ("threads", 4),
-                    ("threads", 2),
-                    ("shm", 8),
-                    ("shm", 2),
-                    ("messages", 8),
-                    ("messages", 4),
-                ),
-            )
+            for transport, sizes in (("threads", (4, 2)), ("shm", (8, 2)), ("messages", (8, 4)))
+            for size in sizes
         ),
     ],
 )

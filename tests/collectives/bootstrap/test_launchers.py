@@ -183,7 +183,10 @@ def test_first_host_of_a_slurm_step_is_read_from_its_list(
 def test_tasks_of_a_slurm_host_are_its_local_ranks_if_slurm_says_them(
     monkeypatch: pytest.MonkeyPatch, tasks: str, node: str | None, local_size: str | None
 ) -> None:
-    said = {**by("srun", 3, 8, 4), "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node or ""}
+    said = {**by("srun", 3, 8, 4), "SLURM_STEP_TASKS_PER_NODE": tasks}
+    said.pop("SLURM_NODEID")
+    if node is not None:
+        said["SLURM_NODEID"] = node
     assert translated(monkeypatch, said)[1].get("LOCAL_WORLD_SIZE") == local_size
 
 
