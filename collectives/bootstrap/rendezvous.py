@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import ipaddress
+import json
 import os
 import secrets
 import socket
@@ -206,15 +207,17 @@ def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) ->
     # here in the same order, so the counters agree.
     with _ended_store_is_a_timeout(rank):
         key = f"adasum backend {store.add(f'adasum backend: rank {rank}', 1)}"
-        mine = gpu_for_nccl(rank, dist.get_world_size() if dist.is_initialized() else size)
+        gpu = gpu_for_nccl(rank, dist.get_world_size() if dist.is_initialized() else size)
         answers = [f"{key}: rank {peer}" for peer in range(size)]
-        store.set(answers[rank], "none" if mine is None else mine)
+        # JSON, which earlier versions read: so ranks of different versions get as far as the
+        # comparison of versions.
+        store.set(answers[rank], json.dumps(None if gpu is None else [gpu] if gpu else []))
         try:
             store.wait(answers, timedelta(seconds=max(timeout, 1e-3)))
         except dist.DistStoreError:
             raise _missing(store, answers, rank, timeout) from None
-        gpus = [gpu for gpu in store.multi_get(answers) if gpu]
-    return "gloo" if b"none" in gpus or len({*gpus}) < len(gpus) else "cpu:gloo,cuda:nccl"
+        gpus = [answer for answer in store.multi_get(answers) if answer != b"[]"]
+    return "gloo" if b"null" in gpus or len({*gpus}) < len(gpus) else "cpu:gloo,cuda:nccl"
 
 
 @contextmanager

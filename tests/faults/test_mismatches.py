@@ -1,4 +1,4 @@
-"""Ranks that call different things: one group for all cases, over shared memory and over TCP."""
+"""Ranks that call different things: one group for all cases, over shared memory and over gloo."""
 
 from __future__ import annotations
 
