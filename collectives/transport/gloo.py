@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -58,13 +59,10 @@ class GlooTransport(Transport):
         self, sends: Messages, recvs: Messages, step: str, timeout: float
     ) -> Callable[[], None]:
         """Start an `exchange`, which gloo's own thread carries on; the function waits for it."""
-        deadline = time.monotonic() + timeout
+        start = time.monotonic()
         posted: list[tuple[int, dist.Work]] = []
-        # The peer whose message is posted or waited for, for errors and warnings.
         peer = self.rank
-
-        def start() -> None:
-            nonlocal peer
+        try:
             for post, messages in (
                 (self.process_group.recv, recvs),
                 (self.process_group.send, sends),
@@ -72,30 +70,33 @@ class GlooTransport(Transport):
                 for peer, tensor in messages:
                     if tensor.numel():
                         posted.append((peer, post([as_bytes(tensor)], peer, 0)))
+        except RuntimeError as error:
+            raise self._error(peer, step, start, timeout, error) from error
+        return partial(self._wait, posted, step, start, timeout)
 
-        def wait() -> None:
-            nonlocal peer
-            with Stall(self.name(self.rank), step, timeout, lambda: self.named([peer])).within():
-                for other, work in posted:
-                    peer = other
-                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
-            self.check_interrupt(step)
+    def _wait(
+        self, posted: Sequence[tuple[int, dist.Work]], step: str, start: float, timeout: float
+    ) -> None:
+        peer = self.rank
+        stall = Stall(self.name(self.rank), step, timeout, lambda: self.named([peer]))
+        try:
+            with stall.within():
+                for peer, work in posted:
+                    left = max(start + timeout - time.monotonic(), 1e-3)
+                    work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            raise self._error(peer, step, start, timeout, error) from error
+        self.check_interrupt(step)
 
-        def checked(part: Callable[[], None]) -> None:
-            try:
-                part()
-            except CollectiveError:
-                raise
-            except RuntimeError as error:
-                waited = timeout - (deadline - time.monotonic())
-                raise failed(
-                    f"{self.me} got no answer from {self.named([peer])} in {step} (stopped "
-                    f"after {waited:.1f} s of {timeout:g} s)",
-                    error,
-                ) from error
-
-        checked(start)
-        return lambda: checked(wait)
+    def _error(
+        self, peer: int, step: str, start: float, timeout: float, error: RuntimeError
+    ) -> CollectiveError:
+        """Return our error for gloo's, which came while this rank posted to or waited for a peer."""
+        return failed(
+            f"{self.me} got no answer from {self.named([peer])} in {step} (stopped after "
+            f"{time.monotonic() - start:.1f} s of {timeout:g} s)",
+            error,
+        )
 
     def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
         # Lazy: with faster connections gloo is seldom used, and would otherwise connect all ranks.

@@ -27,8 +27,8 @@ from tests.processes.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{ROOT / name}/" for name in ("kernels", "collectives", "adasum"))
-# What hands bytes to the system: a socket's methods.
-SENDS = ("send", "sendmsg", "sendto", "sendall")
+# What hands bytes on: the methods of a process group.
+SENDS = ("send",)
 WARM = 5
 # Of as many calls the one with the least waiting in it counts.
 TURNS = 20
@@ -139,7 +139,7 @@ class Tracer:
 
 
 def sends(frame: FrameType, event: str, arg: Any) -> bool:
-    """Whether a frame of ours hands bytes to a socket."""
+    """Whether a frame of ours hands bytes to torch's process group."""
     ours = frame.f_code.co_filename.startswith(OURS)
     return event == "c_call" and ours and getattr(arg, "__name__", "") in SENDS
 
@@ -203,7 +203,7 @@ def table(path: list[Hop]) -> str:
 def show() -> None:
     """Print all traces."""
     for name, trace in (
-        ("all_reduce over TCP", all_reduce("tcp")),
+        ("all_reduce over gloo", all_reduce("gloo")),
         ("all_reduce in shared memory", all_reduce("shm")),
         ("optimizer, gradient to request", gradient_hook()),
     ):

@@ -27,16 +27,16 @@ class Limit(NamedTuple):
 
 # 1 MiB of float32, Sum, 2 ranks; and a gradient's hook to the start of its bucket's request.
 LIMITS: dict[str, dict[str, Limit]] = {
-    "tcp": {
-        "frames": Limit(12, 12),
-        "files": Limit(8, 8),
-        "calls": Limit(120, 120),
+    "gloo": {
+        "frames": Limit(11, 11),
+        "files": Limit(6, 6),
+        "calls": Limit(110, 100),
     },
     "shm": {"calls": Limit(80, 80)},
     "gradient": {"frames": Limit(8, 8), "files": Limit(5, 5)},
 }
 TRACES: dict[str, Callable[[], Trace]] = {
-    "tcp": lambda: all_reduce("tcp"),
+    "gloo": lambda: all_reduce("gloo"),
     "shm": lambda: all_reduce("shm"),
     "gradient": gradient_hook,
 }
@@ -55,10 +55,10 @@ def test_call_is_no_longer_than_its_limits(name: str) -> None:
 
 
 def rows(transport: str) -> list[Hop]:
-    """The files and functions of CONTRIBUTING's table of a call over TCP, or in shared memory."""
+    """The files and functions of CONTRIBUTING's table of a call over gloo, or in shared memory."""
     text = (ROOT / "CONTRIBUTING.md").read_text().split("## A call, file by file")[1]
     tables = [each for each in text.split("\n\n") if each.startswith("| file |")]
-    table = tables[("tcp", "shm").index(transport)]
+    table = tables[("gloo", "shm").index(transport)]
     return [Hop(*row) for row in re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", table, re.MULTILINE)]
 
 
@@ -74,14 +74,14 @@ def first_not_met(table: Iterable[Hop], order: Iterable[Hop]) -> Hop | None:
     return next((row for row in table if not any(same(row, hop) for hop in calls)), None)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
 def test_table_of_a_call_names_what_the_trace_meets_in_its_order(transport: str) -> None:
     assert len(rows(transport)) >= 5
     assert first_not_met(rows(transport), all_reduce(transport).order) is None
 
 
 def test_table_of_a_call_has_every_file_on_the_way_to_the_wire() -> None:
-    missing = {hop.file for hop in all_reduce("tcp").ours} - {row.file for row in rows("tcp")}
+    missing = {hop.file for hop in all_reduce("gloo").ours} - {row.file for row in rows("gloo")}
     assert not missing
 
 
