@@ -15,6 +15,9 @@ any transport with any `Reducer`.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from collectives.bucketing import (
     Packing,
     extract_ranges,
@@ -30,7 +33,6 @@ from collectives.errors import (
     CollectiveTimeoutError,
     TransportError,
 )
-from collectives.flight.dump import dump_flight_record
 from collectives.fused_buffer import FusedBuffer, buffer_of
 from collectives.group import Group
 from collectives.initialize import (
@@ -54,6 +56,9 @@ from collectives.schedules.verify import verify
 from collectives.work import Work
 from kernels import logs
 from kernels.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from collectives.tools.flight.writer import dump_flight_record
 
 # `_own_packages.py` looks for this name: PyPI has another package that is called `collectives`.
 __adasum__ = True
@@ -106,5 +111,15 @@ __all__ = [
     "unpack_small_tensors",
     "verify",
 ]
+
+# Public names of tools, imported when they are first asked for.
+_TOOLS = {"dump_flight_record": "collectives.tools.flight.writer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TOOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_TOOLS[name]), name)
+
 
 logs.show(__name__)

@@ -18,9 +18,7 @@ import torch
 from collectives import validation
 from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError, describe
 from collectives.execution.call import Call
-from collectives.flight.dump import failed
-from collectives.flight.recorder import ENDED, UNRECORDED, GroupRecord
-from collectives.stall import Wait, waits
+from collectives.recorder import ENDED, GroupRecord
 from collectives.transport.base import Transport
 from collectives.work import Work, on_cuda
 
@@ -55,7 +53,6 @@ class CallQueue:
 
     def __init__(self, transport: Transport, timeout: float, record: GroupRecord) -> None:
         self._transport, self._timeout, self._record = transport, timeout, record
-        record.queue = weakref.ref(self)
         # A signal's handler may make calls while its thread holds the lock.
         lock = threading.RLock()
         self.changed, self._added = threading.Condition(lock), threading.Condition(lock)
@@ -294,13 +291,13 @@ class CallQueue:
             self._transport.check_streams()
             result = function()
         except CollectiveMismatchError as error:
-            self._dump(call, error)
+            self._record.failed(call, error)
             raise
         except BaseException as error:
             self.note(error)
             if self._transport.size > 1:
                 self._end_transport()
-                self._dump(call, error)
+                self._record.failed(call, error)
             if isinstance(error, CollectiveError) and self._unraised:
                 # Of an earlier call: a rank that got its error has ended since, and that error
                 # alone says why this call's peers never came.
@@ -326,7 +323,7 @@ class CallQueue:
             self._transport.check_streams()
         except CollectiveError as error:
             if not self._record.error:
-                failed(self._record, UNRECORDED, error, lambda: 0)
+                self._record.failed(None, error)
             raise
 
     def check_thread(self, call: Call) -> None:
@@ -374,25 +371,14 @@ class CallQueue:
             )
         self.check_process(kind)
 
-    def wait(self) -> Wait | None:
-        """Return the wait of the thread that carries out a call, if it has waited for long."""
-        return waits.get(self._inside or 0)
-
-    def queued(self) -> list[tuple[str, str | None, int]]:
-        """Return kind, name and time of the asynchronous calls that have not begun."""
-        calls = [work.call for work in self._works.copy()]
-        return [(call.kind, call.name, call.queued) for call in calls]
-
-    def _dump(self, call: Call, error: BaseException) -> None:
-        """Write this rank's flight record: here, as the error may end the process at once."""
-        call.record[ENDED] = call.record[ENDED] or perf_counter_ns()
-        failed(self._record, call.record, error, lambda: call.code)
-
     def abort(self, reason: str) -> None:
         """Make the group unusable from any thread; what runs is interrupted, what waits raises."""
         if self.closed or self._ended or self._aborted:
             return
-        self._failure = self._failure or TransportError(reason)
+        if self._failure is None:
+            self._failure = TransportError(reason)
+            # Before the file of a call that this interrupts.
+            self._record.aborted = perf_counter_ns(), reason
         self._aborted = True
         # No two threads may use the transport: one that runs a call ends it behind that.
         with self.changed:
@@ -403,6 +389,7 @@ class CallQueue:
             self._leave()
         else:
             self._transport.interrupt(reason)
+        self._record.write()
 
     def _end_transport(self) -> None:
         """Abort the transport, once: its peers are in this call, the next would meet its messages.
@@ -423,7 +410,7 @@ class CallQueue:
             TransportError: Calls were lost: they failed, or did not progress for longer than a step
                 may take. Not after `abort`.
         """
-        self.closed = True
+        self.closed = self._record.closed = True
         if os.getpid() != self._process:
             return
         queued = list(self._works)

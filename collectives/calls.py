@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -20,14 +20,7 @@ from collectives.execution.host_all_reduce import plan_host_all_reduce
 from collectives.execution.node_all_reduce import by_messages, plan_node_all_reduce
 from collectives.execution.operations import OPERATIONS
 from collectives.execution.replay import NEW, SEEN, Replay
-from collectives.flight.recorder import (
-    CHARACTERS,
-    KIND,
-    NEGOTIATED,
-    TENSORS,
-    UNRECORDED,
-    GroupRecord,
-)
+from collectives.recorder import KIND, NEGOTIATED, UNRECORDED, GroupRecord
 from collectives.reducers import Average, Reducer, Sum
 from collectives.trace import NOTHING, recording, span
 from collectives.tree_order import KEYS, in_order
@@ -211,16 +204,7 @@ class Calls:
     def _next_label(self, call: Call) -> str:
         """Count and record a call; return the text that names it in errors."""
         number, kind = self._count, call.kind
-        name, record = call.name, self._record
+        name = call.name
         self._count = number + 1
-        if record.on:
-            # In the order of the fields. No function of Python's is called: all calls come here.
-            shapes: Sequence[object] = call.described
-            if len(shapes) > TENSORS:
-                shapes = (*shapes[:TENSORS], f"and {len(shapes) - TENSORS} more")
-            record.last = call.record = [
-                record.name, number, kind, name and name[:CHARACTERS], shapes, call.queued,
-                perf_counter_ns(), 0, 0, "", 0,
-            ]  # fmt: skip
-            record.ring.append(record.last)
+        call.record = self._record.begin(call, number)
         return f"{f'{kind} {name!r}' if name else kind} (call {number}{self._of_ranks})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class CollectiveError(RuntimeError):
     """Base class of the errors that a collective raises after its arguments were checked."""
@@ -30,3 +32,14 @@ class TransportError(CollectiveError):
 def describe(error: BaseException) -> str:
     """Return the text of an error, or the name of its class if the text is empty."""
     return str(error) or type(error).__name__
+
+
+def compact(ranks: Sequence[int]) -> str:
+    """Return ranks in their order as errors name them, such as "0-3, 6"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

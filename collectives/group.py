@@ -17,8 +17,8 @@ from collectives.compiling import untraced
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call import Call
 from collectives.execution.operations import symmetric_empty
-from collectives.flight.recorder import GroupRecord
 from collectives.owners import owners
+from collectives.recorder import GroupRecord
 from collectives.reducers import Reducer, Sum
 from collectives.requests import Request
 from collectives.schedules import to_owners
@@ -97,7 +97,7 @@ class Group:
         self.topology = locality.topology
         self.hosts = locality.hosts
         self._runner = Runner(transport, locality.topology, timeout)
-        self._record = GroupRecord(self.ranks, self.rank, self.hosts)
+        self._record = GroupRecord(self.ranks, self.rank)
         self._calls = Calls(self._runner, self._record)
         self._arguments = Arguments(self._runner)
         self._parts: list[Group] = []
@@ -550,7 +550,7 @@ class Group:
             topology=locality.topology,
         )
         part.hosts = locality.hosts
-        self._record.part(part._record, members)
+        self._record.attach_part(part._record, members)
         # Now two groups use the GPU, so both have to start their work there in the caller's order.
         self.transport.shares_gpu = transport.shares_gpu = True
         self._parts.append(part)
@@ -596,7 +596,6 @@ class Group:
                 self._whole = None
             stack.callback(self.transport.close)
             stack.callback(self._runner.libraries.close)
-            stack.callback(self._record.close)
             stack.callback(self._calls.queue.close)
             for part in reversed(self._parts):
                 stack.callback(part.close)

@@ -28,8 +28,8 @@ from collectives.bootstrap.settings import (
 from collectives.bootstrap.transport_selection import check_alone, connect, report, version
 from collectives.errors import CollectiveTimeoutError, TransportError
 from collectives.execution.call import Call
-from collectives.flight.process import begin
 from collectives.group import Group
+from collectives.recorder import begin
 from collectives.schedules.topology import Topology
 from collectives.stall import warning_seconds
 from collectives.transport import GlooTransport, ThreadWorld

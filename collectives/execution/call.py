@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from collectives import validation
-from collectives.flight.recorder import UNRECORDED
+from collectives.recorder import UNRECORDED
 from collectives.reducers import Reducer, Sum
 from collectives.schedules.schedule import Schedule
 from collectives.transport.shared_memory.symmetric_memory import CODE_BITS

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from collectives import validation
-from collectives.flight.ranks import compact
+from collectives.errors import compact
 
 
 @dataclass(frozen=True)

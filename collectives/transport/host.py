@@ -210,8 +210,6 @@ class HostTransport(Transport):
                 stall = stall or Stall(self.name(self.rank), step, timeout, late, since)
                 stall.check()
             self._sleep(channels, start + timeout - now)
-        if stall is not None:
-            stall.end()
 
     def _check_peers(self, channels: Sequence[Channel], step: str) -> None:
         """Raise if this rank was interrupted, or a rank has left without which it cannot go on."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import textwrap
 from fnmatch import fnmatchcase
 from functools import cache
@@ -29,10 +31,21 @@ ROOT = Path(__file__).parents[2]
 MODULES = modules_of(ROOT, *PACKAGES)
 
 
+# Where the core imports a tool, and only once it is used: public names, and the hook by which a
+# failed call has its record written.
+TOOLS_USED = {
+    ("collectives", "collectives.tools.flight.writer"),
+    ("collectives.recorder", "collectives.tools.flight.writer"),
+}
+
+
 @cache
 def graph() -> dict[str, set[str]]:
     """Made by the tests: every worker that collects this file would parse the packages."""
-    return graph_of(MODULES)
+    return {
+        module: {other for other in imported if (module, other) not in TOOLS_USED}
+        for module, imported in graph_of(MODULES).items()
+    }
 
 
 # From the top down. A module belongs to the longest name here that its own name begins with;
@@ -49,7 +62,8 @@ WINGS = {
         ("kernels",),
     ),
     "collectives": (
-        ("collectives.bench", "collectives.schedules.__main__"),
+        ("collectives.bench", "collectives.flight", "collectives.schedules.__main__"),
+        ("collectives.tools",),
         ("collectives.__init__",),
         ("collectives.initialize",),
         ("collectives.group",),
@@ -123,6 +137,19 @@ def arrows() -> set[tuple[str, str]]:
 def test_imports_of_the_packages_only_point_down() -> None:
     upward = {f"{here} -> {there}" for here, there in arrows() if LEVELS[here] > LEVELS[there]}
     assert upward == set()
+
+
+def test_tools_are_imported_by_the_core_where_it_is_listed_and_lazily() -> None:
+    found = {
+        (module, other)
+        for module, imported in graph_of(MODULES).items()
+        for other in imported
+        if LEVELS[wing_of(other)] == LEVELS["collectives.tools"] < LEVELS[wing_of(module)]
+    }
+    assert found == TOOLS_USED
+    code = "import sys, collectives; print([m for m in sys.modules if 'collectives.tools' in m])"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert shown.stdout.strip() == "[]", shown.stderr
 
 
 def test_kernels_for_gpu_and_cpu_do_not_import_each_other() -> None:

@@ -137,6 +137,7 @@ class SymmetricMemory:
         self._peers = peers
         self._calls = 0
         self._word = 0
+        self._settled = True
         self._needed = 0
 
     @property
@@ -193,6 +194,7 @@ class SymmetricMemory:
     def signal(self, code: int) -> None:
         """Signal the next call. code: Of its description, CODE_BITS bits and not 0; or JOINED."""
         self._calls += 1
+        self._settled = False
         self._word = (self._calls % _NUMBERS + 1) << CODE_BITS | code
         self._post(self._calls % 2, self._word)
         try:
@@ -205,9 +207,11 @@ class SymmetricMemory:
     def withdraw(self) -> None:
         """Take back this call's signal, so that a late rank does not count this one as present.
 
-        Any thread may call it. This rank's own wait then ends with an error of its transport.
+        Not if all ranks are in the call already: a rank that looks later must still see that. Any
+        thread may call it. This rank's own wait then ends with an error of its transport.
         """
-        self._mine[self._calls % 2] = 0
+        if not self._settled:
+            self._mine[self._calls % 2] = 0
 
     def all_signalled(self) -> bool:
         """Whether all ranks have signalled this call; RanksDiffer if one has signalled another."""
@@ -229,6 +233,7 @@ class SymmetricMemory:
         if self.size > 1 and not self.all_signalled():
             word = self._calls % 2
             self._until(self.all_signalled, word, step, timeout)
+        self._settled = True
         # The buffers are read only after the words that say that they are filled.
         self._fence()
         # All ranks have left the last call, so that none reads this rank's buffer of it.
@@ -321,8 +326,6 @@ class SymmetricMemory:
                     stall.check()
                 self._sleep(there, word, waited, timeout - waited)
                 waited = time.monotonic() - start
-            if stall is not None:
-                stall.end()
         except RanksDiffer:
             raise
         except BaseException as error:

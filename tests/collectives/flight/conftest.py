@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.flight import recorder
+from collectives.tools.flight import writer
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def flight_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path | 
 
     def change(path: Path | str) -> None:
         monkeypatch.setenv("ADASUM_FLIGHT_FOLDER", str(path))
-        recorder.folder.cache_clear()
+        writer.folder.cache_clear()
 
     yield change
-    recorder.folder.cache_clear()
+    writer.folder.cache_clear()

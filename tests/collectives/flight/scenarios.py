@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,8 @@ import torch
 
 import collectives
 from collectives import CollectiveError, Group
-from collectives.flight.analysis import Analysis
-from collectives.flight.files import read
+from collectives.tools.flight.analysis import Analysis
+from collectives.tools.flight.reader import read
 from tests.processes.harness import free_port, on_one_node
 from tests.processes.nursery import Rank, nursery
 
@@ -191,6 +190,3 @@ def by_processes(scenario: Scenario, folder: Path, transport: str) -> None:
 def named(folder: Path) -> list[int]:
     """The ranks that the files name."""
     return [each.rank for each in Analysis(read([str(folder)])).culprits]
-
-
-Patch = Callable[[Path], None]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from collectives.flight.__main__ import report
-from collectives.flight.files import read
+from collectives.tools.flight.__main__ import report
+from collectives.tools.flight.analysis import Analysis
+from collectives.tools.flight.reader import read
 from tests.collectives.flight.scenarios import (
     FAULTS,
     IN_THREADS,
@@ -30,8 +31,8 @@ def check(scenario: Scenario, folder: Path) -> str:
     """What was said wrongly; "" if nothing."""
     if named(folder) == [scenario.victim]:
         return ""
-    lines, _ = report(read([str(folder)]))
-    return "\n".join([f"{scenario} {scenario!r}:", *lines])
+    dumps = read([str(folder)])
+    return "\n".join([f"{scenario} {scenario!r}:", *report(Analysis(dumps), dumps)])
 
 
 def test_fault_of_a_thread_is_named(tmp_path: Path, flight_folder: Callable[[Path], None]) -> None:

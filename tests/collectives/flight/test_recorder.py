@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import logging
 import os
+import socket
 import statistics
+import tempfile
 import threading
 import time
 import weakref
@@ -18,10 +21,11 @@ import pytest
 import torch
 
 import collectives
-from collectives import CollectiveMismatchError, Group
-from collectives.flight import dump, recorder
-from collectives.flight.files import read
+from collectives import CollectiveMismatchError, Group, recorder
 from collectives.reducers import SumReducer
+from collectives.tools.flight import writer
+from collectives.tools.flight.analysis import Analysis
+from collectives.tools.flight.reader import read
 from collectives.transport import ThreadWorld
 
 Folder = Callable[[Path | str], None]
@@ -34,7 +38,7 @@ def alone() -> Group:
 
 def written(group: Group, tmp_path: Path) -> dict[str, Any]:
     """What the rank's file holds."""
-    path = dump.write(group._record.recorder, "a test", tmp_path / "file.json")
+    path = writer.write(group._record.recorder, tmp_path / "file.json")
     assert path == str(tmp_path / "file.json")
     said: dict[str, Any] = json.loads(Path(path).read_text())
     return said
@@ -98,27 +102,11 @@ def test_recording_takes_little_time() -> None:
     assert statistics.median(pairs) < 10e-6
 
 
-def test_queued_calls_are_listed(tmp_path: Path) -> None:
-    started, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        started.set()
-        assert go_on.wait(20.0)
-
-    group = alone()
-    held = group.all_reduce(torch.ones(1), async_op=True)
-    held.wait()
-    group._calls.queue._worker.submit(hold)
-    assert started.wait(20.0)
-    works = [group.all_reduce(torch.ones(1), name=f"queued {i}", async_op=True) for i in range(40)]
-    said = written(group, tmp_path)["groups"][0]
-    go_on.set()
-    for work in works:
-        work.wait()
-    assert said["queued_count"] == 40 and len(said["queued"]) == 16
-    assert said["queued"][0]["name"] == "queued 0"
-    assert written(group, tmp_path)["groups"][0]["queued_count"] == 0
-    assert written(group, tmp_path)["calls"][-1]["queued"] > 0
+def test_call_that_was_started_says_since_when_it_was_queued(tmp_path: Path) -> None:
+    group, before = alone(), time.time()
+    group.all_reduce(torch.ones(1), async_op=True).wait()
+    (call,) = written(group, tmp_path)["calls"]
+    assert before <= call["queued"] <= call["begun"]
 
 
 def differ(group: Group) -> str:
@@ -149,7 +137,7 @@ def test_switched_off_nothing_is_recorded_or_written(
     collectives.run_threads(2, differ)
     group = alone()
     group.barrier()
-    assert group._record.recorder.calls() == []
+    assert not group._record.recorder.ring
     assert collectives.dump_flight_record(tmp_path / "file.json") == []
     assert not list(tmp_path.iterdir())
 
@@ -177,20 +165,88 @@ def test_file_is_replaced_as_a_whole_or_not_at_all(
 
     monkeypatch.setattr(os, "replace", refuse)
     group.barrier()
-    assert dump.write(group._record.recorder, "a test", tmp_path / "file.json") is None
+    assert writer.write(group._record.recorder, tmp_path / "file.json") is None
     assert json.loads((tmp_path / "file.json").read_text()) == before
     assert [each.name for each in tmp_path.iterdir()] == ["file.json"]
 
 
-def test_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    group, pipe = alone(), tmp_path / "pipe"
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "link to a FIFO": lambda path: (
+        os.mkfifo(path.with_suffix(".a")),
+        path.symlink_to(path.name + ".a"),
+    ),
+    "link": lambda path: path.symlink_to("elsewhere"),
+    "folder": Path.mkdir,
+    "socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_special_file_is_neither_opened_nor_replaced_and_the_error_stays(
+    kind: str, tmp_path: Path, flight_folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    flight_folder(tmp_path)
+
+    def main(group: Group) -> str:
+        if group.rank == 0:
+            SPECIAL[kind](tmp_path / writer.file_name(group._record.recorder))
+        return differ(group)
+
+    (said, _) = collectives.run_threads(2, main)
+    assert "ranks disagree" in said
+    assert [message for message in caplog.messages if "is not a regular file" in message]
+    regular = [path for path in tmp_path.iterdir() if path.is_file() and not path.is_symlink()]
+    (path,) = regular
+    assert path.name.endswith("rank1.json")
+
+
+def test_any_failure_of_the_tool_leaves_the_error(
+    tmp_path: Path, flight_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    flight_folder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "mkstemp", full)
+        assert "ranks disagree" in collectives.run_threads(2, differ)[0]
+    monkeypatch.setattr(writer, "call_failed", None)
+    assert "ranks disagree" in collectives.run_threads(2, differ)[0]
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("value", [None, ""])
+@pytest.mark.parametrize("state", ["another user's", "open to others", "a link", "own"])
+def test_default_folder_of_others_is_not_written_to(
+    value: str | None, state: str, tmp_path: Path, flight_folder: Folder,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    flight_folder("")
+    if value is None:
+        monkeypatch.delenv("ADASUM_FLIGHT_FOLDER")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = target = tmp_path / f"adasum-flight-{os.getuid()}"
+    if state == "a link":
+        target = tmp_path / "target"
+        folder.symlink_to(target)
+    target.mkdir(mode=0o700)
+    if state == "another user's":
+        uid = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+        target.rename(tmp_path / f"adasum-flight-{uid + 1}")
+        target = tmp_path / f"adasum-flight-{uid + 1}"
+    elif state == "open to others":
+        target.chmod(0o777)
+    group = alone()
     group.barrier()
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    assert dump.write(group._record.recorder, "a test", pipe) == str(pipe)
-    assert json.loads(os.read(reader, 1 << 16))["calls"][0]["kind"] == "barrier"
-    os.close(reader)
-    assert pipe.is_fifo()
+    path = writer.write(group._record.recorder)
+    if state == "own":
+        assert path is not None and Path(path).parent == target
+    else:
+        assert path is None and not [*target.iterdir()]
+        assert "others may write to it: set ADASUM_FLIGHT_FOLDER" in caplog.messages[-1]
 
 
 def test_record_is_written_on_demand_for_each_rank_of_the_process(tmp_path: Path) -> None:
@@ -206,11 +262,34 @@ def test_record_is_written_on_demand_for_each_rank_of_the_process(tmp_path: Path
     (paths, *_) = collectives.run_threads(3, main)
     assert {str(tmp_path / f"{rank}.json") for rank in range(3)} <= {*paths}
     dumps = read([str(tmp_path / f"{rank}.json") for rank in range(3)])
-    assert {rank: dumps[rank].calls[0].title for rank in dumps} == dict.fromkeys(
-        range(3), "all_reduce 'loss'"
-    )
+    assert {rank: dumps[rank].calls[0].name for rank in dumps} == dict.fromkeys(range(3), "loss")
     with pytest.raises(TypeError, match="path must be"):
         collectives.dump_flight_record(3)  # type: ignore[arg-type]
+
+
+def test_abort_writes_the_record_of_this_rank_with_its_reason(
+    tmp_path: Path, flight_folder: Folder
+) -> None:
+    flight_folder(tmp_path)
+    returned = threading.Barrier(3)
+
+    def main(group: Group) -> None:
+        part = group.split([1, 2])
+        # All ranks have left the call before one aborts, or ends.
+        returned.wait(20.0)
+        if group.rank == 2:
+            group.abort("disk is full")
+        elif group.rank == 1:
+            assert part is not None
+            with pytest.raises(collectives.CollectiveError, match="disk is full"):
+                part.barrier()
+
+    collectives.run_threads(3, main, timeout=10.0)
+    dumps = read([str(tmp_path)])
+    (culprit,) = Analysis(dumps).culprits
+    assert (culprit.rank, culprit.why) == (2, "called abort(): disk is full")
+    assert all(state.aborted and not state.error for state in dumps[2].groups.values())
+    assert not dumps[1].groups["group"].aborted
 
 
 def test_text_of_another_librarys_error_is_not_kept(tmp_path: Path, flight_folder: Folder) -> None:

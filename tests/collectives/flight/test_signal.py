@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import collectives
-from collectives.flight.analysis import Analysis
-from collectives.flight.files import read
+from collectives.tools.flight.analysis import Analysis
+from collectives.tools.flight.reader import read
 from tests.processes.harness import run_ranks
 
 LATE = 4.0

@@ -16,7 +16,7 @@ import torch
 from collectives import CollectiveTimeoutError, TransportError, Work
 from collectives.execution.call import Call
 from collectives.execution.call_queue import CallQueue
-from collectives.flight.recorder import GroupRecord
+from collectives.recorder import GroupRecord
 from collectives.transport import Message
 from collectives.transport.nccl import transport as nccl
 from collectives.transport.nccl import watcher
@@ -127,7 +127,7 @@ def test_a_work_asks_what_became_of_its_collective(machine: Machine) -> None:
         if transport.rank == 1:
             assert done.wait(60.0)
             return
-        record = GroupRecord([0, 1], 0, [0, 0])
+        record = GroupRecord([0, 1], 0)
         queue = CallQueue(transport, 20.0, record)
         message = Message(1, full(3, 1.0))
 

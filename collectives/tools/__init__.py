@@ -1,0 +1,1 @@
+"""Tools that read, price, draw or time what the core runs; the core works without them."""

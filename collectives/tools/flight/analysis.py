@@ -1,0 +1,282 @@
+"""Who is at fault: follow the waits of all ranks to the rank that waits for nobody.
+
+A rank waits in a call for the members of its group that have not made it, or made it after others
+had given up. One of those may wait itself, in a call of another group, and so on. The last one is a
+rank without a file (it has ended, or is stopped), one outside of any call, one that called abort(),
+one whose call failed by an error of its own, or one that made another call than its peers. If the
+waits form a circle, the rank at fault is the one that went on from its last calls to another call
+than in earlier steps. Times of several hosts are compared, as far as their clocks agree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from collectives.tools.flight.reader import Call, Dump
+
+# A call of fewer seconds is no hang: the rank was at work when its file was written.
+_PATIENCE = 1.0
+# A rank is excused if it waited elsewhere itself for this part of the others' wait.
+_HALF = 0.5
+# How many calls before one are compared with earlier ones.
+_LONGEST = 32
+_WAITED = ("CollectiveTimeoutError", "TransportError")
+_INTERRUPTED = ("KeyboardInterrupt", "SystemExit")
+_MISMATCH = "CollectiveMismatchError"
+# How sure it is that a rank is at fault: of several ranks the surest are named.
+_FAILED, _ABORTED, _LOST, _ABSENT, _CERTAIN = range(5)
+_NEVER = float("inf")
+
+
+class Wait(NamedTuple):
+    """A rank that waits in a call, or did until it failed, and the ranks that it waits for."""
+
+    rank: int
+    call: Call
+    targets: tuple[int, ...]
+
+
+class Culprit(NamedTuple):
+    """A rank at fault; `why` follows "rank 3" in a sentence."""
+
+    rank: int
+    why: str
+    sure: int
+
+
+class Analysis:
+    """What the files of a job's ranks say together.
+
+    `culprits` are the ranks at fault, none if nothing is wrong; `waits` lead to them; `circle` is
+    whether ranks wait for each other in different calls.
+    """
+
+    def __init__(self, dumps: Mapping[int, Dump]) -> None:
+        self._dumps = dumps
+        self._made = {r: {each.key: each for each in dump.calls} for r, dump in dumps.items()}
+        # When a rank first failed in a call.
+        self._given_up: dict[tuple[str, int], float] = defaultdict(lambda: _NEVER)
+        for call in (each for dump in dumps.values() for each in dump.calls):
+            if call.error and call.ended:
+                self._given_up[call.key] = min(call.ended, self._given_up[call.key])
+        self._seen: dict[tuple[int, tuple[str, int]], Wait] = {}
+        self._found: dict[int, Culprit] = {}
+        self.circle = False
+        for rank, dump in dumps.items():
+            for state in dump.groups.values():
+                if state.last is not None and self._is_open(rank, state.last):
+                    self._follow(rank, state.last)
+                if state.aborted is not None:
+                    self._blame_abort(rank, *state.aborted)
+        self.waits = list(self._seen.values())
+        if not self.waits:
+            for last in (dump.calls[-1] for dump in dumps.values() if dump.calls):
+                if last.failed_by == _MISMATCH:
+                    self._blame_mismatch(last)
+        elif not self._found:
+            self._break_circle()
+        surest = max((each.sure for each in self._found.values()), default=0)
+        self.culprits = [each for _, each in sorted(self._found.items()) if each.sure == surest]
+
+    def _is_open(self, rank: int, call: Call) -> bool:
+        """Return whether a rank waits in a call, or failed because it waited."""
+        if call.ended is None:
+            return self._dumps[rank].written - call.begun >= _PATIENCE
+        state = self._dumps[rank].groups.get(call.group)
+        error = state.error if state and state.last == call else ""
+        # On a GPU a call ends on the host before it fails on its stream.
+        return (call.failed_by or error.partition(":")[0]) in (*_WAITED, *_INTERRUPTED)
+
+    def _end(self, rank: int, call: Call) -> float:
+        """Return when a rank no longer waited for others to make its call."""
+        if call.error:
+            return call.ended or 0.0
+        return call.negotiated or call.ended or self._dumps[rank].written
+
+    def _follow(self, rank: int, call: Call) -> None:
+        """Follow a rank's wait to its end."""
+        if (rank, call.key) in self._seen:
+            return
+        targets = self._targets(rank, call)
+        self._seen[rank, call.key] = Wait(rank, call, tuple(targets))
+        if not targets:
+            why = f"failed in {call}: {call.error}" if call.error else f"is inside {call}"
+            self._blame(rank, why, _FAILED)
+        for target in targets:
+            self._explain(target, call)
+
+    def _targets(self, rank: int, call: Call) -> list[int]:
+        """Return the ranks that a rank waits for in a call."""
+        state = self._dumps[rank].groups.get(call.group)
+        members = [each for each in (state.ranks if state else ()) if each != rank]
+        lost = [each for each in members if each not in self._dumps]
+        made = {r: self._made[r][call.key] for r in members if call.key in self._made.get(r, ())}
+        if broken := [r for r, its in made.items() if _broke(its)]:
+            return broken
+        if not self._is_open(rank, call):
+            # The call has ended: it waited for those that came last.
+            since = call.begun + _HALF * (self._end(rank, call) - call.begun)
+            return [r for r, its in made.items() if its.begun > since]
+        # A rank that is late itself waits for nobody: the others have failed because of it.
+        if self._is_late(rank, call):
+            return []
+        late = [r for r in members if r in self._dumps and self._is_late(r, call)]
+        if late or lost:
+            return late + lost
+        # All have made the call: it waits in the middle of it.
+        if interrupted := [r for r, its in made.items() if its.failed_by in _INTERRUPTED]:
+            return interrupted if call.failed_by not in _INTERRUPTED else []
+        latest = max((its.ended or _NEVER for its in made.values()), default=0.0)
+        if latest > (call.ended or _NEVER) + _PATIENCE:
+            return [r for r, its in made.items() if (its.ended or _NEVER) == latest]
+        return []
+
+    def _is_late(self, rank: int, call: Call) -> bool:
+        """Return whether a rank has not made a call, or made it after a member had failed in it."""
+        its = self._made[rank].get(call.key)
+        if its is not None:
+            return its.begun > self._given_up[call.key]
+        state = self._dumps[rank].groups.get(call.group)
+        if state and state.last and state.last.number > call.number:
+            return False
+        # Its file may be older than the call.
+        return bool(call.error) or self._dumps[rank].written >= call.begun + _PATIENCE
+
+    def _explain(self, target: int, call: Call) -> None:
+        """Say why a rank did not come to a call, or follow it to where it waits itself."""
+        if target not in self._dumps:
+            self._blame_lost(target)
+            return
+        its = self._made[target].get(call.key)
+        if its and _broke(its):
+            why = f"failed by an error of its own, {its.error}, in {its}"
+            self._blame(target, why, _CERTAIN)
+        elif its and not self._is_late(target, call):
+            if self._is_open(target, its) and its.failed_by not in _INTERRUPTED:
+                self._follow(target, its)
+            else:
+                self._blame(target, f"was {its.failed_by or 'late'} in {its}", _LOST)
+        else:
+            elsewhere = self._elsewhere(target, call, its.begun if its else self._end(target, call))
+            if elsewhere is None:
+                self._blame(target, self._absence(target, call, its), _ABSENT)
+            elif elsewhere.failed_by == _MISMATCH:
+                self._blame_mismatch(elsewhere)
+            else:
+                self._follow(target, elsewhere)
+
+    def _elsewhere(self, rank: int, call: Call, until: float) -> Call | None:
+        """Return the call in which a rank waited while others waited for it in another one."""
+        made = [each for each in self._dumps[rank].calls if each.key != call.key]
+        latest = next((each for each in reversed(made) if each.begun <= until), None)
+        if latest and (latest.failed_by == _MISMATCH or self._is_open(rank, latest)):
+            return latest
+
+        def overlap(other: Call) -> float:
+            return min(until, self._end(rank, other)) - max(call.begun, other.begun)
+
+        longest = max(made, key=overlap, default=None)
+        enough = longest and overlap(longest) >= _HALF * (until - call.begun) > 0.0
+        return longest if enough else None
+
+    def _absence(self, rank: int, call: Call, its: Call | None) -> str:
+        """Say of a rank that it did not make a call, or made it too late, and what it did."""
+        if its:
+            return f"came {its.begun - call.begun:.3g} s late to {its}"
+        dump, did = self._dumps[rank], "it has made no call yet"
+        if dump.calls:
+            since = dump.written - self._end(rank, dump.calls[-1])
+            did = f"its last call was {dump.calls[-1]}, {since:.3g} s before it wrote its file"
+        return f"has not made {call}; {did}"
+
+    def _blame(self, rank: int, why: str, sure: int) -> None:
+        if rank not in self._found or self._found[rank].sure < sure:
+            self._found[rank] = Culprit(rank, why, sure)
+
+    def _blame_lost(self, rank: int) -> None:
+        """Blame a rank without a file, with what its peers' errors say of it."""
+        errors = {state.error for dump in self._dumps.values() for state in dump.groups.values()}
+        for what in ("has ended", "called abort()"):
+            if any(f"rank {rank} {what}" in error for error in errors):
+                self._blame(rank, f"{what}: it left no file", _CERTAIN)
+                return
+        self._blame(rank, "has ended, is stopped, or cannot be reached: it left no file", _LOST)
+
+    def _blame_abort(self, rank: int, at: float, why: str) -> None:
+        """Blame a rank that called abort(), less surely if it did so after a failure or a wait."""
+        waited = any(
+            call.begun + _PATIENCE <= at <= (call.ended or _NEVER)
+            or (call.failed_by in _WAITED and (call.ended or _NEVER) < at)
+            for call in self._dumps[rank].calls
+        )
+        self._blame(rank, why, _ABORTED if waited else _CERTAIN)
+
+    def _blame_mismatch(self, call: Call) -> None:
+        """Blame the ranks that made another call than most ranks, or than before."""
+        made = {rank: calls[call.key] for rank, calls in self._made.items() if call.key in calls}
+        theirs = {rank: its for rank, its in made.items() if its.failed_by == _MISMATCH}
+        (most, count), *others = Counter(its.code for its in theirs.values()).most_common()
+        if any(each == count for _, each in others):
+            odd = self._odd({rank: self._way(rank, its) for rank, its in theirs.items()})
+        else:
+            odd = [rank for rank, its in theirs.items() if its.code != most]
+        for rank in odd or theirs:
+            self._blame(rank, f"made another call than its peers, {theirs[rank]}", _ABSENT)
+
+    def _break_circle(self) -> None:
+        """Blame the ranks that went on to another call than in earlier steps."""
+        self.circle = True
+        calls = {each.rank: each.call for each in self.waits}
+        ways: dict[int, list[Call]] = defaultdict(list)
+        for wait in self.waits:
+            for rank in calls.keys() & {*wait.targets}:
+                ways[rank] += self._way(rank, wait.call)
+        for rank in self._odd(ways) or calls:
+            self._blame(rank, f"is in {calls[rank]}, and its peers are in other calls", _LOST)
+
+    def _way(self, rank: int, call: Call) -> list[Call]:
+        """Return a rank's calls from its last one in a call's group up to the call itself."""
+        calls = self._dumps[rank].calls
+        end = next((at + 1 for at, each in enumerate(calls) if each.key == call.key), len(calls))
+        group, number = call.key
+        earlier = [
+            at for at, each in enumerate(calls) if each.group == group and each.number < number
+        ]
+        return calls[earlier[-1] + 1 if earlier else 0 : end]
+
+    def _odd(self, ways: Mapping[int, list[Call]]) -> list[int]:
+        """Return the ranks that went on to another call than in earlier steps; none if all did.
+
+        ways: By rank, the calls of which one may be wrong. A call is new after the fewest calls
+        before it that came earlier, but were never followed by such a call.
+        """
+        fewest = dict.fromkeys(ways, _NEVER)
+        for rank, way in ways.items():
+            kinds = [*map(_kind, self._dumps[rank].calls)]
+            for end in map(self._dumps[rank].calls.index, way):
+                for length in range(1, min(end, _LONGEST) + 1):
+                    before = kinds[end - length : end]
+                    nexts = [
+                        kinds[i] for i in range(length, end) if kinds[i - length : i] == before
+                    ]
+                    if not nexts:
+                        break
+                    if kinds[end] not in nexts:
+                        fewest[rank] = min(fewest[rank], length)
+                        break
+        least = min(fewest.values(), default=_NEVER)
+        odd = [rank for rank, length in fewest.items() if length == least]
+        return odd if len(odd) < len(ways) else []
+
+
+def _broke(call: Call) -> bool:
+    """Return whether a call failed by an error of the rank's own."""
+    return bool(call.error) and call.failed_by not in (*_WAITED, *_INTERRUPTED, _MISMATCH)
+
+
+def _kind(call: Call) -> str:
+    """Return what is the same of a call in each training step; numbers in names differ."""
+    return f"{call.group} {call.kind} {re.sub('[0-9]+', '#', call.name or '')} {call.tensors}"

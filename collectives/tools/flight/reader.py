@@ -1,0 +1,121 @@
+"""Read the files of a job's ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from collectives.tools.flight.writer import FORMAT
+
+_MAX_BYTES = 1 << 26
+# What JSON that is no record raises.
+NO_RECORD = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+class Call(NamedTuple):
+    """A call of one rank. Times are the wall clock's, and None for an event that has not come."""
+
+    group: str
+    number: int
+    kind: str
+    name: str | None
+    tensors: list[str]
+    begun: float
+    negotiated: float | None
+    ended: float | None
+    error: str
+    code: int
+
+    @property
+    def failed_by(self) -> str:
+        """The class of its error; empty without an error."""
+        return self.error.partition(":")[0]
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The same on all ranks."""
+        return self.group, self.number
+
+    def __str__(self) -> str:
+        name = f" {self.name!r}" if self.name else ""
+        of = f" of {'; '.join(self.tensors)}" if self.tensors else ""
+        return f"{self.kind}{name}{of} (call {self.number} of {self.group})"
+
+
+class GroupState(NamedTuple):
+    """One rank's part in a group; `aborted` is when and why it called abort()."""
+
+    name: str
+    ranks: list[int]
+    last: Call | None
+    error: str
+    aborted: tuple[float, str] | None
+
+
+class Dump(NamedTuple):
+    """One rank's file: its groups by name, its calls in order, its stack if a signal came."""
+
+    rank: int
+    job: str
+    host: str
+    written: float
+    groups: dict[str, GroupState]
+    calls: list[Call]
+    stack: list[str]
+
+
+class BadInput(Exception):
+    """The files are not the flight records of one job."""
+
+
+def read(paths: Sequence[str]) -> dict[int, Dump]:
+    """Read the files of one job, or those in folders, by rank; BadInput if they are none."""
+    dumps: dict[int, Dump] = {}
+    for given in map(Path, paths):
+        for path in sorted(given.glob("flight-*.json")) if given.is_dir() else [given]:
+            dump = _read(path)
+            job = next(iter(dumps.values()), dump).job
+            if dump.job != job:
+                raise BadInput(
+                    f"{path} is of job {dump.job}, {paths[0]} has job {job}: pass one job's files"
+                )
+            if dump.rank in dumps:
+                raise BadInput(f"{path} is a second file of rank {dump.rank}: pass one of each")
+            dumps[dump.rank] = dump
+    if not dumps:
+        raise BadInput(f"there are no flight records in {', '.join(paths)}")
+    return dumps
+
+
+def _read(path: Path) -> Dump:
+    try:
+        # A FIFO or a device would wait, and a link may lead to one. The flags hold if one of them
+        # takes the file's place after the check.
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise BadInput(f"{path} is not a regular file")
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
+            said = json.loads(file.read(_MAX_BYTES), object_hook=_typed)
+        if said["flight"] != FORMAT:
+            raise BadInput(f"{path} is in format {said['flight']}, this version reads {FORMAT}")
+        dump = Dump(**{name: said[name] for name in Dump._fields})
+        groups: list[GroupState] = said["groups"]
+        last = [state.last for state in groups if state.last]
+        calls = {each.key: each for each in (*dump.calls, *last)}
+        ordered = sorted(calls.values(), key=lambda each: each.begun)
+        return dump._replace(groups={each.name: each for each in groups}, calls=ordered)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}") from error
+    except NO_RECORD as error:
+        raise BadInput(f"{path} is no flight record: {error!r}") from error
+
+
+def _typed(said: dict[str, Any]) -> Any:
+    """Return the Call or the GroupState that a JSON object is, or the object itself."""
+    for kind in (Call, GroupState):
+        if said.keys() >= {*kind._fields}:
+            return kind(**{name: said[name] for name in kind._fields})
+    return said

@@ -1,0 +1,232 @@
+"""Write a rank's record to a file: JSON, whole or not at all, without an error of its own."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+import stat
+import tempfile
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from collectives import recorder
+from collectives.errors import CollectiveError, CollectiveMismatchError, compact
+from collectives.recorder import FOLDER_VARIABLE, UNRECORDED, GroupRecord, Record, Recorder
+from collectives.tools.flight import signals
+
+__all__ = ["dump_flight_record"]
+
+_logger = logging.getLogger("collectives.flight")
+# The version of the format; a new one if a field's meaning changes.
+FORMAT = 1
+# Limits, so that a file's size is bounded.
+_GROUPS, _STACK, _CHARACTERS = 64, 30, 600
+# These variables are the same on all ranks of a job, and rarely the same in another job.
+_JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+# What is kept of a peer's reason, which may be any text of the program.
+_OF_RANKS = re.compile(r"rank \d+ (?:has ended|called abort\(\))")
+_Path = str | os.PathLike[str] | None
+
+
+def dump_flight_record(path: str | os.PathLike[str] | None = None) -> list[str]:
+    """Write what this process's ranks did last, as after a collective's error; return the files.
+
+    A file has the last 256 calls of a rank: names, shapes, dtypes, times and errors.
+    `python -m collectives.flight FILES` joins the files of all ranks. Nothing is sent: any thread
+    may call this at any time. A file that cannot be written is a WARNING.
+
+    Args:
+        path: The file, which is overwritten; "{rank}" in it stands for the rank's number, if ranks
+            are threads. By default a file in the folder ADASUM_FLIGHT_FOLDER.
+
+    Returns:
+        The files that were written, one for each rank of this process that has a group; none with
+        ADASUM_FLIGHT_FOLDER=0, which switches the recorder off.
+
+    Raises:
+        TypeError: `path` is not a path.
+    """
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a str, a path or None, got {type(path).__name__}")
+    return write_all(path)
+
+
+def write_all(path: _Path = None, stack: Sequence[str] = ()) -> list[str]:
+    """Write the files of all ranks of this process; return them."""
+    written = set()
+    for rank in (ref() for ref in recorder.recorders.valuerefs()):
+        # Ranks that are threads end with their groups.
+        if rank and (rank is recorder.of_process or not all(each.closed for each in rank.groups)):
+            written.add(write(rank, path, stack))
+    return sorted(each for each in written if each)
+
+
+def _write_by_signal(stack: list[str]) -> None:
+    for path in write_all(stack=stack):
+        _logger.warning("SIGUSR1: what this rank did last is in %s", path)
+
+
+def group_began(group: GroupRecord, kind: str, ranks: Sequence[int]) -> None:
+    """Attach a group to this process's recorder; the first one also prepares the files."""
+    rank, name = recorder.of_process, kind
+    if kind != "init":
+        # Of bounded length, and the same for the same members only.
+        name = f"process group {compact(ranks)[:60]} {zlib.crc32(repr(list(ranks)).encode()):08x}"
+    first = rank.rank is None
+    group.attach(rank, name, ranks)
+    if first:
+        # The file of an earlier job at the same address and port.
+        with suppress(OSError):
+            old = os.path.join(folder(), file_name(rank))
+            os.replace(old, old.replace(".json", ".previous"))
+    if len(ranks) > 1:
+        signals.install(_write_by_signal)
+
+
+def call_failed(group: GroupRecord, call: Any, error: BaseException) -> None:
+    """Note an error of a call, or of a stream if `call` is None, and write the rank's file."""
+    said = _text(error)
+    # After a mismatch the program may go on, and the error itself says what it was.
+    ends = not isinstance(error, CollectiveMismatchError)
+    if ends:
+        group.error = group.error or said
+    if call is not None and call.record is not UNRECORDED:
+        call.record[recorder.ERROR] = said
+        with suppress(Exception):
+            call.record[recorder.CODE] = call.code
+    path = write(group.recorder)
+    if path and ends:
+        _logger.warning(
+            "rank %s failed in a collective, and wrote what it did last to %s: "
+            "python -m collectives.flight %s names the rank at fault, once all have",
+            *(group.recorder.rank, path, os.path.join(os.path.dirname(path), "*.json")),
+        )
+
+
+def _text(error: BaseException) -> str:
+    """Return an error's class and, of our own errors, the text without a program's text.
+
+    What follows the first colon of an error other than a mismatch is a peer's reason.
+    """
+    kind, text = type(error).__name__, str(error)
+    if not isinstance(error, CollectiveError):
+        return kind
+    if not isinstance(error, CollectiveMismatchError):
+        clause, _, reason = text.partition(": ")
+        text = "; ".join(dict.fromkeys([clause, *_OF_RANKS.findall(reason)]))
+    return f"{kind}: {text}"[:_CHARACTERS]
+
+
+def write(rank: Recorder, path: _Path = None, stack: Sequence[str] = ()) -> str | None:
+    """Write a rank's file; return its path, or None if that failed or nothing is recorded."""
+    if not rank.groups or os.environ.get(FOLDER_VARIABLE) == "0":
+        return None
+    try:
+        if path is None:
+            target = os.path.join(_make_folder(), file_name(rank))
+        else:
+            target = os.path.abspath(os.fsdecode(path).replace("{rank}", str(rank.rank)))
+        _put(target, json.dumps(_content(rank, stack), separators=(",", ":")))
+    except Exception as error:  # noqa: BLE001 - an error of the recorder must not hide the job's
+        _logger.warning("rank %s cannot write its flight record: %s", rank.rank, error)
+        return None
+    return target
+
+
+def _put(target: str, text: str) -> None:
+    """Write a file that only its user may read, whole or not at all.
+
+    The target is never opened: a FIFO would wait for a reader, and a link would be followed.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(target).st_mode):
+            raise OSError(f"{target} is not a regular file")
+    descriptor, beside = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".flight-")
+    try:
+        with open(descriptor, "w") as file:
+            file.write(text)
+        os.replace(beside, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(beside)
+        raise
+
+
+@functools.cache
+def folder() -> str:
+    """Return the files' folder: ADASUM_FLIGHT_FOLDER, which is read once, or the default."""
+    default = os.path.join(tempfile.gettempdir(), f"adasum-flight-{os.getuid()}")
+    return os.path.abspath(os.environ.get(FOLDER_VARIABLE) or default)
+
+
+def _make_folder() -> str:
+    """Make the folder; refuse a default one that others can write to, or have put there."""
+    path = folder()
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    found = os.lstat(path)
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not os.environ.get(FOLDER_VARIABLE) and (not own or found.st_mode & 0o022):
+        raise PermissionError(
+            f"{path} is another user's, or others may write to it: set {FOLDER_VARIABLE}"
+        )
+    return path
+
+
+def file_name(rank: Recorder) -> str:
+    """Return the name of a rank's file in the folder."""
+    thread = f"-thread-{os.getpid()}" if rank is not recorder.of_process else ""
+    return f"flight-{_job()}{thread}-rank{rank.rank}.json"
+
+
+def _job() -> str:
+    """Return what the files of one job have in common."""
+    return f"{zlib.crc32(repr([os.environ.get(name) for name in _JOB]).encode()):08x}"
+
+
+def _content(rank: Recorder, stack: Sequence[str]) -> dict[str, Any]:
+    # The wall clock's time at perf_counter_ns() = 0; hosts can compare times of the wall clock.
+    zero = time.time() - time.perf_counter_ns() / 1e9
+    # Copies, since the rank goes on meanwhile.
+    calls, groups = rank.ring.copy(), [*rank.groups]
+    groups.sort(key=lambda each: each.last[recorder.BEGUN] or 0)
+    return {
+        "flight": FORMAT,
+        "job": _job(),
+        "rank": rank.rank,
+        "host": os.uname().nodename,
+        "process": os.getpid(),
+        "written": time.time(),
+        "groups": [_group(each, zero) for each in groups[-_GROUPS:]],
+        "calls": [_call(each, zero) for each in calls],
+        "stack": list(stack)[:_STACK],
+    }
+
+
+def _group(group: GroupRecord, zero: float) -> dict[str, Any]:
+    last = group.last
+    at, reason = group.aborted or (0, "")
+    reason = re.sub(r"^rank \d+ ", "", reason)[:_CHARACTERS]
+    return {
+        "name": group.name,
+        "ranks": group.ranks,
+        "closed": group.closed,
+        "error": group.error,
+        "aborted": (zero + at / 1e9, reason) if group.aborted else None,
+        "last": None if last is UNRECORDED else _call(last, zero),
+    }
+
+
+def _call(record: Record, zero: float) -> dict[str, Any]:
+    said = dict(zip(recorder.FIELDS, list(record), strict=True))
+    said["tensors"] = [str(each)[: recorder.CHARACTERS] for each in said["tensors"]]
+    done = "done" if said["ended"] else "running" if said["negotiated"] else "waiting"
+    said["state"] = "failed" if said["error"] else done
+    for name in ("queued", "begun", "negotiated", "ended"):
+        said[name] = round(zero + said[name] / 1e9, 6) if said[name] else None
+    return said
