@@ -57,8 +57,10 @@ class CallQueue:
         lock = threading.RLock()
         self.changed, self._added = threading.Condition(lock), threading.Condition(lock)
         self._works: deque[Work[Any]] = deque()
-        # The thread that runs a call, and for how long the communication thread found nothing.
+        # The thread that runs a call, which one if that is asynchronous, and for how long the
+        # communication thread found nothing.
         self._inside: int | None = None
+        self._running: Work[Any] | None = None
         self._in_call = False
         self._looks = _MAX_LOOKS
         self._thread: threading.Thread | None = None
@@ -196,7 +198,7 @@ class CallQueue:
                 return False
             if only is None and (first._callbacks or first._streams):
                 return False
-            self._inside, work = threading.get_ident(), self._works.popleft()
+            work = self._take()
         try:
             work._run()
         finally:
@@ -215,6 +217,12 @@ class CallQueue:
             self._inside = threading.get_ident()
             return True
 
+    def _take(self) -> Work[Any]:
+        """Take the first queued call, and the right to run it."""
+        self._inside = threading.get_ident()
+        self._running = work = self._works.popleft()
+        return work
+
     def _leave(self) -> None:
         """Give back the right to run a call."""
         try:
@@ -222,7 +230,7 @@ class CallQueue:
                 self._end_transport()
         finally:
             with self.changed:
-                self._inside = None
+                self._inside = self._running = None
                 if self._works:
                     self._tell(self._works[0])
                 if self._works or self.closed:
@@ -259,7 +267,7 @@ class CallQueue:
                         return
                     found = self._added.wait(pause)
                     self._looks = 0 if found or self._works else self._looks + 1
-                self._inside, work = threading.get_ident(), self._works.popleft()
+                work = self._take()
             work._run()
             # Its tensors must not be kept by a thread that waits.
             del work
@@ -413,8 +421,9 @@ class CallQueue:
         self.closed = self._record.closed = True
         if os.getpid() != self._process:
             return
-        queued = list(self._works)
         with self.changed:
+            running = self._running
+            queued = [work for work in (running, *self._works) if work is not None]
             self._added.notify()
         # A callback is behind its call.
         under_way = self._in_call if self.is_inside() else not self._drained()
@@ -427,7 +436,7 @@ class CallQueue:
             return
         raised = next((each for work in lost if (each := work._error) is not None), None)
         why = f"the first with {describe(raised)}" if raised else "they did not end"
-        count = len(lost) + under_way
+        count = len(lost) + (under_way and running not in lost)
         raise TransportError(
             f"{count} {'call was' if count == 1 else 'calls were'} under way when this group was "
             f"closed and lost, {why}: wait() for what must be done"
