@@ -54,7 +54,7 @@ def test_adasum_of_complex_vectors_has_the_bits_of_their_reals(
     size: int, algorithm: str, dtype: torch.dtype, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not shared:
-        monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
+        monkeypatch.setattr(calls, "plan_host_all_reduce", lambda *arguments: None)
     vectors = [torch.view_as_real(_vector(rank, BOUNDS[-1], dtype)) for rank in range(size)]
     want = tree([vector.reshape(-1) for vector in vectors], [2 * bound for bound in BOUNDS])
     results = _both(size, algorithm, BOUNDS[-1], dtype)

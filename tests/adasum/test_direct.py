@@ -35,7 +35,7 @@ KINDS = ["common", "apart", "parallel", "orthogonal", "tiny", "huge", "zeros", "
 
 @pytest.fixture
 def by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
+    monkeypatch.setattr(calls, "plan_host_all_reduce", lambda *arguments: None)
 
 
 def vectors(kind: str, size: int, dtype: torch.dtype) -> list[Tensor]:

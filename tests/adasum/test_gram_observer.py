@@ -82,7 +82,7 @@ def test_gram_matrices_are_those_of_all_ranks_and_change_no_bits(
     size: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not shared:
-        monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
+        monkeypatch.setattr(calls, "plan_host_all_reduce", lambda *arguments: None)
     cases = [(op, d) for op in (adasum.Adasum, AdasumReducer(weighted=False)) for d in DTYPES]
 
     def run(group: Group) -> list[ObservedGram]:

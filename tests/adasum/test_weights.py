@@ -102,7 +102,7 @@ def test_parallel_vectors_weigh_one_nth_each_and_orthogonal_ones_sum(
     size: int, by_messages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_messages:
-        monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
+        monkeypatch.setattr(calls, "plan_host_all_reduce", lambda *arguments: None)
     names = algorithms(size)
     results = reduced(size, names, Adasum, local_size=size)
     mean = sum(map(share, range(size))) / size

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from collectives import CollectiveError, Group, TransportError, run_threads
+from collectives.execution.call import Call
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 
 # Far more than the 0.1 s after which a wait looks whether it was interrupted, on a busy machine.
@@ -80,8 +81,7 @@ def test_abort_by_the_thread_that_runs_the_call_ends_the_group(way: str) -> None
 
     def job(group: Group) -> None:
         if group.rank == 0:
-            worker = group._calls.queue._worker
-            worker.call(lambda: group.abort("by a handler"))
+            group._calls.queue.run(Call("mine"), lambda: group.abort("by a handler"))
         for _ in range(2):
             with pytest.raises(CollectiveError):
                 group.all_reduce(torch.ones(3), name="behind")

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 import weakref
-from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
 import collectives
-from collectives import Group, TransportError, run_threads
+from collectives import CollectiveError, Group, Sum, TransportError, call_queue, run_threads
+from collectives.reducers import SumReducer
 from collectives.transport import ThreadTransport, ThreadWorld
-from collectives.worker import Worker
-from tests.collectives.consistency.ranks import everywhere, run
+from tests.collectives.consistency.ranks import everywhere, run, transports
+from tests.collectives.queues import Queue, hold
 from tests.collectives.transport.thread_ranks import together
 
 
@@ -71,33 +74,10 @@ def test_close_waits_as_long_as_calls_end() -> None:
     assert time.monotonic() - start > Slow.TIMEOUT
 
 
-def test_close_after_a_call_whose_error_was_raised_counts_none_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whoever runs a call takes it from the queue after its wait() may have returned."""
-    raised = threading.Event()
-
-    class Jobs(deque[Any]):
-        def popleft(self) -> Any:
-            raised.wait(5.0)
-            return super().popleft()
-
-    def fail() -> None:
-        raise ValueError("no")
-
-    worker = Worker("slow")
-    monkeypatch.setattr(worker, "_jobs", Jobs())
-    with pytest.raises(ValueError, match="no"):
-        worker.submit(fail).wait()
-    assert worker._jobs
-    threading.Timer(0.2, raised.set).start()
-    assert worker.close(5.0) == []
-
-
 def test_close_waits_for_one_call_as_long_as_its_steps_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(collectives.worker, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(call_queue, "_CLOSE_SECONDS", 0.1)
 
     def job(group: Group) -> float:
         # As many steps as chunks, nearly, of which each takes a part of the timeout.
@@ -111,16 +91,19 @@ def test_close_waits_for_one_call_as_long_as_its_steps_end(
     assert time.monotonic() - start > 2 * Slow.TIMEOUT
 
 
-def test_close_raises_how_many_calls_were_lost() -> None:
+@pytest.mark.parametrize("count", [1, 4])
+@everywhere
+def test_close_raises_how_many_calls_were_lost(way: str, count: int) -> None:
     """Another rank does not make them."""
     done = threading.Event()
 
     def job(group: Group) -> Any:
         if group.rank == 1:
-            assert done.wait(30.0)
+            assert done.wait(10.0)
             return None
-        works = [group.all_reduce(torch.ones(3), async_op=True) for _ in range(4)]
-        with pytest.raises(TransportError, match=r"4 asynchronous calls were .* lost.*rank 1"):
+        works = [group.all_reduce(torch.ones(3), async_op=True) for _ in range(count)]
+        time.sleep(0.05)
+        with pytest.raises(TransportError, match=rf"{count} calls? (was|were) .* lost.*rank 1"):
             group.close()
         done.set()
         assert group.closed
@@ -130,18 +113,16 @@ def test_close_raises_how_many_calls_were_lost() -> None:
         group.close()
         return None
 
-    run_threads(2, job, timeout=1.0)
+    run(way, 2, job, timeout=1.0)
 
 
 def test_close_raises_of_a_call_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives.worker, "_CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr(collectives.worker, "CHECK_SECONDS", 0.1)
-    gate = threading.Event()
+    monkeypatch.setattr(call_queue, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(call_queue, "CHECK_SECONDS", 0.1)
     group = Group(ThreadWorld(1).transport(0), timeout=0.2, local_rank=0, local_size=1)
-    group.all_reduce(torch.ones(3), async_op=True).add_done_callback(lambda: None)
-    group._calls.queue._worker.submit(lambda: gate.wait(30.0))
+    gate = hold(group)
     behind = group.all_reduce(torch.ones(3), async_op=True)
-    with pytest.raises(TransportError, match=r"2 asynchronous calls were .* they did not end"):
+    with pytest.raises(TransportError, match=r"2 calls were .* they did not end"):
         group.close()
     gate.set()
     behind.wait()
@@ -149,18 +130,18 @@ def test_close_raises_of_a_call_that_never_ends(monkeypatch: pytest.MonkeyPatch)
 
 def test_close_in_a_callback_says_what_it_does_not_wait_for() -> None:
     group = Group(ThreadWorld(1).transport(0), timeout=5.0, local_rank=0, local_size=1)
-    gate, said = threading.Event(), []
-    first = group._calls.queue._worker.submit(lambda: gate.wait(30.0))
+    gate, said = hold(group), []
+    first = group.all_reduce(torch.ones(3), async_op=True)
 
     def close() -> None:
-        with pytest.raises(TransportError, match="1 asynchronous call was") as caught:
+        with pytest.raises(TransportError, match="1 call was") as caught:
             group.close()
         said.append(str(caught.value))
 
     first.add_done_callback(close)
     group.all_reduce(torch.ones(3), async_op=True)
     gate.set()
-    group._calls.queue._worker._thread.join(10.0)  # type: ignore[union-attr]
+    group._calls.queue._thread.join(10.0)  # type: ignore[union-attr]
     assert len(said) == 1
 
 
@@ -172,6 +153,102 @@ def test_close_after_abort_says_nothing_of_the_calls_that_it_ended() -> None:
             group.close()
 
     run_threads(2, job, timeout=5.0)
+
+
+def right_or_told(call: Any, tensor: torch.Tensor) -> str:
+    """Whether a sum of 1 and 2 is right, or else raises a CollectiveError."""
+    try:
+        call()
+    except CollectiveError:
+        return "told"
+    assert (tensor == 3.0).all(), "wrong, without an error"
+    return "right"
+
+
+@everywhere
+def test_close_while_another_thread_is_in_a_call_waits_for_it_or_ends_it_in_an_error(
+    way: str,
+) -> None:
+    """Both ranks are in the call, or one whose peer does not come."""
+
+    class Held(SumReducer):
+        """Which is held up on one rank until it closes."""
+
+        def reduce(self, operands: Any) -> None:
+            inside.set()
+            time.sleep(0.2)
+            super().reduce(operands)
+
+    inside = threading.Event()
+
+    def job(group: Group) -> str:
+        tensor, said = torch.full((4000,), group.rank + 1.0), []
+        op = Held() if group.rank else Sum
+        metrics = threading.Thread(
+            target=lambda: said.append(
+                right_or_told(lambda: group.all_reduce(tensor, op, name="metrics"), tensor)
+            )
+        )
+        metrics.start()
+        assert inside.wait(10.0)
+        try:
+            group.close()
+        except TransportError:
+            pass
+        metrics.join(10.0)
+        return said[0]
+
+    assert {*run(way, 2, job)} <= {"right", "told"}
+
+
+@everywhere
+@pytest.mark.parametrize("later", [False, True])
+def test_close_in_a_signals_handler_leaves_the_call_right_or_ends_it_in_an_error(
+    way: str, later: bool
+) -> None:
+    """In the thread of that call, which is the first rank's and here the main one."""
+    closed: list[bool] = []
+
+    class Struck(SumReducer):
+        def reduce(self, operands: Any) -> None:
+            if not closed:
+                signal.raise_signal(signal.SIGUSR1)
+            super().reduce(operands)
+
+    def handler(*_: object) -> None:
+        with suppress(TransportError):
+            groups[0].close()
+        closed.append(True)
+
+    both = transports(way, 2)
+    groups: dict[int, Group] = {}
+
+    def job(rank: int) -> str:
+        groups[rank] = group = Group(both[rank], timeout=5.0, local_rank=rank, local_size=2)
+        tensor = torch.full((4000,), rank + 1.0)
+        op = Sum if rank else Struck()
+
+        options: Any = {"algorithm": "rechd", "async_op": later}
+
+        def call() -> None:
+            answer = group.all_reduce(tensor, op, **options)
+            if later:
+                answer.wait()
+
+        try:
+            return right_or_told(call, tensor)
+        finally:
+            with suppress(TransportError):
+                group.close()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(job, 1)
+            mine = job(0)
+            assert {mine, other.result(30.0)} <= {"right", "told"} and closed
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_error_of_a_thread_rank_that_closes_with_calls_lost_is_its_own() -> None:
@@ -186,13 +263,13 @@ def test_error_of_a_thread_rank_that_closes_with_calls_lost_is_its_own() -> None
 
 
 def test_call_beyond_the_bound_waits_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives.worker, "MAX_QUEUED", 3)
-    worker, gate, queued = Worker("test"), threading.Event(), threading.Event()
-    worker.submit(lambda: gate.wait(30.0))
-    works = [worker.submit(lambda: 7) for _ in range(2)]
+    monkeypatch.setattr(call_queue, "MAX_QUEUED", 3)
+    queue, queued = Queue(), threading.Event()
+    gate = hold(queue)
+    works = [queue.later(lambda: 7) for _ in range(3)]
 
     def submit() -> None:
-        works.append(worker.submit(lambda: 8))
+        works.append(queue.later(lambda: 8))
         queued.set()
 
     thread = threading.Thread(target=submit, daemon=True)
@@ -201,42 +278,30 @@ def test_call_beyond_the_bound_waits_for_the_oldest(monkeypatch: pytest.MonkeyPa
     gate.set()
     assert queued.wait(10.0)
     thread.join(10.0)
-    assert [work.wait() for work in works] == [7, 7, 8]
-    worker.close(10.0)
+    assert [work.wait() for work in works] == [7, 7, 7, 8]
+    queue.close()
 
 
 def test_call_beyond_the_bound_in_a_callback_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(collectives.worker, "MAX_QUEUED", 2)
-    worker, gate, works = Worker("test"), threading.Event(), []
-    first = worker.submit(lambda: gate.wait(30.0))
-    first.add_done_callback(lambda: works.extend(worker.submit(lambda: 7) for _ in range(5)))
-    last = worker.submit(lambda: 8)
+    monkeypatch.setattr(call_queue, "MAX_QUEUED", 2)
+    queue, works = Queue(), []
+    gate = hold(queue)
+    first = queue.later(lambda: 6)
+    first.add_done_callback(lambda: works.extend(queue.later(lambda: 7) for _ in range(5)))
+    last = queue.later(lambda: 8)
     gate.set()
     assert last.wait() == 8
     assert [work.wait() for work in works] == [7] * 5
-    worker.close(10.0)
-
-
-def test_callback_that_wants_the_callers_lock_does_not_block_a_call_beyond_the_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(collectives.worker, "MAX_QUEUED", 1)
-    worker, lock = Worker("test"), threading.Lock()
-    with lock:
-        for _ in range(3):
-            work = worker.submit(lambda: 7)
-            work.add_done_callback(lambda: lock.acquire(timeout=30.0) and lock.release())
-    assert work.wait() == 7
-    worker.close(10.0)
+    queue.close()
 
 
 @everywhere
 def test_many_more_calls_than_the_bound_are_all_carried_out(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collectives.worker, "MAX_QUEUED", 4)
+    monkeypatch.setattr(call_queue, "MAX_QUEUED", 4)
 
     def job(group: Group) -> list[float]:
         works = [group.all_reduce(torch.ones(3), async_op=True) for _ in range(50)]

@@ -1,4 +1,4 @@
-"""A rank that is interrupted anywhere: the group works, or is unusable for all; nobody hangs."""
+"""An interrupt in a call ends the group: for the interrupted rank, and in an error for its peers."""
 
 from __future__ import annotations
 
@@ -8,86 +8,79 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import CollectiveError, Group, Sum
-from collectives.transport.process_groups import run_beside
-from tests.collectives.consistency.ranks import run
-from tests.collectives.interrupts import Interrupt, run_interrupted
+from collectives import CollectiveError, Group, TransportError
+from collectives.reducers import SumReducer
+from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 
-NUMEL = 1000
-TIMEOUT = 5.0
-# What a rank says where it was told that the group is unusable, or that its peer is elsewhere.
-REFUSED = "refused"
+SECONDS = 5.0
 
-
-def calls(group: Group, request: Any) -> None:
-    """One of each way to call: in this thread, by the queue, by a request, behind another."""
-    for name in ("first", "second"):
-        group.all_reduce(torch.ones(NUMEL), name=name)
-    group.all_reduce(torch.ones(NUMEL), name="queued", async_op=True).wait()
-    request.start()
-    request.wait()
-    before = group.all_reduce(torch.ones(NUMEL), name="before", async_op=True)
-    group.all_reduce(torch.ones(NUMEL), name="behind")
-    before.wait()
+CALLS: dict[str, Any] = {
+    "sync": lambda group, tensor, op: group.all_reduce(tensor, op),
+    "async": lambda group, tensor, op: group.all_reduce(tensor, op, async_op=True).wait(),
+    "request": lambda group, tensor, op: start_and_wait(group.all_reduce_init(tensor, op)),
+    # Which the thread that waits for the last call carries out as well.
+    "queued": lambda group, tensor, op: [
+        group.all_reduce(tensor, op, async_op=True),
+        group.all_reduce(tensor.clone(), async_op=True),
+    ][1].wait(),
+}
 
 
-def attack(group: Group, at: int) -> tuple[int, str]:
-    """On rank 0 an Interrupt; then on all ranks a last call. Returns the places and its answer."""
-    places = 0
-    try:
-        request = group.all_reduce_init(torch.ones(NUMEL), Sum, name="request")
-        if group.rank == 0:
-            places = run_interrupted(lambda: calls(group, request), at)
-        else:
-            calls(group, request)
-    except (Interrupt, CollectiveError):
-        pass
-    except RuntimeError as error:
-        # threading's own, from the start of a thread.
-        if str(error) != "release unlocked lock":
-            raise
-    assert torch.is_grad_enabled()
-    tensor = torch.full((NUMEL,), group.rank + 1.0)
-    try:
-        group.all_reduce(tensor, name="last")
-    except CollectiveError:
-        return places, REFUSED
-    assert tensor.tolist() == [sum(range(1, group.size + 1))] * NUMEL
-    return places, "answered"
+class Interrupted(SumReducer):
+    """Ends in a KeyboardInterrupt on one rank."""
+
+    rank = 0
+
+    def reduce(self, operands: Any) -> None:
+        assert not torch.is_grad_enabled()
+        if self.rank == 1:
+            raise KeyboardInterrupt
+        super().reduce(operands)
 
 
-def bounded(way: str, size: int, at: int) -> list[tuple[int, str]]:
-    """`attack` on all ranks, which have ended in time."""
-    start = time.monotonic()
-    answers: list[tuple[int, str]] = []
+@everywhere
+@pytest.mark.parametrize("call", CALLS)
+def test_interrupt_in_a_call_ends_the_group_on_all_ranks(way: str, call: str) -> None:
+    def job(group: Group) -> BaseException:
+        op, start = Interrupted(), time.monotonic()
+        op.rank = group.rank
+        with pytest.raises((KeyboardInterrupt, CollectiveError)) as caught:
+            CALLS[call](group, torch.ones(1000), op)
+            # A rank that needs nothing of the other's any more may have its sum.
+            group.barrier()
+        for later in (group.barrier, lambda: CALLS["async"](group, torch.ones(3), SumReducer())):
+            with pytest.raises(TransportError, match="unusable since an earlier failure"):
+                later()
+        assert torch.is_grad_enabled()
+        assert time.monotonic() - start < 2 * SECONDS
+        return caught.value
 
-    def attack_all() -> None:
-        answers.extend(run(way, size, lambda group: attack(group, at), TIMEOUT))
-
-    thread, errors = run_beside(attack_all, f"interrupt at {at}", 3 * TIMEOUT)
-    assert not thread.is_alive(), f"place {at} hangs"
-    for error in errors:
-        raise AssertionError(f"a rank raised, interrupted at place {at}") from error
-    # Nobody has waited for a peer's timeout: who is interrupted tells the others, or goes on.
-    assert time.monotonic() - start < TIMEOUT, at
-    return answers
+    told, mine = run(way, 2, job, SECONDS)
+    assert isinstance(told, CollectiveError)
+    assert isinstance(mine, KeyboardInterrupt) or (
+        # The call behind it says why it cannot run, where another thread was interrupted.
+        call == "queued" and "KeyboardInterrupt" in str(mine)
+    )
 
 
-EVERY = pytest.param(1, marks=pytest.mark.slow, id="everywhere")
-WAYS = [("threads", 1), ("threads", 2), ("shm", 2), ("messages", 2)]
+@everywhere
+def test_interrupt_before_a_peer_has_come_is_what_that_one_is_told(way: str) -> None:
+    """In the rank's wait for it: here where the rank says that it has begun."""
 
+    def job(group: Group) -> None:
+        if group.rank == 1:
+            negotiation, signal = group._calls._negotiation, group._calls._negotiation.signal
 
-@pytest.mark.parametrize("step", [EVERY, pytest.param(13, id="here and there")])
-@pytest.mark.parametrize(("way", "size"), WAYS)
-def test_interrupt_anywhere_leaves_a_usable_group_or_one_that_refuses(
-    way: str, size: int, step: int
-) -> None:
-    places, answer = bounded(way, size, -1)[0]
-    assert answer == "answered" and places > 200
-    outcomes = []
-    # Another place each time, where not all are tried.
-    for at in range(step // 2, places, step):
-        answers = [answer for _, answer in bounded(way, size, at)]
-        assert answers[0] == "answered" or size > 1, at
-        outcomes.append(answers[0])
-    assert size == 1 or {*outcomes} <= {"answered", REFUSED}
+            def interrupted(call: Any) -> None:
+                signal(call)
+                raise KeyboardInterrupt
+
+            negotiation.signal = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                group.all_reduce(torch.ones(4))
+        for _ in range(2):
+            with pytest.raises(CollectiveError):
+                group.all_reduce(torch.ones(4))
+        assert torch.is_grad_enabled()
+
+    run(way, 2, job, SECONDS)

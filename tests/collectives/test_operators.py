@@ -258,7 +258,7 @@ def test_shared_memory_is_read_straight_without_a_message(
         return len(steps), answers
 
     shared = run("threads", 3, job)
-    monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
+    monkeypatch.setattr(calls, "plan_host_all_reduce", lambda *arguments: None)
     sent = run("threads", 3, job)
     for (no_steps, mine), (steps, other) in zip(shared, sent, strict=True):
         assert no_steps == 0 < steps

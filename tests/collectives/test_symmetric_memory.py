@@ -128,7 +128,7 @@ class SharingByMessages(Sharing, WithoutSharedMemory):
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call goes through the memory that ranks on CPUs share."""
-    monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda runner, call: None)
+    monkeypatch.setattr(calls, "plan_host_all_reduce", lambda runner, call: None)
     monkeypatch.setattr(Sharing, "memories", {}, raising=False)
 
 
@@ -279,7 +279,7 @@ def test_request_that_could_not_be_planned_leaves_its_old_buffer_alone():
 def test_released_request_keeps_no_launch():
     def job(group: Group) -> None:
         request = group.all_reduce_init(group.symmetric_empty(8))
-        launch = weakref.ref(request._call.node)
+        launch = weakref.ref(request._call.plan)
         assert launch() is not None
         request.release()
         assert launch() is None

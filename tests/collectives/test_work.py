@@ -1,4 +1,4 @@
-"""What a Work tells those who do not wait for it."""
+"""What a Work tells those who do not wait for it, and which thread carries out its call."""
 
 from __future__ import annotations
 
@@ -10,54 +10,44 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info
 
-import collectives
-from collectives import TransportError
-from collectives.work import Work
-from collectives.worker import Worker
-from tests.collectives.interrupts import Interrupt, run_interrupted
+from collectives import Group, TransportError, call_queue, run_threads
+from collectives.call_queue import CallQueue
+from tests.collectives.consistency.ranks import everywhere, run
+from tests.collectives.queues import Queue, done, hold
 
 
 @pytest.fixture
-def worker():
-    worker = Worker("test")
-    yield worker
-    worker.close(10.0)
+def queue():
+    queue = Queue()
+    yield queue
+    queue.close()
 
 
-def test_callbacks_run_once_and_in_order_in_the_communication_thread(worker):
-    gate, seen = threading.Event(), []
-    work = worker.submit(lambda: gate.wait(10.0))
+def test_callbacks_run_once_and_in_order_in_the_communication_thread(queue):
+    gate, seen = hold(queue), []
+    work = queue.later(lambda: 7)
     for number in range(3):
         work.add_done_callback(
             lambda n=number: seen.append((n, work.is_completed(), threading.current_thread().name))
         )
     assert seen == []
     gate.set()
-    worker.call(lambda: None)
-    assert seen == [(n, True, "test") for n in range(3)]
-
-
-def test_callback_added_after_the_end_runs_at_once():
-    work = Work()
-    work.run(lambda: 7)
-    seen = []
+    queue.call(lambda: None)
+    assert seen == [(n, True, "collectives-0") for n in range(3)]
     work.add_done_callback(lambda: seen.append(threading.current_thread()))
-    assert seen == [threading.current_thread()]
+    assert seen[3:] == [threading.current_thread()], "at once where the call has ended"
 
 
-def test_callbacks_of_a_failed_call_run(worker):
-    def fail() -> None:
-        raise RuntimeError("broken")
-
+def test_callbacks_of_a_failed_call_run(queue):
     seen = threading.Event()
-    work = worker.submit(fail)
+    work = queue.later(lambda: 1 // 0)
     work.add_done_callback(seen.set)
     assert seen.wait(10.0)
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises(ZeroDivisionError):
         work.wait()
 
 
-def test_communication_thread_starts_no_more_threads_than_its_caller(worker):
+def test_communication_thread_starts_no_more_threads_than_its_caller(queue):
     def openmp_threads():
         # torch's: another package's OpenMP, where one is loaded, has settings of its own.
         return {
@@ -69,178 +59,186 @@ def test_communication_thread_starts_no_more_threads_than_its_caller(worker):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        assert worker.submit(openmp_threads).wait() == {1}
+        assert done(queue.later(openmp_threads)) == {1}
     finally:
         torch.set_num_threads(before)
 
 
-def test_callback_that_raises_leaves_the_communication_thread_running(worker, monkeypatch):
+@pytest.mark.parametrize("leave", [lambda: 1 // 0, lambda: sys.exit("leaving")])
+@pytest.mark.parametrize("hook", ["notes", "raises"])
+def test_callback_that_raises_leaves_the_next_calls_running(queue, monkeypatch, leave, hook):
     said = []
-    monkeypatch.setattr(threading, "excepthook", said.append)
-    gate = threading.Event()
-    work = worker.submit(lambda: gate.wait(10.0))
-    work.add_done_callback(lambda: 1 // 0)
-    behind = worker.submit(lambda: 7)
+
+    def excepthook(args):
+        said.append(args.exc_type)
+        if hook == "raises":
+            raise SystemExit
+
+    monkeypatch.setattr(threading, "excepthook", excepthook)
+    gate, seen = hold(queue), []
+    work = queue.later(lambda: 6)
+    work.add_done_callback(leave)
+    work.add_done_callback(lambda: seen.append(6))
+    behind = queue.later(lambda: 7)
     gate.set()
-    assert done(behind) == 7
-    assert [args.exc_type for args in said] == [ZeroDivisionError]
+    assert done(behind) == 7 and queue.call(lambda: 8) == 8 and seen == [6]
+    assert said in ([ZeroDivisionError], [SystemExit])
 
 
-def test_callback_that_leaves_the_thread_leaves_the_next_calls_running(worker, monkeypatch):
-    said = []
-    monkeypatch.setattr(threading, "excepthook", said.append)
-    gate = threading.Event()
-    work = worker.submit(lambda: gate.wait(10.0))
-    work.add_done_callback(lambda: sys.exit("leaving"))
-    behind = worker.submit(lambda: 7)
-    gate.set()
-    assert done(behind) == 7
-    assert worker.call(lambda: 8) == 8
-    assert [args.exc_type for args in said] == [SystemExit]
-
-
-def test_submit_without_a_thread_to_be_had_raises_and_queues_nothing(worker, monkeypatch):
+def test_submit_without_a_thread_to_be_had_raises_and_queues_nothing(queue, monkeypatch):
     def refuse(self) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
-            worker.submit(lambda: 7)
+            queue.later(lambda: 7)
         with pytest.raises(RuntimeError, match="new thread"):
-            worker.begin(lambda: None, lambda: 7)
-        assert worker.call(lambda: 8) == 8
-    assert done(worker.submit(lambda: 9)) == 9
+            queue.begun(lambda: None, lambda: 7)
+        assert queue.call(lambda: 8) == 8
+    assert done(queue.later(lambda: 9)) == 9
 
 
-def test_begun_call_ends_without_a_wait(worker):
+def test_begun_call_ends_without_a_wait(queue):
     begun = []
-    work = worker.begin(lambda: begun.append(threading.current_thread()), lambda: 7)
-    assert done(work) == 7
-    assert begun == [threading.current_thread()]
+    work = queue.begun(lambda: begun.append(threading.current_thread()), lambda: 7)
+    while not work.is_completed():
+        time.sleep(1e-3)
+    assert begun == [threading.current_thread()] and work.wait() == 7
 
 
-def test_begun_call_that_fails_at_once_leaves_nothing_behind(worker):
-    def fail() -> None:
-        raise ValueError("at once")
-
-    with pytest.raises(ValueError, match="at once"):
-        worker.begin(fail, lambda: 7)
-    assert worker.begin(lambda: None, lambda: 8) is not None
-    assert worker.call(lambda: 8) == 8
+def test_begun_call_that_fails_at_once_leaves_nothing_behind(queue):
+    with pytest.raises(ZeroDivisionError):
+        queue.begun(lambda: 1 // 0, lambda: 7)
+    assert queue.begun(lambda: None, lambda: 8).wait() == 8
+    assert queue.call(lambda: 9) == 9
 
 
-def test_calls_behind_a_begun_one_run_after_it(worker):
+def test_calls_behind_a_begun_one_run_after_it(queue):
     order, gate = [], threading.Event()
 
     def rest() -> None:
         assert gate.wait(10.0)
         order.append("rest")
 
-    first = worker.begin(lambda: order.append("first"), rest)
-    second = worker.submit(lambda: order.append("second"))
-    assert worker.begin(lambda: order.append("never"), lambda: None) is None
+    first = queue.begun(lambda: order.append("first"), rest)
+    second = queue.later(lambda: order.append("second"))
+    third = queue.begun(lambda: order.append("never"), lambda: order.append("third"))
     gate.set()
-    second.wait()
-    first.wait()
-    assert order == ["first", "rest", "second"]
+    for work in (third, second, first):
+        work.wait()
+    assert order == ["first", "rest", "second", "third"]
 
 
-def test_call_within_a_call_raises_instead_of_waiting_for_itself(worker):
+def test_call_within_a_call_raises_instead_of_waiting_for_itself(queue, monkeypatch):
     """As in a signal's handler, or a callback."""
-    with pytest.raises(TransportError, match="inside a call of the same group"):
-        worker.call(lambda: worker.call(lambda: 7))
-    with pytest.raises(TransportError, match="inside a call of the same group"):
-        worker.call(lambda: worker.submit(lambda: 7).wait())
+    for nested in (lambda: queue.call(lambda: 7), lambda: queue.later(lambda: 7).wait()):
+        with pytest.raises(TransportError, match="inside a call of the same group"):
+            queue.call(nested)
     # Without a wait it takes its turn.
-    assert worker.call(lambda: worker.submit(lambda: 8)).wait() == 8
+    assert queue.call(lambda: queue.later(lambda: 8)).wait() == 8
     said = []
-    work = worker.submit(lambda: time.sleep(0.05))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(threading, "excepthook", said.append)
-        work.add_done_callback(lambda: worker.call(lambda: 9))
-        assert worker.call(lambda: 10) == 10
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    gate = hold(queue)
+    work = queue.later(lambda: None)
+    work.add_done_callback(lambda: queue.call(lambda: 9))
+    gate.set()
+    assert queue.call(lambda: 10) == 10
     assert [args.exc_type for args in said] == [TransportError]
 
 
-def test_hook_of_threads_that_raises_leaves_the_communication_thread_running(worker, monkeypatch):
-    def leave(_: object) -> None:
-        raise SystemExit
-
-    monkeypatch.setattr(threading, "excepthook", leave)
-    work = worker.submit(lambda: time.sleep(0.05))
-    work.add_done_callback(lambda: 1 // 0)
-    assert done(worker.submit(lambda: 7)) == 7
-
-
-def test_callbacks_run_where_the_communication_thread_ends(worker, monkeypatch):
-    """Who has only a callback is told, too, whatever ends it."""
-    gate = threading.Event()
-
-    def leave(*_: object) -> int:
-        assert gate.wait(10.0)
-        raise SystemExit
-
-    monkeypatch.setattr(Worker, "_serve", leave)
-    monkeypatch.setattr(collectives.worker, "report_error", leave)
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    works, told = [worker.submit(lambda: 7) for _ in range(3)], []
-    for number, work in enumerate(works):
-        work.add_done_callback(lambda n=number: told.append(n))
-    gate.set()
-    for work in works:
-        with pytest.raises(TransportError, match="thread ended"):
-            work.wait()
-    worker._thread.join(10.0)
-    assert told == [0, 1, 2]
-
-
-def test_wait_raises_whatever_the_call_raised(worker):
-    def leave() -> None:
-        raise SystemExit("leaving")
-
-    work = worker.submit(leave)
-    behind = worker.submit(lambda: 7)
-    assert done(behind) == 7
+def test_wait_raises_whatever_the_call_raised(queue):
+    work = queue.later(lambda: sys.exit("leaving"))
+    assert done(queue.later(lambda: 7)) == 7
     with pytest.raises(SystemExit, match="leaving"):
         work.wait()
 
 
-def test_wait_raises_where_the_communication_thread_has_ended(worker, monkeypatch):
-    monkeypatch.setattr(Worker, "_loop", lambda *_: None)
+@pytest.mark.parametrize("begun", [False, True])
+def test_thread_that_waits_for_the_last_call_carries_all_of_them_out(queue, monkeypatch, begun):
+    monkeypatch.setattr(CallQueue, "_serve", lambda *_: None)
+    ran = []
+    works = [queue.begun(lambda: None, lambda: ran.append("begun"))] if begun else []
+    for number in range(50):
+        works.append(queue.later(lambda n=number: ran.append((n, threading.get_ident()))))
+    works[-1].wait()
+    assert ran == ["begun"] * begun + [(n, threading.get_ident()) for n in range(50)]
+    assert all(work.has_ended() for work in works)
+
+
+def test_wait_raises_where_the_communication_thread_has_ended(queue, monkeypatch):
+    """Of a call that this thread cannot carry out; callbacks are told."""
+    monkeypatch.setattr(CallQueue, "_serve", lambda *_: None)
+    work, told = queue.later(lambda: 7), []
+    work.add_done_callback(lambda: told.append(work.has_ended()))
     with pytest.raises(TransportError, match="thread ended"):
-        worker.submit(lambda: 7).wait()
+        work.wait()
+    assert told == [True]
+    queue._works.clear()
 
 
-def test_interrupt_of_a_look_for_the_thread_leaves_it_alive(worker):
-    """After one, threading.Thread.is_alive takes a thread that runs for one that has ended."""
-    done(worker.submit(lambda: 7))
-    for at in range(run_interrupted(worker.is_alive, -1)):
-        with pytest.raises(Interrupt):
-            run_interrupted(worker.is_alive, at)
-    assert worker.is_alive()
-
-
-def test_calls_after_a_pause_wake_the_thread(worker, monkeypatch):
+def test_calls_after_a_pause_wake_the_thread(queue, monkeypatch):
     """It has stopped looking for them by itself."""
-    monkeypatch.setattr(collectives.worker, "_MAX_POLLS", 1)
+    monkeypatch.setattr(call_queue, "_MAX_LOOKS", 1)
     for number in range(3):
-        assert done(worker.begin(lambda: None, lambda n=number: n)) == number
-        time.sleep(0.05)
-        assert done(worker.submit(lambda n=number: n)) == number
-        time.sleep(0.05)
+        for work in (
+            queue.begun(lambda: None, lambda n=number: n),
+            queue.later(lambda n=number: n),
+        ):
+            while not work.is_completed():
+                time.sleep(1e-3)
+            assert work.wait() == number
+            time.sleep(0.05)
 
 
 def test_call_during_shut_down_raises():
-    worker = Worker("test")
-    worker.close(10.0)
-    with pytest.raises(TransportError, match="shut down"):
-        worker.submit(lambda: 7)
+    queue = Queue()
+    queue.close()
+    for call in (queue.call, queue.later, lambda f: queue.begun(f, f)):
+        with pytest.raises(TransportError, match="shut down"):
+            call(lambda: 7)
 
 
-def done(work):
-    """What it returns, within some seconds."""
-    finished = threading.Event()
-    work.add_done_callback(finished.set)
-    assert finished.wait(10.0)
-    return work.wait()
+@everywhere
+def test_hundred_calls_in_flight_all_get_their_answers(way: str) -> None:
+    """In whatever order they are waited for, with others and requests between them."""
+
+    def job(group: Group) -> None:
+        request = group.all_reduce_init(torch.ones(3))
+        works = []
+        for number in range(100):
+            tensor = torch.full((number + 1,), float(number * (group.rank + 1)))
+            works.append(group.all_reduce(tensor, async_op=True))
+            if number % 40 == 20:
+                request.start()
+                assert group.all_gather(torch.tensor([group.rank])).tolist() == [0, 1, 2]
+                request.wait()
+        order = torch.randperm(100, generator=torch.Generator().manual_seed(group.rank))
+        for number in order.tolist():
+            assert torch.equal(works[number].wait(), torch.full((number + 1,), 6.0 * number))
+
+    run(way, 3, job)
+
+
+def test_callbacks_of_groups_calls_run_in_the_communication_thread() -> None:
+    def job(group: Group) -> None:
+        request, seen = group.all_reduce_init(torch.ones(2)), []
+        for _ in range(20):
+            ended = threading.Event()
+
+            def note(ended: threading.Event = ended) -> None:
+                seen.append(threading.current_thread().name)
+                ended.set()
+
+            gate = hold(group)
+            work = group.all_reduce(torch.ones(2), async_op=True)
+            request.start()
+            work.add_done_callback(lambda: seen.append(threading.current_thread().name))
+            request.add_done_callback(note)
+            gate.set()
+            request.wait()
+            work.wait()
+            assert ended.wait(10.0)
+        assert seen == [f"collectives-{group.rank}"] * 40
+
+    run_threads(2, job)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,7 @@ import torch.distributed as dist
 import adasum
 import collectives
 from collectives import initialize
+from tests.collectives.queues import hold
 from tests.processes.harness import free_port, on_one_node, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -151,8 +151,7 @@ def _forked(rank: int) -> list[bytes]:
     done.wait()
     request = group.all_reduce_init(torch.ones(1))
     # What is under way at the fork.
-    gate = threading.Event()
-    group._calls.queue._worker.submit(lambda: gate.wait(20.0))
+    gate = hold(group)
     work = group.all_reduce(torch.ones(1), async_op=True)
     request.start()
     handle = adasum.allreduce_async(torch.ones(1), op=adasum.Sum)

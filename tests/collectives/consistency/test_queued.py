@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from collectives import CollectiveMismatchError, Group
 from collectives.transport import ThreadTransport, ThreadWorld
+from tests.collectives.queues import hold
 from tests.collectives.transport.thread_ranks import TIMEOUT, together
 
 
@@ -37,8 +37,7 @@ def run(size: int, job: Callable[[Group], Any]) -> list[Any]:
 
 def queued(group: Group, calls: list[Callable[[], Any]]) -> list[Any]:
     """The calls' answers or errors; all are queued before the first one runs."""
-    gate = threading.Event()
-    group._calls.queue._worker.submit(lambda: gate.wait(TIMEOUT))
+    gate = hold(group)
     works = [call() for call in calls]
     gate.set()
     answers = []

@@ -171,7 +171,7 @@ def test_average_has_the_bits_of_messages_in_shared_memory(
 
     shared = run_threads(size, job)
     plan: Callable[..., None] = lambda *arguments: None  # noqa: E731
-    monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", plan)
+    monkeypatch.setattr(calls, "plan_host_all_reduce", plan)
     for ours, theirs in zip(shared, run_threads(size, job), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 

@@ -63,7 +63,7 @@ def test_owners_have_the_bits_of_an_all_reduce(
     size: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not shared:
-        monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
+        monkeypatch.setattr(calls, "plan_host_all_reduce", lambda *arguments: None)
 
     def job(group: Group) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64):
@@ -115,7 +115,7 @@ def test_owners_and_slices_have_horovods_definition_within_100_eps(
     """Of powers of two of ranks, where Horovod's pairs have no weights; by `direct` at any size."""
     monkeypatch.setattr(reducers, "_SMALL_TREE_BYTES", 0)
     if not shared:
-        monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
+        monkeypatch.setattr(calls, "plan_host_all_reduce", lambda *arguments: None)
     cases = [(k, d) for k in ("apart", "parallel", "orthogonal", "opposed 0.001") for d in NARROW]
     sizes = [high - low for low, high in itertools.pairwise(BOUNDS)]
     owners = [i % size for i in range(len(sizes))]

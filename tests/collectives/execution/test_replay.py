@@ -72,7 +72,7 @@ class CapturingByMessages(Capturing, WithoutSharedMemory):
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call goes through the memory that ranks on CPUs share."""
-    monkeypatch.setattr(calls, "plan_shared_memory_all_reduce", lambda runner, call: None)
+    monkeypatch.setattr(calls, "plan_host_all_reduce", lambda runner, call: None)
 
 
 def run(

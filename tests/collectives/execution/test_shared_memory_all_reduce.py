@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from collectives.execution.shared_memory_all_reduce import (
+    ONE_SHOT_BYTES,
+    plan_shared_memory_all_reduce,
+)
 
 import collectives
 from adasum import Adasum, AdasumReducer
@@ -22,10 +26,6 @@ from collectives import (
     Reducer,
     Sum,
     calls,
-)
-from collectives.execution.shared_memory_all_reduce import (
-    ONE_SHOT_BYTES,
-    plan_shared_memory_all_reduce,
 )
 from collectives.reducers import SumReducer, kernels
 from collectives.transport.shared_memory.symmetric_memory import (

@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
 from collectives.execution.shared_memory_levels import TreeLevel, pairs, tree_levels
+
 from collectives.schedules import recursive_doubling, recursive_halving
 from collectives.schedules.algorithm import Order
 from collectives.schedules.folding import Fold

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import collectives
 from adasum import HookState
-from collectives import Group, Operands, Sum
+from collectives import Group, Operands, Sum, Work
 from collectives.bootstrap import transport_selection
 from collectives.execution.call import Call
 from collectives.reducers import SumReducer
@@ -27,10 +27,9 @@ from collectives.transport import HostTransport, ThreadWorld
 from collectives.transport.nccl import calling_thread, cupy_backend
 from collectives.transport.nccl.calling_thread import shared_thread
 from collectives.transport.nccl.transport import NcclTransport
-from collectives.work import Work
-from collectives.worker import Worker
+from tests.collectives.queues import Queue
 from tests.collectives.transport import streams
-from tests.collectives.transport.streams import Stream, machine, on_gpu
+from tests.collectives.transport.streams import machine, on_gpu
 from tests.collectives.transport.streams_nccl import Nccl
 
 
@@ -149,34 +148,28 @@ def test_failure_of_a_call_enqueued_at_once_is_its_waits() -> None:
     on_two_ranks(work)
 
 
-def test_job_that_is_wanted_now_runs_in_its_turn() -> None:
-    worker, seen, gate = Worker("test"), [], threading.Event()
-    first = worker.submit(lambda: (gate.wait(10.0), seen.append(threading.current_thread().name)))
-    threading.Timer(0.1, gate.set).start()
-    second = worker.submit(lambda: seen.append("second"), now=True)
-    assert seen == ["test", "second"] and first.has_ended() and second.has_ended()
-    mine = worker.submit(lambda: threading.current_thread(), now=True)
-    assert mine.has_ended()
-    worker.close(10.0)
-
-
-def test_job_that_a_callback_wants_now_does_not_wait_for_itself() -> None:
-    worker, gate, ended = Worker("test"), threading.Event(), threading.Event()
-    first = worker.submit(lambda: gate.wait(10.0))
-    first.add_done_callback(lambda: worker.submit(ended.set, now=True) and None)
-    gate.set()
-    assert ended.wait(10.0)
-    worker.close(10.0)
-
-
 @pytest.mark.usefixtures("gpu")
-def test_callback_has_the_works_stream_also_where_that_has_ended() -> None:
-    """Else what it waits for would hold up what its caller's stream does next."""
-    work, stream, mine = Work(), Stream(), machine.current()
-    work.run(lambda: None, [stream])  # type: ignore[list-item]
-    seen: list[Stream] = []
-    work.add_done_callback(lambda: seen.append(machine.current()))
-    assert seen == [stream] and machine.current() is mine
+def test_call_that_is_enqueued_at_once_runs_in_its_turn() -> None:
+    """Not so in a callback, which would wait for itself; that has the work's stream as current."""
+    queue, seen, gate = Queue(), [], threading.Event()
+    queue._transport.shares_gpu = True
+    tensors, ended = [on_gpu(torch.ones(3))], threading.Event()
+    first = queue.later(lambda: gate.wait(10.0) and seen.append("first"))
+
+    def call_again() -> None:
+        seen.append(machine.current())
+        queue.later(ended.set, tensors)
+
+    first.add_done_callback(lambda: queue.later(lambda: seen.append("third"), tensors))
+    threading.Timer(0.1, gate.set).start()
+    second = queue.later(lambda: seen.append("second"), tensors)
+    assert seen[:2] == ["first", "second"] and first.has_ended() and second.has_ended()
+    second.add_done_callback(call_again)
+    assert ended.wait(10.0)
+    # A callback of what has ended runs in this thread, with the work's stream.
+    assert seen[2] == "third" and seen[3] in queue._streams.values()
+    assert machine.current() not in queue._streams.values()
+    queue.close()
 
 
 def test_groups_beside_torchs_communicators_know(monkeypatch: pytest.MonkeyPatch) -> None:

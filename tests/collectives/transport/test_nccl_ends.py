@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError, Work
+from collectives.call_queue import CallQueue
 from collectives.execution.call import Call
-from collectives.execution.call_queue import CallQueue
 from collectives.recorder import GroupRecord
 from collectives.transport import Message
 from collectives.transport.nccl import transport as nccl
@@ -134,13 +134,10 @@ def test_a_work_asks_what_became_of_its_collective(machine: Machine) -> None:
         def call() -> None:
             transport.exchange([message], [], "step 1", TIMEOUT)
 
-        def on_stream() -> None:
-            flight.run(call)
-            flight._events.append((machine.nccl, machine.cuda.current_stream().record_event()))
-
-        flight = Work()
-        flight._worker = queue._worker
-        on_stream()
+        flight: Work[None] = Work(queue, Call("flight"), call)
+        flight._run()
+        flight._streams = [machine.nccl]
+        flight._events = [machine.cuda.current_stream().record_event()]
         assert flight.has_ended() and not flight.is_completed()
         told(transport.check_streams)
         assert flight.is_completed()

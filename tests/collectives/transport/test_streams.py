@@ -29,7 +29,7 @@ from collectives.schedules.topology import Topology
 from collectives.transport import ThreadWorld
 from collectives.transport.nccl import cupy_backend
 from collectives.transport.nccl.transport import NcclTransport
-from collectives.worker import Worker
+from tests.collectives.queues import Queue
 from tests.collectives.transport import streams
 from tests.collectives.transport.streams import Stream, machine, on_gpu
 from tests.collectives.transport.streams_nccl import Nccl
@@ -341,10 +341,9 @@ def test_the_tensors_device_counts_and_not_the_current_one(monkeypatch: pytest.M
         return machine.current()
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    worker = Worker("test")
-    tensor = on_gpu(torch.zeros(3))
-    assert worker.submit(lambda: tensor, [tensor]).wait() is tensor
-    worker.close(10.0)
+    queue, tensor = Queue(), on_gpu(torch.zeros(3))
+    assert queue.later(lambda: tensor, [tensor]).wait() is tensor
+    queue.close()
     assert {*asked} == {streams.DEVICE}
 
 
@@ -426,11 +425,11 @@ def test_an_error_of_cudas_before_the_call_is_raised_by_wait(
     def fails(stream: Stream, event: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    worker = Worker("worker")
+    queue = Queue()
     with monkeypatch.context() as patch:
         patch.setattr(Stream, "wait_event", fails)
-        work = worker.submit(lambda: 1, [on_gpu(torch.ones(3))])
+        work = queue.later(lambda: 1, [on_gpu(torch.ones(3))])
         with pytest.raises(RuntimeError, match="illegal memory access"):
             work.wait()
-    assert worker.submit(lambda: 2).wait() == 2
-    worker.close(20.0)
+    assert queue.later(lambda: 2).wait() == 2
+    queue.close()
