@@ -52,6 +52,9 @@ def plan_host_all_reduce(runner: Runner, call: Call) -> HostAllReduce | None:
         return None
     if call.kind not in ("all_reduce", "grouped_all_reduce") or not call.tensors:
         return None
+    if op.reads_tree and runner.climbs_in_levels(call):
+        # Other bits than those of all operands at once.
+        return None
     options, tensors = AllReduceOptions.of(call), call.tensors
     if options.prescale != 1.0 or not all(tensor.is_cpu for tensor in tensors):
         return None
