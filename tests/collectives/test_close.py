@@ -191,10 +191,8 @@ def test_close_while_another_thread_is_in_a_call_waits_for_it_or_ends_it_in_an_e
         )
         metrics.start()
         assert inside.wait(10.0)
-        try:
+        with suppress(TransportError):
             group.close()
-        except TransportError:
-            pass
         metrics.join(10.0)
         return said[0]
 

@@ -136,7 +136,7 @@ def test_a_work_asks_what_became_of_its_collective(machine: Machine) -> None:
 
         flight: Work[None] = Work(queue, Call("flight"), call)
         flight._run()
-        flight._streams = [machine.nccl]
+        flight._streams = [machine.cuda.current_stream()]
         flight._events = [machine.cuda.current_stream().record_event()]
         assert flight.has_ended() and not flight.is_completed()
         told(transport.check_streams)
