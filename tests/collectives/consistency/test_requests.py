@@ -256,6 +256,19 @@ def test_start_with_an_unlike_buffer_raises_and_starts_nothing(
     run("threads", 2, job)
 
 
+def test_start_with_a_buffer_that_overlaps_out_raises_and_starts_nothing() -> None:
+    def job(group: Group) -> None:
+        memory = torch.ones(12)
+        request = group.reduce_scatter_init(torch.ones(12), out=memory[:4])
+        with pytest.raises(ValueError, match=r"tensor .*out"):
+            request.start(memory)
+        request.start()
+        assert torch.equal(request.wait(), torch.full((4,), 3.0))
+        assert memory.tolist() == [3.0] * 4 + [1.0] * 8
+
+    run("threads", 3, job)
+
+
 def test_start_twice_without_wait_raises() -> None:
     def job(group: Group) -> None:
         request = group.all_reduce_init(torch.ones(4))
