@@ -11,6 +11,7 @@ from collectives import Group
 from collectives.requests import Request
 from collectives.schedules.topology import Topology
 from tests.collectives.transport.thread_ranks import TIMEOUT, connect, together
+from tests.collectives.transport.thread_ranks import WithoutSharedMemory as WithoutSharedMemory
 
 # Over what the ranks reach each other, and what they negotiate through.
 WAYS = ("threads", "messages", "shm")
