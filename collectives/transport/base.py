@@ -34,9 +34,8 @@ class Transport(ABC):
     """Point-to-point messages between `size` ranks.
 
     Messages from one rank to another arrive in the order in which they were posted. A receive must
-    have the byte count of the send; empty tensors are not sent at all.
-
-    Capabilities of only some transports are declared here, too, with a default for the others.
+    have the byte count of the send; empty tensors are not sent at all. Capabilities of only some
+    transports are declared here, too, with a default for the others.
 
     Attributes:
         rank: This rank's number.
@@ -47,11 +46,11 @@ class Transport(ABC):
         process_group: The process group for torch.distributed's own collectives, if there is one.
         sums_on_gpu: Whether the vendor's library sums CUDA tensors (`all_reduce`).
         shares_gpu_memory: Whether `add_node_memory` can be called.
-        node_memories: What `add_node_memory` has made, in that order.
+        node_memories: The memories that `add_node_memory` has made, in that order.
         shares_gpu: Whether this process has other communicators on the GPU, torch's or those of
-            groups split from this one; whoever makes them sets it. NCCL requires that communicators
-            of one GPU are used in the same order on all ranks: calls of CUDA tensors then have to
-            reach NCCL in the order in which the caller makes them.
+            groups split from this one. NCCL requires that communicators of one GPU are used in the
+            same order on all ranks: calls of CUDA tensors then have to reach NCCL in the order in
+            which the caller makes them.
         steps: How many steps of calls have ended, so that a waiting thread sees progress.
     """
 
@@ -102,9 +101,9 @@ class Transport(ABC):
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Post all messages at once; return when all have arrived and the sent ones may be reused.
 
-        For CUDA tensors that is so on the current stream: the host does not wait for messages
-        between GPUs (unless too many are under way). If one never comes, `check_streams` and the
-        next exchange raise the error.
+        For CUDA tensors that is so on the current stream. The host does not wait for them unless
+        too many are under way: `check_streams` and the next exchange raise the error of one that
+        never comes.
 
         Args:
             sends: The tensors that this rank sends.
@@ -133,39 +132,33 @@ class Transport(ABC):
         return False
 
     def capture(self, work: Callable[[], Any]) -> Callable[[str, float], None]:
-        """Capture what `work` puts on the current stream in a CUDA graph; nothing is done yet.
+        """Capture in a CUDA graph what `work` puts on the current stream; nothing runs yet.
 
-        All ranks capture the same, and call what it returns alike.
-
-        Returns:
-            What puts the graph on the current stream, as one step. Its arguments are the step's
-            name in errors and its timeout in seconds; it raises what `exchange` raises.
+        All ranks capture the same, and call the returned function alike. It puts the graph on the
+        current stream, as one step; its arguments are the step's name in errors and its timeout in
+        seconds, and it raises the errors of `exchange`.
 
         Raises:
-            RuntimeError: What `work` does cannot be captured.
+            RuntimeError: `work` cannot be captured.
         """
         raise TransportError(f"{self!r}: there are no CUDA graphs")
 
     def check_streams(self) -> None:
         """Raise the error of messages or sums that failed on the streams, if any.
 
-        The tensors to which they were to write are then undefined.
-
-        Raises:
-            CollectiveTimeoutError: A peer was gone or too slow; the text names it and the step.
-            TransportError: The transport itself failed.
+        The tensors to which they were to write are then undefined. Errors are those of `exchange`.
         """
         return
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
-        """Return a rank that has closed its end, among `peers` if given; None if none is known.
+        """Return a rank that has left or ended, among `peers` if given; None if none is known.
 
         Any thread may call this and `interrupt` at any time, but no other method.
         """
         return None
 
     def why_gone(self, peer: int) -> str:
-        """Return the text for errors of why a rank that is gone has closed its end."""
+        """Return the text for errors of why a rank is gone."""
         return f"rank {self.name(peer)} has ended"
 
     def all_reduce(
@@ -195,17 +188,10 @@ class Transport(ABC):
     def add_node_memory(
         self, nbytes: int, device: torch.device | None, timeout: float
     ) -> NodeMemory:
-        """Make memory on all ranks' GPUs that kernels of each of them reach; a collective.
+        """Make memory of `nbytes` on each rank's GPU that all ranks' kernels reach; a collective.
 
-        It lives as long as the transport. Ranks must have heard that all have it before `launch`.
-
-        Args:
-            nbytes: The bytes on each rank.
-            device: This rank's GPU.
-            timeout: Seconds that a launch on it may wait for a peer.
-
-        Raises:
-            TransportError: The GPUs do not reach each other's memory.
+        It lives as long as the transport. Ranks must know that all have it before `launch`, which
+        may wait `timeout` seconds for a peer. TransportError if the GPUs do not reach each other.
         """
         raise TransportError(f"{self!r}: there is no memory that GPUs share")
 
@@ -222,9 +208,9 @@ class Transport(ABC):
         All ranks make the same launches. Errors come as from `exchange`.
 
         Args:
-            number: Of the memory, among `node_memories`.
-            work: What launches, on the current stream.
-            tensor: What is read and written of this rank's memory.
+            number: The memory's place among `node_memories`.
+            work: Launches the kernels on the current stream.
+            tensor: The part of this rank's memory that is read and written.
             step: The name of the step in errors.
             timeout: In seconds.
         """

@@ -81,7 +81,8 @@ class GlooTransport(Transport):
         stall = Stall(self.name(self.rank), step, timeout, lambda: self.named([peer]))
         try:
             with stall.within():
-                for peer, work in posted:
+                # The loop's variable is what `stall` and the error name.
+                for peer, work in posted:  # noqa: B007
                     left = max(start + timeout - time.monotonic(), 1e-3)
                     work.wait(timedelta(seconds=left))
         except RuntimeError as error:
@@ -91,7 +92,7 @@ class GlooTransport(Transport):
     def _error(
         self, peer: int, step: str, start: float, timeout: float, error: RuntimeError
     ) -> CollectiveError:
-        """Return our error for gloo's, which came while this rank posted to or waited for a peer."""
+        """Return our error for gloo's, which came while this rank waited for a peer."""
         return failed(
             f"{self.me} got no answer from {self.named([peer])} in {step} (stopped after "
             f"{time.monotonic() - start:.1f} s of {timeout:g} s)",
