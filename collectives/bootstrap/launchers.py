@@ -40,9 +40,11 @@ LAUNCHERS_VARIABLES = tuple(variable for each in _LAUNCHERS for variable in each
 # ports to clients. Consecutive jobs of Slurm are _PORTS over the golden ratio apart, so that the
 # steps of jobs near each other never get the same port.
 _FIRST_PORT, _PORTS, _STEPS_APART = 10_000, 18_979, 11_730
+_SET = (
+    "set MASTER_ADDR and MASTER_PORT on all ranks to the address of rank 0's host and a free port "
+    "there"
+)
 _logger = logging.getLogger(__name__)
-# For each address of a store that was derived from the launcher's job: a text that names the job.
-_jobs: dict[str, str] = {}
 
 
 def world_size() -> int:
@@ -63,24 +65,18 @@ def world_size() -> int:
             "start with torchrun, or set both, or, under another launcher, neither"
         )
     _, size = _rank_of("RANK", "WORLD_SIZE")
-    if size > 1:
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if not os.environ.get(name):
-                raise ValueError(
-                    f"environment variable {name} is not set: start with torchrun, or set "
-                    "MASTER_ADDR and MASTER_PORT on all ranks to the address of rank 0's host and "
-                    "a free port there"
-                )
-        port = os.environ["MASTER_PORT"]
-        if not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise ValueError(f"MASTER_PORT must be a port from 1 to 65535, got {port!r}")
-        local_ranks()
+    if size == 1:
+        return 1
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ValueError(
+                f"environment variable {name} is not set: start with torchrun, or {_SET}"
+            )
+    port = os.environ["MASTER_PORT"]
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"MASTER_PORT must be a port from 1 to 65535, got {port!r}")
+    local_ranks()
     return size
-
-
-def job() -> str:
-    """Return a text that no other job at this address has; "" if the user gave the address."""
-    return _jobs.get(f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", "")
 
 
 def local_ranks() -> tuple[int, int] | tuple[None, None]:
@@ -143,8 +139,7 @@ def _translate(launcher: _Launcher) -> None:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     # All ranks must derive the same port: from the job and step under srun, else from what ranks of
     # one host have in common.
-    own_port = not port and (launcher is _SRUN or local_size == size)
-    if own_port:
+    if not port and (launcher is _SRUN or local_size == size):
         number = _step_number() if launcher is _SRUN else _job_number()
         port = str(_FIRST_PORT + number % _PORTS)
     if not host and local_size == size:
@@ -155,11 +150,8 @@ def _translate(launcher: _Launcher) -> None:
         raise ValueError(
             f"environment variable {'MASTER_PORT' if host else 'MASTER_ADDR'} is not set, and "
             f"{launcher.name}, which started {size} ranks, does not say that all are on one host: "
-            "set MASTER_ADDR and MASTER_PORT on all ranks to the address of rank 0's host and a "
-            "free port there (mpirun -x, mpiexec -genv)"
+            f"{_SET} (mpirun -x, mpiexec -genv)"
         )
-    if own_port:
-        _jobs[f"{host}:{port}"] = f" of {launcher.name} {number}"
     if local_size is not None and local_ranks() == (None, None):
         os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=port)

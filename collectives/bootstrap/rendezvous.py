@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from collectives.bootstrap.launchers import gpu_for_nccl, job
+from collectives.bootstrap.launchers import gpu_for_nccl
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import failed, first_line, run_beside
 
@@ -172,8 +172,7 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
     CollectiveTimeoutError names the ranks that have not come.
     """
     deadline, pause = time.monotonic() + timeout, 0.001
-    # The keys contain the job, so that another job with the same address is not taken for this one.
-    tokens = [f"adasum{job()}: rank {peer}" for peer in range(size)]
+    tokens = [f"adasum: rank {peer}" for peer in range(size)]
     names: list[str] = []
     with _ended_store_is_a_timeout(rank):
         store.set(tokens[rank], secrets.token_hex(16))

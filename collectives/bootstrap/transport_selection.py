@@ -102,20 +102,16 @@ def check_alone(choice: str) -> None:
 def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:
     """Let all ranks use compiled code for CPU tensors, or all of them torch's functions.
 
-    Results of the two may differ in the last bit, and all ranks are to have the same bits. A
-    TransportError where a rank has no compiled code, and another's other groups rely on it.
-
-    ranks: For each rank `BackendInfo.cpu_path`, and whether other groups of that process rely on
-        compiled code.
+    Results of the two may differ in the last bit, and all ranks are to have the same bits. ranks:
+    For each rank `BackendInfo.cpu_path`, and whether other groups of it rely on compiled code.
     """
     global _promised
     lacking = [i for i, (path, _) in enumerate(ranks) if path != _COMPILED]
-    if not lacking:
-        _promised = True
-    if not lacking or len(lacking) == len(ranks):
+    bound = [i for i, (path, promised) in enumerate(ranks) if path == _COMPILED and promised]
+    _promised = _promised or not lacking
+    if len(lacking) in (0, len(ranks)):
         return
     why = f"rank {lacking[0]} has {ranks[lacking[0]][0]}"
-    bound = [i for i, (path, promised) in enumerate(ranks) if path == _COMPILED and promised]
     if bound:
         raise TransportError(
             f"ranks {bound} compute on CPU tensors in compiled code, as other groups of theirs do, "
@@ -123,11 +119,8 @@ def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:
         )
     use_torch(why)
     if rank == lacking[0]:
-        _logger.warning(
-            "all ranks compute on CPU tensors by torch's functions, as ranks %s have to: %s",
-            lacking,
-            why,
-        )
+        said = "all ranks compute on CPU tensors by torch's functions, as ranks %s have to: %s"
+        _logger.warning(said, lacking, why)
 
 
 def _check_shared(near: Sequence[Sequence[int]]) -> None:

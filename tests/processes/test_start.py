@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import collectives
-from collectives.bootstrap import launchers
 from collectives.stall import warning_seconds
 from tests.collectives.bootstrap.test_launchers import TORCHRUNS, by
 from tests.processes.harness import Kept, run_ranks
@@ -39,33 +38,6 @@ def test_ranks_of_other_launchers_reduce_where_the_launcher_says() -> None:
     for rank, (*one_host, two_hosts) in enumerate(run_ranks(4, _launched, timeout=90.0)):
         assert one_host == [[rank, rank, 4, 1, 6.0]] * 2
         assert two_hosts == [rank, rank % 2, 2, 2, 6.0]
-
-
-def _two_jobs_at_one_port(rank: int) -> str:
-    """Ranks 0 and 1 are a job; 2 and 3 are ranks 0 and 1 of another one."""
-    job, own = divmod(rank, 2)
-    for name in TORCHRUNS:
-        os.environ.pop(name, None)
-    apart = launchers._PORTS if job else 0
-    os.environ.update({**by("srun", own, 2), "SLURM_JOB_ID": str(4711 + apart)})
-    # The other job's rank 1 comes before this one's, and its rank 0 last.
-    time.sleep({0: 0.0, 1: 0.6, 2: 0.3, 3: 0.1}[rank])
-    try:
-        group = collectives.init(timeout=2.0)
-        met = str(group.all_gather_bytes(str(rank).encode()))
-        # The other job is to find the store, which rank 0 keeps.
-        time.sleep(2.5 if rank == 0 else 0.0)
-        return met
-    except collectives.CollectiveError as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_two_jobs_told_one_port_do_not_meet() -> None:
-    first, second, taken, astray = run_ranks(4, _two_jobs_at_one_port, timeout=60.0)
-    assert first == second == "[b'0', b'1']"
-    assert "TransportError: rank 0 cannot listen on 127.0.0.1:" in taken
-    assert "set another MASTER_PORT" in taken
-    assert "CollectiveTimeoutError: rank 1 could not start: rank 0 did not come" in astray
 
 
 def _init(rank: int) -> list[str]:
