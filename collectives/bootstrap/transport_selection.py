@@ -23,7 +23,8 @@ from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.topology import Topology
 from collectives.transport import GlooTransport, NcclTransport, Transport, load_nccl
 from collectives.transport.byte_gathering import gather_objects
-from collectives.transport.host import host_place, on_host, share_memory
+from collectives.transport.host import on_host
+from collectives.transport.host_memory import host_place, share_memory
 from collectives.transport.nccl.calling_thread import shared_thread
 from collectives.transport.nccl.cupy_backend import CupyBackend
 from collectives.transport.nccl.torch_backend import TorchBackend

@@ -1,10 +1,5 @@
 """Ranks of one host, processes or threads, which share memory; other hosts' are reached by gloo.
 
-For processes the memory is a memfd, which vanishes with the last process that maps it, and which
-/dev/shm does not limit. The host's first rank makes it; the others open it through /proc, as
-processes of one user and one pid namespace may. For threads it is anonymous memory. It holds a page
-of each rank, the channels of messages, and the symmetric memory of ranks that all share it.
-
 A rank that waits sleeps on its doorbell, a futex that a peer changes after it has written or taken
 a chunk. Without futexes it sleeps for short intervals. A process that has ended is seen on a pidfd,
 and a rank that has left, with its reason, in its page.
@@ -19,12 +14,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
 import torch
 
@@ -32,13 +25,8 @@ from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.stall import Stall, warning_seconds
 from collectives.transport.base import Message, Messages, Transport
 from collectives.transport.byte_gathering import gather_objects
-from collectives.transport.channels import (
-    Channel,
-    Incoming,
-    LengthsDiffer,
-    Outgoing,
-    channels_bytes,
-)
+from collectives.transport.channels import Channel, Incoming, LengthsDiffer, Outgoing
+from collectives.transport.host_memory import PAGE_BYTES, Shared, host_memory_bytes, share_memory
 from collectives.transport.shared_memory import futex
 from collectives.transport.shared_memory.symmetric_memory import (
     SymmetricMemory,
@@ -47,21 +35,15 @@ from collectives.transport.shared_memory.symmetric_memory import (
 
 # A rank's page: whether it has left, its doorbell and whether it sleeps, with a cache line for
 # each; then the reason in UTF-8, ended by a zero.
-_PAGE = 4096
 _LEFT, _DOORBELL, _ASLEEP, _REASON = 0, 64, 128, 192
 _CLOSED, _ABORTED = 1, 2
 # How often a rank looks before it sleeps; after each look it yields the processor.
 _SPINS = 30
-# The longest sleep: then it checks whether a peer has ended, for which no one wakes it; and the
-# sleep without futexes.
-_CHECK_SECONDS, _NAP = 20e-3, 50e-6
+# The longest sleep: then it checks whether a peer has ended, for which no one wakes it. And the
+# shortest and longest sleep without futexes.
+_CHECK_SECONDS, _MIN_NAP, _MAX_NAP = 20e-3, 20e-6, 1e-3
 # A Stall is made only after a wait of this length: a short one needs none.
 _FIRST_SECONDS = 0.5
-
-
-def host_memory_bytes(size: int) -> int:
-    """Return how much memory `size` ranks of a host share; pages that none writes to take none."""
-    return size * _PAGE + symmetric_memory_bytes(size) + channels_bytes(size)
 
 
 class HostTransport(Transport):
@@ -101,12 +83,15 @@ class HostTransport(Transport):
         self._unusable = ""
         self._place, count = self.near.index(rank), len(self.near)
         whole = memoryview(memory)
-        self._pages = {r: whole[i * _PAGE : (i + 1) * _PAGE] for i, r in enumerate(self.near)}
         # Tensors made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
-            self._address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        channels_at = count * _PAGE + symmetric_memory_bytes(count)
-        self._channels_at, self._channels = channels_at, whole[channels_at:]
+            address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        self._pages, self._doorbells = {}, {}
+        for place, peer in enumerate(self.near):
+            self._pages[peer] = whole[place * PAGE_BYTES : (place + 1) * PAGE_BYTES]
+            self._doorbells[peer] = address + place * PAGE_BYTES + _DOORBELL
+        channels_at = count * PAGE_BYTES + symmetric_memory_bytes(count)
+        self._channels, self._channels_at = whole[channels_at:], address + channels_at
         self._out: dict[int, Channel] = {}
         self._in: dict[int, Channel] = {}
         self._lock = threading.Lock()
@@ -116,7 +101,7 @@ class HostTransport(Transport):
         self._spins = _SPINS if len(cores) >= count else 0
         self._pidfds = dict(pidfds)
         if count == size:
-            block = whole[count * _PAGE : channels_at]
+            block = whole[count * PAGE_BYTES : channels_at]
             self.symmetric_memory = SymmetricMemory(block, rank, size, self, cores=cores)
         _transports.add(self)
 
@@ -163,12 +148,12 @@ class HostTransport(Transport):
             pair = self._place, self.near.index(peer)
             channel = channels[peer] = (Outgoing if sending else Incoming)(
                 self._channels,
-                self._address + self._channels_at,
+                self._channels_at,
                 len(self.near),
                 pair if sending else pair[::-1],
                 peer,
                 self._fence,
-                partial(self._wake, self._pages[peer], self._address + pair[1] * _PAGE),
+                partial(self._wake, peer),
             )
         return channel
 
@@ -209,12 +194,12 @@ class HostTransport(Transport):
             if now - since >= min(_FIRST_SECONDS, warning_seconds()):
                 stall = stall or Stall(self.name(self.rank), step, timeout, late, since)
                 stall.check()
-            self._sleep(channels, start + timeout - now)
+            self._sleep(channels, now - since, start + timeout - now)
 
     def _check_peers(self, channels: Sequence[Channel], step: str) -> None:
         """Raise if this rank was interrupted, or a rank has left without which it cannot go on."""
         self._check_usable(step)
-        gone = self._gone({channel.peer for channel in channels})
+        gone = self.gone({channel.peer for channel in channels})
         if gone is None:
             # A rank that aborts ends the group, even if no message of its is missing.
             gone = next((r for r, page in self._pages.items() if page[_LEFT] == _ABORTED), None)
@@ -235,14 +220,15 @@ class HostTransport(Transport):
                 return True
         return False
 
-    def _sleep(self, channels: Sequence[Channel], left: float) -> None:
+    def _sleep(self, channels: Sequence[Channel], waited: float, left: float) -> None:
         """Sleep until a peer rings, or for some time up to `left` seconds."""
-        if not futex.available:
-            time.sleep(_NAP)
-            return
-        mine, address = self._pages.get(self.rank), self._address + self._place * _PAGE + _DOORBELL
+        mine = self._pages.get(self.rank)
         if mine is None:
             # Closed by another thread meanwhile, which the next look finds.
+            return
+        if not futex.available:
+            # So that this rank notices the end of its wait late by at most an eighth of it.
+            time.sleep(min(max(waited / 8, _MIN_NAP), _MAX_NAP))
             return
         number = int.from_bytes(mine[_DOORBELL : _DOORBELL + 4], sys.byteorder)
         mine[_ASLEEP] = 1
@@ -250,15 +236,16 @@ class HostTransport(Transport):
         # this rank sleeps, the look here sees the chunk.
         self._fence()
         if not any(channel.ready() for channel in channels):
-            futex.wait(address, number, min(_CHECK_SECONDS, left))
+            futex.wait(self._doorbells[self.rank], number, min(_CHECK_SECONDS, left))
         mine[_ASLEEP] = 0
 
-    def _wake(self, page: memoryview, address: int) -> None:
+    def _wake(self, peer: int) -> None:
         """Ring a rank's doorbell if it sleeps."""
-        if page[_ASLEEP] and futex.available:
+        page = self._pages.get(peer)
+        if page is not None and page[_ASLEEP] and futex.available:
             number = int.from_bytes(page[_DOORBELL : _DOORBELL + 4], sys.byteorder) + 1
             page[_DOORBELL : _DOORBELL + 4] = (number & 0xFFFFFFFF).to_bytes(4, sys.byteorder)
-            futex.wake(address + _DOORBELL)
+            futex.wake(self._doorbells[peer])
 
     def _fence(self) -> None:
         """Keep the processor from moving memory accesses across this, as in symmetric memory."""
@@ -269,25 +256,20 @@ class HostTransport(Transport):
 
     def _check_usable(self, step: str) -> None:
         if self._unusable:
-            raise TransportError(f"{self!r} cannot be used in {step}: {self._unusable}")
+            raise TransportError(f"this transport cannot be used in {step}: {self._unusable}")
         if self._interrupted:
             self.check_interrupt(step)
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
-        self._check_usable("a wait for all ranks")
-        return self._gone(peers)
-
-    def _gone(self, peers: Collection[int] | None) -> int | None:
         """Return a rank that has left or ended, of those that share memory: `Transport.gone`."""
-        asked = [r for r in self.near if r != self.rank and (peers is None or r in peers)]
-        left = next((r for r in asked if self._pages[r][_LEFT]), None)
-        if left is not None or not self._pidfds:
-            return left
-        poll = select.poll()
-        pidfds = {fd: peer for fd, peer in self._pidfds.items() if peer in asked}
-        for fd in pidfds:
-            poll.register(fd, select.POLLIN)
-        return next((pidfds[fd] for fd, _ in poll.poll(0)), None)
+        self._check_usable("a wait for all ranks")
+        others = [r for r in self.near if r != self.rank and (peers is None or r in peers)]
+        pages, poll = self._pages, select.poll()
+        for fd, peer in self._pidfds.items():
+            if peer in others:
+                poll.register(fd, select.POLLIN)
+        left = next((r for r in others if r in pages and pages[r][_LEFT]), None)
+        return next((self._pidfds[fd] for fd, _ in poll.poll(0)), None) if left is None else left
 
     def why_gone(self, peer: int) -> str:
         page = self._pages.get(peer)
@@ -325,65 +307,16 @@ class HostTransport(Transport):
         if self._unusable:
             return
         self.symmetric_memory, self._unusable = None, reason or f"{self.me} has closed it"
-        mine, said = self._pages[self.rank], reason.encode()[: _PAGE - _REASON - 1]
+        mine, said = self._pages[self.rank], reason.encode()[: PAGE_BYTES - _REASON - 1]
         mine[_REASON : _REASON + len(said)] = said
         self._fence()
         mine[_LEFT] = how
         self._fence()
-        for place, peer in enumerate(self.near):
-            self._wake(self._pages[peer], self._address + place * _PAGE)
+        for peer in self.near:
+            self._wake(peer)
         for fd in self._pidfds:
             os.close(fd)
         self._pidfds = {}
-
-
-class Shared(NamedTuple):
-    """The memory that ranks of this host share.
-
-    Attributes:
-        memory: The memory; None if this rank shares it with no other one.
-        pidfds: A descriptor of each other process that shares it, and its rank.
-        near: By rank, the ranks with which it shares memory, in ascending order, and itself.
-    """
-
-    memory: mmap.mmap | None
-    pidfds: Mapping[int, int]
-    near: Sequence[Sequence[int]]
-
-
-def share_memory(rank: int, size: int, place: Any, gather: Callable[[Any], list[Any]]) -> Shared:
-    """Map the memory that the ranks of each host share; a collective.
-
-    place: Equal on ranks of one host; None for a rank that cannot share memory.
-    gather: Returns a value of each rank, by rank; all ranks call it alike.
-    """
-    nbytes, descriptor, memory = host_memory_bytes(size), -1, None
-    pidfds: dict[int, int] = {}
-    with ExitStack() as opened:
-        with suppress(OSError, AttributeError):
-            descriptor = os.memfd_create("adasum-host")
-            opened.callback(os.close, descriptor)
-            os.ftruncate(descriptor, nbytes)
-        said = gather([place, os.getpid(), descriptor])
-        places = [place for place, *_ in said]
-        hosts = [[r for r in range(size) if places[r] == place] for place in places]
-        if places[rank] is not None and len(hosts[rank]) > 1:
-            with suppress(OSError):
-                # The one that the host's first rank has made.
-                _, pid, made = said[hosts[rank][0]]
-                memory = _map(pid, made, nbytes)
-                for peer in hosts[rank]:
-                    if peer != rank:
-                        pidfds[os.pidfd_open(said[peer][1])] = peer
-        complete = memory is not None and len(pidfds) == len(hosts[rank]) - 1
-        mapped = gather(complete)
-    # On all ranks of a host or on none.
-    near = [host if all(mapped[r] for r in host) else [r] for r, host in enumerate(hosts)]
-    if len(near[rank]) == 1:
-        for fd in pidfds:
-            os.close(fd)
-        return Shared(None, {}, near)
-    return Shared(memory, pidfds, near)
 
 
 def on_host(far: Transport, shared: Shared) -> Transport:
@@ -400,29 +333,6 @@ def on_host(far: Transport, shared: Shared) -> Transport:
         pidfds=shared.pidfds,
         far=far,
     )
-
-
-def host_place() -> list[Any] | None:
-    """Return what ranks have in common that can share memory; None for a rank that never can."""
-    with suppress(OSError, AttributeError):
-        os.close(os.pidfd_open(os.getpid()))
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # Ranks with networks of their own count as hosts of their own.
-        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
-        return [kernel, *spaces, os.geteuid(), futex.available]
-    return None
-
-
-def _map(pid: int, descriptor: int, nbytes: int) -> mmap.mmap:
-    """Map the memory of a process's descriptor; OSError if it cannot be had."""
-    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        # To touch pages beyond the end of a smaller one would end the process (SIGBUS).
-        if os.fstat(opened).st_size != nbytes:
-            raise OSError(f"process {pid} has other memory")
-        return mmap.mmap(opened, nbytes)
-    finally:
-        os.close(opened)
 
 
 def _cores() -> Collection[int]:

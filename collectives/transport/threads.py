@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from collectives.transport.base import Message, Messages
-from collectives.transport.host import HostTransport, host_memory_bytes
+from collectives.transport.host import HostTransport
+from collectives.transport.host_memory import host_memory_bytes
 
 # Linux's number, which Python names from 3.13 on.
 _NORESERVE = 0x4000

@@ -14,7 +14,7 @@ import torch
 
 from collectives import CollectiveTimeoutError
 from collectives.transport import HostTransport, Message, threads
-from collectives.transport.host import host_memory_bytes
+from collectives.transport.host_memory import host_memory_bytes
 from collectives.transport.shared_memory import futex
 from collectives.transport.shared_memory.symmetric_memory import (
     JOINED,

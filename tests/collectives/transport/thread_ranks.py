@@ -13,7 +13,8 @@ import torch
 
 from collectives.transport import Message, ThreadTransport, ThreadWorld, Transport
 from collectives.transport.byte_gathering import gather_objects
-from collectives.transport.host import host_place, on_host, share_memory
+from collectives.transport.host import on_host
+from collectives.transport.host_memory import host_place, share_memory
 
 TIMEOUT = 20.0
 NO_MEMFD = pytest.mark.skipif(
