@@ -242,3 +242,27 @@ def test_the_last_messages_of_a_rank_that_has_ended_arrive(kind: str) -> None:
         got = poisoned(length)
         exchange(second, [], [(0, got)])
         assert torch.equal(got, noise(length, 1))
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor whose memory the host cannot reach, as that of one on a GPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_cpu = False  # type: ignore[assignment]
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor).clone()
+
+    def data_ptr(self) -> int:
+        raise AssertionError("this memory is not the host's")
+
+
+def test_threads_stage_what_is_not_in_the_hosts_memory() -> None:
+    first, second = connect(2, "threads")
+    sent, got = noise(LONG, 1), poisoned(LONG)
+    back = poisoned(5)
+    together(
+        lambda: exchange(first, [(1, sent.as_subclass(Elsewhere))], [(1, back)]),
+        lambda: exchange(second, [(0, noise(5, 2))], [(0, got.as_subclass(Elsewhere))]),
+    )
+    assert torch.equal(got, sent) and torch.equal(back, noise(5, 2))
