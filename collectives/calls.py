@@ -93,11 +93,11 @@ class Calls:
         self.queue.check_thread(call)
         carry_out = partial(self._carry_out, call)
         on_gpu = any(tensor.is_cuda for tensor in call.tensors)
-        if not on_gpu:
+        if not on_gpu and call.replay is None:
             if call.plan is not None and call.plan.nbytes <= _BEGIN_BYTES:
                 return self.queue.begin(call, partial(self._begin, call), carry_out)
             return self.queue.submit(call, carry_out)
-        if torch.cuda.is_current_stream_capturing():
+        if on_gpu and torch.cuda.is_current_stream_capturing():
             if call.plan is not None:
                 # The graph would outlive what is bound, and run beside other launches.
                 call = by_messages(call)
