@@ -94,7 +94,7 @@ def alone(kind: str, device: torch.device) -> str:
     else:
         assert dist.group.WORLD is not None
         host = GlooTransport(dist.group.WORLD)
-        transport = NcclTransport(host, CupyBackend(store, device), timeout=_STEP)
+        transport = NcclTransport(host, CupyBackend(device), timeout=_STEP)
         transport.exchange([Message(0, numbers)], [Message(0, got)], "the check", _STEP)
         transport.close()
     if not torch.equal(got, numbers):

@@ -160,10 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     numel = parse_general_int(args.bytes.upper()) // 4
-    world, store = ThreadWorld(args.ranks), dist.HashStore()
+    world = ThreadWorld(args.ranks)
 
     def over_nccl(rank: int) -> Transport:
-        return NcclTransport(world.transport(rank), CupyBackend(store, device), timeout=SECONDS)
+        return NcclTransport(world.transport(rank), CupyBackend(device), timeout=SECONDS)
 
     rows = run(args.ranks, numel, args.iters, device, over_nccl)
     print(*header(_WIDTH), *(line(row, rows[0], _WIDTH) for row in rows), sep="\n", flush=True)

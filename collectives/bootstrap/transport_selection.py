@@ -25,8 +25,7 @@ from collectives.transport import GlooTransport, NcclTransport, Transport, load_
 from collectives.transport.byte_gathering import gather_objects
 from collectives.transport.host import on_host
 from collectives.transport.host_memory import host_place, share_memory
-from collectives.transport.nccl.calling_thread import shared_thread
-from collectives.transport.nccl.cupy_backend import CupyBackend
+from collectives.transport.nccl.cupy_backend import CupyBackend, shared_stream
 from collectives.transport.nccl.torch_backend import TorchBackend
 from collectives.transport.process_groups import has_nccl, store_of
 from kernels.cpu.dispatch import use_torch
@@ -78,9 +77,7 @@ def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
         if choice == "nccl":
             _check_gpus(gather(_gpu_report()))
             device = torch.device("cuda", torch.cuda.current_device())
-            backend = CupyBackend(
-                store_of(gloo.process_group), device, thread=shared_thread(device)
-            )
+            backend = CupyBackend(device, stream=shared_stream(device))
             host = NcclTransport(host, backend, timeout=timeout)
         failed.pop_all()
     return host

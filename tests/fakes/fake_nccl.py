@@ -1,7 +1,7 @@
 """A stand-in for `cupy.cuda.nccl` over the pretended GPU of fake_cuda.py; ranks are threads.
 
 What it is good for: it keeps NCCL's rules more strictly than NCCL does, so a transport that breaks
-one fails a test instead of hanging now and then. A communicator serves one thread; sends and
+one fails a test instead of hanging now and then. A communicator serves one thread at a time; sends and
 receives must be grouped, and meet by order and byte count; every blocking call (start, split,
 destroy, abort) waits for all ranks, without a limit; collecting a communicator that is alive is
 an error.
@@ -140,13 +140,18 @@ class FakeNccl:
             raise NcclError(5)
         self.depths[threading.get_ident()] -= 1
         self._thread.group = None
-        if self._thread.failed:
-            raise NcclError(self._thread.failed)
-        for communicator in {id(c): c for c, *_ in group}.values():
-            while communicator.rank in self.silent_in_group_end and not communicator.ended:
-                time.sleep(_TICK)
-            if communicator.ended:
-                raise NcclError(6)
+        used = {id(c): c for c, *_ in group}.values()
+        try:
+            if self._thread.failed:
+                raise NcclError(self._thread.failed)
+            for communicator in used:
+                while communicator.rank in self.silent_in_group_end and not communicator.ended:
+                    time.sleep(_TICK)
+                if communicator.ended:
+                    raise NcclError(6)
+        finally:
+            for communicator in used:
+                communicator.user = None
         for communicator, stream, *_ in group:
             if stream.capture is not None:
                 communicator.hold(stream.capture)
@@ -205,7 +210,8 @@ class _Communicator:
         self.calls = 0
         self.splits = 0
         self._clique = clique
-        self._thread = threading.get_ident()
+        # The thread that uses it now.
+        self.user: int | None = None
         clique.meet("start", rank, None, lambda: False)
         self.freed = False
         self.graphs: set[FakeGraph] = set()
@@ -225,8 +231,8 @@ class _Communicator:
             self.nccl.broken.append(f"rank {self.rank}'s communicator was collected alive")
 
     def _enter(self) -> None:
-        if threading.get_ident() != self._thread:
-            self.nccl.complain("a communicator was used from two threads")
+        if self.user not in (None, threading.get_ident()):
+            self.nccl.complain("a communicator was used from two threads at once")
         if self.ended:
             self.nccl.complain("a communicator was used after its end")
 
@@ -236,6 +242,7 @@ class _Communicator:
         if group is None:
             self.nccl.complain("a message outside a group")
         else:
+            self.user = threading.get_ident()
             group.append((self, FakeStream.by_handle[stream], f"{id(self)} {line}", op))
 
     def _waits(self) -> bool:
@@ -314,8 +321,8 @@ class _Communicator:
 
     def destroy(self) -> None:
         self._check_graphs()
-        if threading.get_ident() != self._thread:
-            self.nccl.complain("a communicator was destroyed by another thread")
+        if self.user is not None:
+            self.nccl.complain("a communicator was destroyed while another thread used it")
         with suppress(GaveUp):
             self._clique.meet("destroy", self.rank, None, lambda: False)
             self.freed = True

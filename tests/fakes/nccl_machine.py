@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from collectives.errors import CollectiveError
 from collectives.execution.context import Workspace
 from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import calling_thread, cupy_backend, graphs, watcher
+from collectives.transport.nccl import backend, cupy_backend, graphs, watcher
 from collectives.transport.nccl import transport as nccl
 from collectives.transport.nccl.cupy_backend import CupyBackend
 from tests.fakes.fake_cuda import FakeCuda, FakeStream, device_tensor
@@ -33,11 +32,9 @@ class Machine:
 
     def run(self, size: int, work: Work, *, timeout: float = 20.0, close: bool = True) -> list[Any]:
         world = ThreadWorld(size)
-        store = dist.HashStore()
 
         def rank_main(rank: int) -> Any:
-            backend = CupyBackend(store)
-            transport = nccl.NcclTransport(world.transport(rank), backend, timeout=timeout)
+            transport = nccl.NcclTransport(world.transport(rank), CupyBackend(), timeout=timeout)
             try:
                 return work(transport)
             finally:
@@ -73,7 +70,7 @@ class Machine:
 def make_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNccl) -> Iterator[Machine]:
     """For a fixture: the fakes in place of CUDA and NCCL; at the end no rule was broken."""
     cuda = FakeCuda()
-    for module in (nccl, cupy_backend, calling_thread, graphs):
+    for module in (nccl, backend, cupy_backend, graphs):
         monkeypatch.setattr(module, "cuda", cuda)
     monkeypatch.setattr(cupy_backend, "load_nccl", lambda: fake)
     monkeypatch.setattr(cupy_backend, "_ABORT_SECONDS", 0.1)

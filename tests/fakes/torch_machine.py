@@ -13,7 +13,7 @@ from collectives.transport import (
     ThreadWorld,
     Transport,
 )
-from collectives.transport.nccl import torch_backend, transport, watcher
+from collectives.transport.nccl import backend, torch_backend, transport, watcher
 from tests.fakes.fake_cuda import FakeCuda, FakeStream, device_tensor
 from tests.fakes.fake_torch import FakeGroup, FakeTorch
 
@@ -24,8 +24,8 @@ def make_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
     """For a fixture: the stand-ins in the place of CUDA and torch's NCCL."""
     cuda = FakeCuda()
     found = FakeTorch(cuda)
-    monkeypatch.setattr(transport, "cuda", cuda)
-    monkeypatch.setattr(torch_backend, "cuda", cuda)
+    for module in (transport, backend, torch_backend):
+        monkeypatch.setattr(module, "cuda", cuda)
     monkeypatch.setattr(watcher, "CHECK_SECONDS", 0.05)
     monkeypatch.setattr(watcher, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(torch_backend, "dist", found)
@@ -41,8 +41,8 @@ def make_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
 def of(fake: FakeTorch, rank: int, host: Transport | None = None) -> NcclTransport:
     """Over a process group, beside what carries CPU tensors: nobody is gone unless it says so."""
     host = host or ThreadWorld(9).transport(rank)
-    backend = torch_backend.TorchBackend(FakeGroup(fake, rank))  # type: ignore[arg-type]
-    return NcclTransport(host, backend, timeout=TIMEOUT)
+    made = torch_backend.TorchBackend(FakeGroup(fake, rank))  # type: ignore[arg-type]
+    return NcclTransport(host, made, timeout=TIMEOUT)
 
 
 def full(value: float) -> torch.Tensor:

@@ -41,7 +41,6 @@ from collectives.schedules.topology import Topology
 from collectives.transport import GlooTransport, Message, Transport
 from collectives.transport.nccl.cupy_backend import CupyBackend, load_nccl
 from collectives.transport.nccl.transport import NcclTransport
-from collectives.transport.process_groups import store_of
 from collectives.tree_order import in_order
 from tests.adasum import definition
 from tests.processes.harness import run_ranks
@@ -338,7 +337,7 @@ def start(rank: int) -> NcclTransport:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
-    backend = CupyBackend(store_of(group))
+    backend = CupyBackend()
     return NcclTransport(GlooTransport(group), backend, timeout=TIMEOUT)
 
 

@@ -90,20 +90,19 @@ def test_torch_may_be_late_while_the_rank_ends(tmp_path: Path) -> None:
 
 
 EXIT = """
-import threading, time, torch, torch.distributed as dist
+import threading, time, torch
 from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import calling_thread, cupy_backend, transport as nccl
+from collectives.transport.nccl import backend, cupy_backend, transport as nccl
 from tests.fakes.fake_cuda import FakeCuda, device_tensor
 from tests.fakes.fake_nccl import FakeNccl
-nccl.cuda = cupy_backend.cuda = calling_thread.cuda = FakeCuda()
+nccl.cuda = cupy_backend.cuda = backend.cuda = FakeCuda()
 fake = FakeNccl()
 cupy_backend.load_nccl = lambda: fake
-world, store, kept = ThreadWorld(2), dist.HashStore(), []
+world, kept = ThreadWorld(2), []
 cupy_backend._CLOSE_SECONDS = 0.3
 message = Message(0, device_tensor(torch.ones(3)))
 def rank(r):
-    backend = cupy_backend.CupyBackend(store)
-    transport = nccl.NcclTransport(world.transport(r), backend, timeout=10.0)
+    transport = nccl.NcclTransport(world.transport(r), cupy_backend.CupyBackend(), timeout=10.0)
     kept.append(transport)
     if r == 1:
         transport.exchange([message], [message], "a step", 1000.0)

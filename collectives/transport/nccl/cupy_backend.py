@@ -1,36 +1,34 @@
-"""NCCL through cupy: one thread that calls it, bounded waits, communicators of our own.
+"""NCCL through cupy: communicators of our own, bounded waits.
 
-Facts about NCCL that shape this file (its user guide, "Thread Safety", "Group Calls" and "Fault
+Facts about NCCL that shape this file (user guide, "Thread Safety", "Group Calls" and "Fault
 Tolerance"; cupy 14.2): init, split, the first use of a connection, destroy and abort wait for other
-ranks without a limit; a group that has failed must still be ended; and when a communicator object
-is collected cupy destroys the communicator, which may wait for ever.
+ranks without a limit; a group that has failed must still be ended; and cupy destroys a communicator
+when it is collected, which may wait for ever.
 
-Tested with a strict stand-in for NCCL (tests/fakes/fake_nccl.py), and where there is a GPU by
+Tested with a strict stand-in for NCCL (tests/fakes/fake_nccl.py), and on a GPU by
 tests/processes/test_nccl.py; two processes that shared a GPU have trained over it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
+import functools
 import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent import futures
 from contextlib import ExitStack, suppress
-from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import cuda
 
 from collectives.errors import TransportError
-from collectives.transport.base import Messages, Transport
-from collectives.transport.nccl.backend import Backend, translate_errors
-from collectives.transport.nccl.calling_thread import CallingThread
+from collectives.transport.base import Message, Messages, Transport
+from collectives.transport.nccl.backend import Backend, CommunicationStream, translate_errors
 from collectives.transport.process_groups import run_beside
+
+T = TypeVar("T")
 
 # The dtypes that NCCL can sum, and gloo too: no other integers, no bools, no 8-bit floats.
 DTYPES = {
@@ -39,20 +37,22 @@ DTYPES = {
 }
 # The first version whose unique ids are bytes.
 _CUPY_VERSION = [14, 2]
-# Both are short, since they may be waited for in vain when ranks are gone. An abort is to end
-# within the 5 s after the timeout in which every rank is to raise its error.
+# Both are short, since ranks that are gone may be waited for in vain. Every rank is to raise its
+# error within 5 s after the timeout, its abort included.
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 3.0
-_ABORTED = "its NCCL communicator was aborted"
 
 
 def load_nccl() -> Any:
     """Return the module `cupy.cuda.nccl`.
 
-    RuntimeError if torch sees no GPU. ImportError, which says what to install, if cupy or NCCL's
-    library is missing, too old or for another CUDA than torch's.
+    Raises:
+        RuntimeError: torch sees no GPU.
+        ImportError: cupy or NCCL is missing, too old or for another CUDA than torch's; the text
+            says what to install.
     """
     major = 12 if (torch.version.cuda or "").startswith("12.") else 13
+    install = f'pip install "cupy-cuda{major}x>=14.2"'
     if not cuda.is_available():
         raise RuntimeError(
             "NCCL needs a GPU that torch sees: install a CUDA build of torch and NVIDIA's driver, "
@@ -64,33 +64,38 @@ def load_nccl() -> Any:
             import cupy
             from cupy.cuda import nccl, runtime
     except ImportError as error:
-        raise ImportError(
-            f'NCCL is called through cupy ({error}): pip install "cupy-cuda{major}x>=14.2"'
-        ) from None
+        raise ImportError(f"NCCL is called through cupy ({error}): {install}") from None
     if [int(part) for part in cupy.__version__.split(".")[:2]] < _CUPY_VERSION:
-        raise ImportError(
-            f'cupy {cupy.__version__} is too old: pip install "cupy-cuda{major}x>=14.2"'
-        )
+        raise ImportError(f"cupy {cupy.__version__} is too old: {install}")
     cupys = runtime.runtimeGetVersion() // 1000
     if cupys != major:
         raise ImportError(
             f"cupy is built for CUDA {cupys} and torch for CUDA {torch.version.cuda}: "
-            f'pip uninstall cupy-cuda{cupys}x, then pip install "cupy-cuda{major}x>=14.2"'
+            f"pip uninstall cupy-cuda{cupys}x, then {install}"
         )
     if not nccl.available:
         raise ImportError(f"cupy found no NCCL library: pip install nvidia-nccl-cu{major}")
     return nccl
 
 
-class CupyBackend(Backend):
-    """A rank's communicator on one device, and those split from it for parts of the ranks.
+@functools.cache
+def shared_stream(device: torch.device) -> CommunicationStream:
+    """Return the stream of all groups of this process on a device.
 
-    Making one raises as `load_nccl` does, and ValueError for another device than CUDA's.
+    NCCL requires that the communicators of a device are used one after the other. Not for several
+    ranks in one process: one rank would wait in its turn for another rank, which needs the turn.
+    """
+    return CommunicationStream(device)
+
+
+class CupyBackend(Backend):
+    """A rank's communicator on one device, and those split from it for some of the ranks.
+
+    Making one raises as `load_nccl` does, and ValueError if `device` is not a CUDA device.
 
     Args:
-        store: The store through which the other ranks get rank 0's NCCL id.
         device: This rank's GPU, the current one unless given.
-        thread: The thread that calls NCCL, shared with others on this device; else a new one.
+        stream: The communication stream, shared with others on this device; else a new one.
     """
 
     device: torch.device
@@ -98,50 +103,39 @@ class CupyBackend(Backend):
     sums = True
 
     def __init__(
-        self,
-        store: dist.Store,
-        device: torch.device | None = None,
-        *,
-        thread: CallingThread | None = None,
+        self, device: torch.device | None = None, *, stream: CommunicationStream | None = None
     ) -> None:
         self._nccl = load_nccl()
         self.device = device or torch.device("cuda", cuda.current_device())
         if self.device.type != "cuda" or self.device.index is None:
             raise ValueError(f'device must be a CUDA device such as "cuda:0", got {self.device}')
-        self._store = store
-        self._thread = thread or CallingThread(self.device, f"nccl-{self.device}")
-        self.turn = self._thread.turn
-        self._process = os.getpid()
-        self._made: list[Any] = []
+        self._stream = stream or CommunicationStream(self.device)
+        # All communicators; None once they were taken, to be ended.
+        self._made: list[Any] | None = []
+        # Those of some of the ranks.
         self._parts: dict[tuple[int, ...], Any] = {}
-        # Held while communicators are added, checked, or taken to be destroyed. Reentrant, because
-        # Python may collect the transport at any allocation, and its closing takes the lock, too.
+        # What was done once, so that NCCL is connected for it.
+        self._connected: set[Any] = set()
+        # Held while communicators are added, checked or taken. Reentrant: Python may collect the
+        # transport, whose end takes the lock, at any allocation.
         self._lock = threading.RLock()
-        self._ended = False
 
     def open(self, host: Transport, device: torch.device, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         self._rank = host.rank
         self._others = [rank for rank in range(host.size) if rank != host.rank]
-        # The count tells apart communicators of one store. Each rank has its own counter: all make
-        # their communicators in one order, so the counters agree.
-        count = self._store.add(f"adasum/nccl/made-by-{host.rank}", 1)
-        self._store = dist.PrefixStore(f"adasum/nccl/{count}", self._store)
+        unique_id = torch.empty(128, dtype=torch.uint8, device="cpu")
+        sends, recvs = [], [Message(0, unique_id)]
         if host.rank == 0:
-            self._store.set("all", self._thread.call(self._nccl.get_unique_id, timeout))
-        try:
-            self._store.wait(["all"], timedelta(seconds=timeout))
-        except RuntimeError:
-            raise futures.TimeoutError(0) from None
-        unique_id = self._store.get("all")
+            unique_id = torch.frombuffer(bytearray(self._nccl.get_unique_id()), dtype=torch.uint8)
+            sends, recvs = [Message(peer, unique_id) for peer in self._others], []
+        host.exchange(sends, recvs, "start-up", timeout)
+        args = host.size, bytes(unique_id.tolist()), host.rank
+        left = max(deadline - time.monotonic(), 0.1)
+        self._whole = self._make(lambda: self._nccl.NcclCommunicator(*args), left)
 
-        def join() -> Any:
-            return self._nccl.NcclCommunicator(host.size, unique_id, host.rank)
-
-        self._whole = self._make(join, max(deadline - time.monotonic(), 0.1))
-
-    def stream(self, device: torch.device) -> cuda.Stream:
-        return self._thread.stream
+    def stream(self, device: torch.device) -> CommunicationStream:
+        return self._stream
 
     def exchange(self, sends: Messages, recvs: Messages, stream: Any, timeout: float) -> None:
         whole, kind = self._whole, self._nccl.NCCL_UINT8
@@ -149,59 +143,55 @@ class CupyBackend(Backend):
         def post() -> None:
             for messages, call in ((sends, whole.send), (recvs, whole.recv)):
                 for peer, tensor in messages:
-                    nbytes = tensor.numel() * tensor.element_size()
-                    call(tensor.data_ptr(), nbytes, kind, peer, stream.cuda_stream)
+                    call(tensor.data_ptr(), tensor.nbytes, kind, peer, stream.cuda_stream)
 
-        self._group(post, timeout)
+        peers = {("send", peer) for peer, _ in sends} | {("recv", peer) for peer, _ in recvs}
+        self._group(post, peers, timeout)
 
     def all_reduce(self, values: torch.Tensor, among: Any, stream: Any, timeout: float) -> None:
-        """Sum over all ranks, or over one of the parts into which they are split.
+        """Sum over all ranks, or over one of the sets into which they are split.
 
-        Every rank calls it with the part to which it belongs. The first call with these parts
-        splits the communicator, on all ranks together, even if there is nothing to sum.
+        The first call with these sets splits the communicator, on all ranks together, even if
+        there is nothing to sum.
         """
         if among is None or len(among) == len(self._others) + 1:
             part = self._whole
-        else:
-            part = self._parts.get(among) or self._split(among, timeout)
+        elif (part := self._parts.get(among)) is None:
+            color, key = among[0], among.index(self._rank)
+            part = self._parts[among] = self._make(
+                lambda: self._whole.commSplit(color, key), timeout
+            )
         kind, add = getattr(self._nccl, DTYPES[values.dtype]), self._nccl.NCCL_SUM
+        address, numel = values.data_ptr(), values.numel()
 
         def post() -> None:
-            address = values.data_ptr()
-            part.allReduce(address, address, values.numel(), kind, add, stream.cuda_stream)
+            part.allReduce(address, address, numel, kind, add, stream.cuda_stream)
 
-        if values.numel():
-            self._group(post, timeout)
+        if numel:
+            # NCCL connects for each of its algorithms, which it chooses by the length.
+            self._group(post, {(among, numel, kind)}, timeout)
 
     def check(self) -> None:
-        # NCCL allows this during other calls, and answers at once. The lock keeps other threads
-        # from freeing a communicator meanwhile.
+        # NCCL answers at once. The lock keeps other threads from freeing a communicator meanwhile.
         with self._lock:
-            for communicator in () if self._ended else self._made:
+            for communicator in self._made or ():
                 communicator.check_async_error()
 
     def abort(self) -> str:
-        """Abort all communicators and what they have under way; return the outcome within 3 s.
+        """Abort all communicators and what they have under way, within 3 s.
 
-        An abort may wait for other ranks of the host, of which some will never abort. And the
-        calling thread may be inside the very call that is to be aborted. So each abort runs in a
-        thread of its own.
+        Each abort runs in a thread of its own, as it may wait for ranks that never abort. It also
+        ends a call that is still in another thread.
         """
         deadline = time.monotonic() + _ABORT_SECONDS
-        made = self._begin_end()
-        threads = [run_beside(each.abort, "nccl-abort", 0.0)[0] for each in made or ()]
+        threads = [run_beside(each.abort, "nccl-abort", 0.0)[0] for each in self._take()]
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
-        return _ABORTED
+        return "its NCCL communicator was aborted"
 
     def close(self) -> None:
-        """Destroy all communicators, which waits for the host's other ranks, but at most 5 s.
-
-        Does nothing in a forked child: CUDA cannot be used there, and the thread that held the lock
-        may not exist there.
-        """
-        if os.getpid() != self._process or (made := self._begin_end()) is None:
-            return
+        """Destroy all communicators, which waits for the other ranks, but at most 5 s."""
+        made = self._take()
 
         def destroy() -> None:
             # The newest first, each of them even if another one fails.
@@ -209,52 +199,54 @@ class CupyBackend(Backend):
                 for communicator in made:
                     stack.callback(communicator.destroy)
 
-        with suppress(futures.TimeoutError), translate_errors("close"):
-            self._thread.call(destroy, _CLOSE_SECONDS)
+        if made:
+            with suppress(TimeoutError), translate_errors("close"):
+                self._bounded(destroy, _CLOSE_SECONDS)
 
     def split(self, host: Transport, ranks: tuple[int, ...]) -> CupyBackend:
-        """Return a back end on the same device.
+        """Return a back end on the same stream: all ranks have to start the work in one order."""
+        return CupyBackend(self.device, stream=self._stream)
 
-        Both call NCCL from one thread and use one stream, so that their work runs one after the
-        other. So all ranks have to start work of both in the same order.
-        """
-        store = dist.PrefixStore(f"ranks {ranks}", self._store)
-        return CupyBackend(store, self.device, thread=self._thread)
+    def _bounded(self, job: Callable[[], T], timeout: float, *peers: int) -> T:
+        """Return what a job returns that may wait for `peers` without a limit."""
+        results: list[T] = []
 
-    def _split(self, ranks: tuple[int, ...], timeout: float) -> Any:
-        if self._rank not in ranks or list(ranks) != sorted({*ranks}):
-            raise ValueError(f"ranks must be ascending and hold {self._rank}, got {ranks}")
-        color, key = ranks[0], ranks.index(self._rank)
-        part = self._make(lambda: self._whole.commSplit(color, key), timeout)
-        self._parts[ranks] = part
-        return part
+        def run() -> None:
+            cuda.set_device(self.device)
+            results.append(job())
+
+        _, errors = run_beside(run, "nccl-call", timeout)
+        if errors:
+            raise errors[0]
+        if not results:
+            raise TimeoutError(*peers)
+        return results[0]
 
     def _make(self, job: Callable[[], Any], timeout: float) -> Any:
-        """Call a job that makes a communicator; it is then ended together with the others."""
+        """Return the communicator that a job makes; it is ended together with the others."""
 
         def run() -> Any:
             made = job()
             # Never collected: cupy would destroy it, and wait for ranks that are gone.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
             with self._lock:
-                self._made.append(made)
-                late = self._ended
-            if late:
-                # Made too late: the caller has timed out, and all has been ended meanwhile.
-                made.abort()
+                if self._made is not None:
+                    self._made.append(made)
+                    return made
+            # The caller has timed out, and all others were ended meanwhile.
+            made.abort()
             return made
 
-        try:
-            return self._thread.call(run, timeout)
-        except futures.TimeoutError:
-            raise futures.TimeoutError(*self._others) from None
+        return self._bounded(run, timeout, *self._others)
 
-    def _group(self, job: Callable[[], None], timeout: float) -> None:
-        """Call a job between groupStart and groupEnd."""
+    def _group(self, job: Callable[[], None], uses: set[Any], timeout: float) -> None:
+        """Call a job between groupStart and groupEnd.
+
+        uses: what NCCL has to be connected for. It connects at the first use, and waits for it.
+        """
 
         def run() -> None:
-            if self._ended:
-                # Ended while this job was queued.
+            if self._made is None:
                 raise TransportError("the NCCL communicators were ended")
             self._nccl.groupStart()
             try:
@@ -266,11 +258,14 @@ class CupyBackend(Backend):
                 raise
             self._nccl.groupEnd()
 
-        self._thread.call(run, timeout)
+        if uses <= self._connected and not cuda.is_current_stream_capturing():
+            run()
+        else:
+            self._bounded(run, timeout)
+            self._connected |= uses
 
-    def _begin_end(self) -> list[Any] | None:
-        """Return all communicators the first time, then None; `_make` aborts any made later."""
+    def _take(self) -> list[Any]:
+        """Return all communicators, to be ended, the first time only."""
         with self._lock:
-            every = None if self._ended else [*self._made]
-            self._ended = True
-        return every
+            made, self._made = self._made or [], None
+        return made

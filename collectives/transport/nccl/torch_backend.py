@@ -1,12 +1,11 @@
 """NCCL through torch.distributed, whose communicators belong to a process group.
 
-Tested with a stand-in for torch's calls (tests/fakes/fake_torch.py), and where there is a GPU by
+Tested with a stand-in for torch's calls (tests/fakes/fake_torch.py), and on a GPU by
 tests/processes/test_torch_nccl.py: a sum and DDP's hook ran between two ranks on one GPU.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,34 +13,31 @@ import torch.distributed as dist
 from torch import cuda
 
 from collectives.transport.base import Messages, Transport
-from collectives.transport.nccl.backend import Backend
+from collectives.transport.nccl.backend import Backend, CommunicationStream
 from collectives.transport.process_groups import abort_nccl
 
-# Dtypes of which every torch sends messages by NCCL; others are sent as these.
+# The dtypes that every torch sends by NCCL; others, such as int16, are sent as bytes.
 _BYTES = torch.uint8
 _SENT = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _SENT |= {_BYTES, torch.int8, torch.int32, torch.int64, torch.bool}
 
 
 class TorchBackend(Backend):
-    """The NCCL of a process group, on the GPU of each message.
+    """The NCCL of a process group, which may be the user's, on the GPU of each message.
 
-    When a rank is gone, torch's watchdog ends the process, long afterwards. Here a step's timeout,
-    or the end of a peer, aborts what is under way before that. The first exchange on a GPU connects
-    all ranks of the group: every rank has to make it, if only with empty messages, and it must not
-    be captured in a CUDA graph. If a rank is gone by then, torch waits without a limit.
+    torch's watchdog ends the process when a rank is gone, but only long afterwards: before that a
+    step's timeout, or the end of a peer, aborts what is under way. The first exchange on a GPU
+    connects all ranks of the group: every rank has to make it, if only with empty messages, and
+    outside of a CUDA graph. If a rank is gone by then, torch waits without a limit.
     """
 
     device = None
-    # The process group may be the user's.
     shared = True
     sums = False
-    # Nothing is captured.
-    turn = nullcontext()
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
-        self._streams: dict[torch.device, cuda.Stream] = {}
+        self._streams: dict[torch.device, CommunicationStream] = {}
         # The process groups to abort, in the order of their first use: those of `all_reduce`, too.
         self._groups = [process_group]
 
@@ -49,15 +45,21 @@ class TorchBackend(Backend):
         """Make torch create its communicator of all ranks, by a sum in which all take part."""
         self._process_group.allreduce([torch.zeros(1, device=device)]).wait()
 
-    def stream(self, device: torch.device) -> cuda.Stream:
+    def stream(self, device: torch.device) -> CommunicationStream:
         """Return our own stream, which waits for torch's works: an event there comes after them."""
         if device not in self._streams:
-            self._streams[device] = cuda.Stream(device)
+            self._streams[device] = CommunicationStream(device)
         return self._streams[device]
 
     def exchange(self, sends: Messages, recvs: Messages, stream: Any, timeout: float) -> None:
+        group = self._process_group
         ops = [
-            dist.P2POp(op, _as_sent(tensor), group=self._process_group, group_peer=peer)
+            dist.P2POp(
+                op,
+                tensor if tensor.dtype in _SENT else tensor.view(_BYTES),
+                group=group,
+                group_peer=peer,
+            )
             for op, messages in ((dist.irecv, recvs), (dist.isend, sends))
             for peer, tensor in messages
         ]
@@ -67,7 +69,6 @@ class TorchBackend(Backend):
                 work.wait()
 
     def all_reduce(self, values: torch.Tensor, among: Any, stream: Any, timeout: float) -> None:
-        """Sum over the ranks of a process group, which `abort` then aborts, too."""
         if among not in self._groups:
             self._groups.append(among)
         with cuda.stream(stream):
@@ -78,14 +79,6 @@ class TorchBackend(Backend):
     def abort(self) -> str:
         return "; ".join({abort_nccl(group): None for group in self._groups})
 
-    def close(self) -> None:
-        """Leave the process group to whoever owns it."""
-
     def split(self, host: Transport, ranks: tuple[int, ...]) -> TorchBackend:
         assert host.process_group is not None
         return TorchBackend(host.process_group)
-
-
-def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a message as torch's NCCL takes it, which refuses int16, unsigned and other dtypes."""
-    return tensor if tensor.dtype in _SENT else tensor.view(_BYTES)

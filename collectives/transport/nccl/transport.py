@@ -7,10 +7,10 @@ earlier work and before its later work.
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from concurrent import futures
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -28,20 +28,21 @@ from collectives.transport.nccl.node_memory import NodeMemory
 from collectives.transport.nccl.watcher import Posted, Watcher
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
+_Wait = Callable[[], None]
+
 
 class NcclTransport(Transport):
     """Point-to-point messages of CUDA tensors; those of CPU tensors go through `host`.
 
-    If the back end is bound to a GPU, making one is a collective of all ranks of `host`.
+    If the back end is bound to a GPU, making one is a collective of all ranks of `host`, of at most
+    `timeout` seconds, which raises what `Transport.exchange` does.
 
     `exchange` puts messages on the communication stream, makes the caller's stream wait for them,
-    and returns. A thread of its own (watcher.py) notices when a step is late, a peer is gone or
-    NCCL reports an error, which `check_streams` and the next exchange then raise. A graph made by
-    `capture` is watched as one step, work in a graph of the caller's is not: capture it on all
-    ranks alike, after a first run outside of a graph (NCCL connects ranks at their first message).
-    docs/groups.md says what holds if torch has communicators of its own on the device.
-
-    Making one takes at most `timeout` seconds, and raises what `Transport.exchange` does.
+    and returns. A `Watcher` notices when a step is late, a peer is gone or NCCL reports an error,
+    which `check_streams` and the next exchange then raise. A graph made by `capture` is watched as
+    one step; work in a graph of the caller's is not: capture it on all ranks alike, after a first
+    run outside of a graph (NCCL connects ranks at their first message). docs/groups.md says what
+    holds if torch has communicators of its own on the device.
     """
 
     def __init__(self, host: Transport, backend: Backend, *, timeout: float) -> None:
@@ -52,17 +53,18 @@ class NcclTransport(Transport):
         self.device = backend.device
         self.sums_on_gpu = backend.sums
         self.shares_gpu_memory = host.process_group is not None
+        self.node_memories: list[NodeMemory] = []
         self._host = host
         self._backend = backend
         self._others = tuple(rank for rank in range(self.size) if rank != self.rank)
         self._opened: set[torch.device] = set()
         self._closed = False
         self._graphs = Graphs()
-        self.node_memories: list[NodeMemory] = []
         end_launches = partial(_end_launches, self.node_memories, self._graphs)
         self._watcher = Watcher(host, backend, end_launches)
         # Runs at the latest when the interpreter exits.
-        self._end = weakref.finalize(self, _end, self._watcher, self._graphs, backend)
+        end = self._watcher, self._graphs, backend
+        self._end = weakref.finalize(self, _end, os.getpid(), *end)
         if self.device is not None:
             self._open(self.device, "start-up", timeout)
 
@@ -86,40 +88,33 @@ class NcclTransport(Transport):
             )
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
-        if _device_of(sends, recvs) is None:
-            self._host.exchange(sends, recvs, step, timeout)
-            return
         self.post(sends, recvs, step, timeout)()
 
     def posts_ahead(self, device: torch.device) -> bool:
         """Whether the device is a GPU: the host's messages advance only while it waits for them."""
         return device.type == "cuda"
 
-    def post(
-        self, sends: Messages, recvs: Messages, step: str, timeout: float
-    ) -> Callable[[], None]:
+    def post(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> _Wait:
         """Put the messages on the communication stream, after those posted before.
 
-        What it returns makes the caller's stream wait for them. Work that the stream gets before
-        that runs at the same time as the messages. CPU tensors have arrived already.
+        The returned function makes the caller's stream wait for them. Work that the stream gets
+        before that runs at the same time as the messages. CPU tensors have arrived already.
         """
-        device = _device_of(sends, recvs)
-        if device is None:
-            return super().post(sends, recvs, step, timeout)
-        self._open(device, step, timeout)
+        tensors = [message.tensor for message in (*sends, *recvs)]
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            self._host.exchange(sends, recvs, step, timeout)
+            return lambda: None
+        self._open(tensors[0].device, step, timeout)
         sends = [message for message in sends if message.tensor.numel()]
         recvs = [message for message in recvs if message.tensor.numel()]
-        both = [*sends, *recvs]
-        if not both:
+        peers = tuple(sorted({message.peer for message in (*sends, *recvs)}))
+        if not peers:
             return lambda: None
-        return self._start(
-            lambda stream: self._backend.exchange(sends, recvs, stream, timeout),
-            [message.tensor for message in both],
-            device,
-            tuple(sorted({message.peer for message in both})),
-            step,
-            timeout,
-        )
+
+        def put(stream: cuda.Stream) -> None:
+            self._backend.exchange(sends, recvs, stream, timeout)
+
+        return self._start(put, tensors, peers, step, timeout)
 
     def all_reduce(
         self,
@@ -137,31 +132,29 @@ class NcclTransport(Transport):
             raise TypeError(f"NCCL cannot add {flat.dtype}: use another algorithm, or convert")
         self.check_device(flat.device)
         ranks = among if isinstance(among, tuple) else () if by_torch else range(self.size)
-        self._start(
-            lambda stream: self._backend.all_reduce(values, among, stream, timeout),
-            [flat],
-            flat.device,
-            tuple(rank for rank in ranks if rank != self.rank),
-            step,
-            timeout,
-        )()
+        peers = tuple(rank for rank in ranks if rank != self.rank)
+
+        def put(stream: cuda.Stream) -> None:
+            self._backend.all_reduce(values, among, stream, timeout)
+
+        self._start(put, [flat], peers, step, timeout)()
 
     def add_node_memory(
         self, nbytes: int, device: torch.device | None, timeout: float
     ) -> NodeMemory:
         assert self.process_group is not None
         assert device is not None
-        memory = NodeMemory(
-            nbytes, self.process_group, device, timeout, partial(self._arrive, timeout)
-        )
+
+        def arrive() -> None:
+            sends, recvs = (
+                [Message(peer, torch.zeros(1, device="cpu")) for peer in self._others]
+                for _ in range(2)
+            )
+            self._host.exchange(sends, recvs, "the making of symmetric memory", timeout)
+
+        memory = NodeMemory(nbytes, self.process_group, device, timeout, arrive)
         self.node_memories.append(memory)
         return memory
-
-    def _arrive(self, timeout: float) -> None:
-        """Return once all ranks have called it."""
-        sends = [Message(peer, torch.zeros(1, device="cpu")) for peer in self._others]
-        recvs = [Message(peer, torch.zeros(1, device="cpu")) for peer in self._others]
-        self._host.exchange(sends, recvs, "the making of symmetric memory", timeout)
 
     def launch(
         self,
@@ -175,31 +168,29 @@ class NcclTransport(Transport):
         memory.check()
 
         def put(stream: cuda.Stream) -> None:
-            # On the stream of all steps: launches follow each other, and messages, as on all ranks.
+            # On the stream of all steps: launches and messages are in one order on all ranks.
             with cuda.stream(stream):
                 work()
                 memory.fetch_error()
 
-        self._start(put, [tensor], tensor.device, self._others, step, timeout, held=work)()
+        self._start(put, [tensor], self._others, step, timeout, held=work)()
 
     def captures(self, device: torch.device) -> bool:
-        """Whether the device is a GPU whose communicators are ours, so that graphs end before."""
+        """Whether the device is a GPU whose communicators are ours, so that graphs end first."""
         return device.type == "cuda" and not self._backend.shared
 
     def capture(self, work: Callable[[], Any]) -> Callable[[str, float], None]:
-        ours = self._backend.stream(cuda.current_stream().device)
-        with self._backend.turn:
-            graph = self._graphs.capture(work, ours)
+        device = cuda.current_stream().device
+        ours = self._backend.stream(device)
+        with ours.turn:
+            graph = self._graphs.capture(work, ours.stream)
+
+        def put(stream: cuda.Stream) -> None:
+            with cuda.stream(stream):
+                graph()
 
         def launch(step: str, timeout: float) -> None:
-            start, others = time.monotonic(), self._others
-            caller = cuda.current_stream()
-            caller.wait_stream(ours)
-            self._bounded(graph.launch, others, step, timeout)
-            event = caller.record_event()
-            # What is put on our stream next is behind the graph, on all ranks alike.
-            ours.wait_event(event)
-            self._watcher.add(Posted(event, others, step, timeout, start))
+            self._start(put, [], self._others, step, timeout, device=device)()
 
         return launch
 
@@ -218,12 +209,12 @@ class NcclTransport(Transport):
 
     def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
         host = self._host.split(ranks, timeout)
-        with ExitStack() as failed:
+        try:
+            return NcclTransport(host, self._backend.split(host, tuple(ranks)), timeout=timeout)
+        except BaseException:
             # Otherwise what it has opened, such as a listener, would live as long as the error.
-            failed.callback(host.close)
-            part = NcclTransport(host, self._backend.split(host, tuple(ranks)), timeout=timeout)
-            failed.pop_all()
-        return part
+            host.close()
+            raise
 
     def interrupt(self, reason: str) -> None:
         """Abort what is under way on the GPU, and make the host's waits raise."""
@@ -232,9 +223,10 @@ class NcclTransport(Transport):
 
     def abort(self, reason: str) -> None:
         """Abort what is under way and the communicators; give the peers the reason over `host`."""
-        with ExitStack() as stack:
-            stack.callback(self._abort, reason)
+        try:
             self._host.abort(reason)
+        finally:
+            self._abort(reason)
 
     def close(self) -> None:
         """Wait for what is under way, destroy the communicators and close `host`.
@@ -251,28 +243,30 @@ class NcclTransport(Transport):
             self._watcher.finish()
 
     def _abort(self, reason: str) -> None:
-        # CUDA itself may have failed, too: the error that led to the abort is the one to raise.
+        # If CUDA itself has failed, the error that led to the abort is the one to raise.
         with suppress(RuntimeError):
             if not (self._backend.shared and self._watcher.is_idle()):
-                self._watcher.abort(reason)
+                self._watcher.fail(TransportError(reason), raised=True)
 
     def _start(
         self,
-        call: Callable[[cuda.Stream], None],
+        put: Callable[[cuda.Stream], None],
         tensors: Sequence[torch.Tensor],
-        device: torch.device,
         peers: tuple[int, ...],
         step: str,
         timeout: float,
+        *,
+        device: torch.device | None = None,
         held: object = None,
-    ) -> Callable[[], None]:
-        """Put one group on the communication stream, after the caller's work so far.
+    ) -> _Wait:
+        """Put one step on the communication stream, after the caller's work so far.
 
         Returns a function that makes the caller's stream wait for it.
         """
-        start = time.monotonic()
-        stream = self._backend.stream(device)
-        with self._backend.turn, cuda.device(device):
+        start, device = time.monotonic(), device or tensors[0].device
+        ours = self._backend.stream(device)
+        stream = ours.stream
+        with ours.turn, cuda.device(device):
             caller = cuda.current_stream(device)
             capturing = cuda.is_current_stream_capturing()
             stream.wait_event(caller.record_event())
@@ -281,7 +275,7 @@ class NcclTransport(Transport):
                 # order of the streams alone ensures that.
                 for tensor in tensors:
                     tensor.record_stream(stream)
-            self._bounded(lambda: call(stream), peers, step, timeout)
+            self._bounded(partial(put, stream), peers, step, timeout)
             event = stream.record_event()
         if not capturing:
             self._watcher.add(Posted(event, peers, step, timeout, start, held))
@@ -294,51 +288,45 @@ class NcclTransport(Transport):
 
     def _open(self, device: torch.device, step: str, timeout: float) -> None:
         """Make the communicators, on all ranks together, at the first use of a GPU."""
-        if device in self._opened or cuda.is_current_stream_capturing():
-            return
-        # All take part, so that errors name them all.
-        join = partial(self._backend.open, self._host, device, timeout)
-        self._bounded(join, self._others, step, timeout)
-        self._opened.add(device)
+        if device not in self._opened and not cuda.is_current_stream_capturing():
+            join = partial(self._backend.open, self._host, device, timeout)
+            self._bounded(join, self._others, step, timeout)
+            self._opened.add(device)
 
     def _bounded(
         self, job: Callable[[], Any], peers: tuple[int, ...], step: str, timeout: float
-    ) -> Any:
-        """Return what `job` returns; a failure aborts the communicators unless they are shared."""
+    ) -> None:
+        """Run a job; a failure aborts the communicators unless they are shared."""
         if self._closed:
             raise TransportError(f"{step}: this NCCL transport was closed")
         self._watcher.check_usable(step)
         try:
             with translate_errors(step):
-                return job()
-        except futures.TimeoutError as error:
+                job()
+            return
+        except TimeoutError as error:
             self._watcher.late(error.args or peers, step, timeout)
         except TransportError as error:
             if self._backend.shared:
                 raise
-            failure = error
-            self._watcher.fail(lambda how: failure)
+            self._watcher.fail(error)
         # The first error that was found: the one caught here may be a consequence of its abort.
-        raise self._watcher.failure()
-
-
-def _device_of(sends: Messages, recvs: Messages) -> torch.device | None:
-    """Return the GPU of messages of CUDA tensors; None for those of CPU tensors."""
-    devices = (message.tensor.device for message in (*sends, *recvs))
-    return next((device for device in devices if device.type != "cpu"), None)
+        self._watcher.raise_error()
 
 
 def _end_launches(memories: Sequence[NodeMemory], graphs: Graphs) -> None:
-    # Graphs and communicators may wait for what the launches hold up. Where CUDA has failed these
-    # have ended.
+    # Graphs and communicators may wait for what the launches hold up. If CUDA has failed these have
+    # ended.
     for memory in memories:
         with suppress(RuntimeError):
             memory.give_up()
     graphs.reset()
 
 
-def _end(watcher: Watcher, graphs: Graphs, backend: Backend) -> None:
+def _end(process: int, watcher: Watcher, graphs: Graphs, backend: Backend) -> None:
     # Not a method: a finalizer that refers to its object would keep it alive.
     watcher.stop()
-    graphs.reset()
-    backend.close()
+    # CUDA cannot be used in a forked child, where a lock's owner may not exist either.
+    if os.getpid() == process:
+        graphs.reset()
+        backend.close()

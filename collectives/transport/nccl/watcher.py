@@ -1,20 +1,20 @@
 """Watch the steps that are on streams, and abort those that cannot end.
 
 The host puts a step on a stream and returns. From then on only a `Watcher` knows that the step is
-under way. The host's thread asks it, and it also checks regularly in a thread of its own, which
-runs even while CUDA blocks the host's thread. A step that waits for a rank that is gone ends only
-if its communicator is aborted. The watcher does that, and keeps the error, which the next call and
-a Work's wait() raise.
+under way. The host's thread asks it, and it checks regularly in a thread of its own, which runs
+even while CUDA blocks the host's thread. A step that waits for a rank that is gone ends only if its
+communicator is aborted. The watcher does that, and keeps the error, which the next call and a
+Work's wait() raise.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from torch import cuda
@@ -32,9 +32,9 @@ MAX_PENDING = 64
 CHECK_SECONDS = 0.25
 # For this long messages that a rank sent before it ended may still be arriving.
 GRACE_SECONDS = 1.0
-# CUDA destroys graphs at once, those under way at their end, but where it has failed itself.
+# Graphs under way are destroyed at once, unless CUDA itself has failed.
 _END_SECONDS = 0.5
-# A waiting host sleeps so long between two checks, which is short compared with a step.
+# How long a waiting host sleeps between two checks; short compared with a step.
 _PAUSE_SECONDS = 2e-4
 
 
@@ -46,7 +46,7 @@ class Posted(NamedTuple):
     step: str
     timeout: float
     since: float
-    # What must live until then.
+    # Kept alive until the step has ended.
     held: object = None
 
 
@@ -54,14 +54,16 @@ class Watcher:
     """The steps that a transport has put on streams and that are not known to have ended.
 
     A step's timeout starts when the step is put on a stream, or when all steps before it are known
-    to have ended, whichever is later. To query an event would end the capture of a CUDA graph in
-    any thread. So events are queried only by the host's thread, while it posts or waits outside of
-    a capture, or if a step is late or a peer is gone. Therefore a step that follows one whose event
+    to have ended, whichever is later. A query of an event would end the capture of a CUDA graph in
+    any thread. So only the host's thread queries events, while it posts or waits outside of a
+    capture, unless a step is late or a peer is gone. Therefore a step that follows one whose event
     was not queried may take up to twice its timeout.
 
-    The watcher's thread starts with the first step, does not keep the process from exiting, and
-    ends by `stop`. Before an abort it calls `end_launches`, of what is no message: graphs, for
-    whose end an abort waits, and kernels that wait for peers in the GPUs' memory.
+    Args:
+        host: The transport that knows which peers are gone.
+        backend: What is aborted.
+        end_launches: Called before an abort. It ends graphs, which an abort would wait for, and
+            kernels that wait for peers in the GPUs' memory.
 
     Attributes:
         items: The steps, in their order.
@@ -77,10 +79,8 @@ class Watcher:
         self._raised = False
         # When a step was last found to have ended.
         self._passed = 0.0
-        # A peer that is gone, and when that was first noticed.
-        self._suspect: tuple[int, float] | None = None
-        # The first step under way and its Stall, once it was checked.
-        self._stall: tuple[Posted, Stall] | None = None
+        # The step that `_stall` is for.
+        self._warned: Posted | None = None
         # Held while everything is aborted: an event that completes then may be an aborted step's.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -110,7 +110,7 @@ class Watcher:
             time.sleep(_PAUSE_SECONDS)
 
     def is_idle(self) -> bool:
-        """Whether all steps have ended; queries their events."""
+        """Return whether all steps have ended; queries their events."""
         with self._lock:
             self._drop_done()
             return not self.items
@@ -121,19 +121,12 @@ class Watcher:
             self.settle()
 
     def raise_error(self) -> None:
-        """Raise the error that ended the steps, if any."""
-        # With the lock: if they are being aborted, wait until that is done.
+        """Raise a copy of the error that ended the steps, if any: several threads may raise it."""
+        # With the lock: if the steps are being aborted, wait until that is done.
         with self._lock:
             if self.error is not None:
-                raise self.failure()
-
-    def failure(self) -> CollectiveError:
-        """Return the error that ended the steps, to be raised: a copy, as several threads may."""
-        assert self.error is not None
-        self._raised = True
-        made = type(self.error)(str(self.error))
-        made.__cause__ = self.error
-        return made
+                self._raised = True
+                raise type(self.error)(str(self.error)) from self.error
 
     def check_usable(self, step: str) -> None:
         """Raise the error that ended the steps, if any; if raised before, a TransportError."""
@@ -143,53 +136,55 @@ class Watcher:
             ) from self.error
         self.raise_error()
 
-    def fail(self, say: Callable[[str], CollectiveError]) -> None:
-        """Abort all steps and keep the first error. say: makes it from the abort's outcome."""
+    def fail(self, error: CollectiveError, *, raised: bool = False) -> None:
+        """Abort all steps and keep the first error.
+
+        raised: whether the caller raises the error itself, so that `finish` need not.
+        """
         with self._lock:
             if self.error is None:
                 run_beside(self._end_launches, "nccl-end-launches", _END_SECONDS)
-                self.error = say(self._backend.abort())
+                self.error = type(error)(f"{error}; {self._backend.abort()}")
+                self.error.__cause__ = error.__cause__
                 self.items.clear()
-
-    def abort(self, reason: str) -> None:
-        """Abort all steps for a caller that raises the reason itself, so that `finish` does not."""
-        self.fail(lambda how: TransportError(f"{reason} ({how})"))
-        self._raised = True
+        self._raised |= raised
 
     def late(self, peers: tuple[int, ...], step: str, timeout: float) -> None:
         """Abort all steps because one took longer than its timeout."""
         said = f"{self._no_answer(peers, step)} (stopped after {timeout:g} s)"
-        self.fail(lambda how: CollectiveTimeoutError(f"{said}: {how}"))
+        self.fail(CollectiveTimeoutError(said))
 
     def watch(self) -> None:
-        """Abort all if the first step is late, one of its peers is gone, or NCCL has failed.
+        """Abort all steps if the first is late, a peer of it is gone, or NCCL has failed.
 
-        Long before it is late, warn. The watcher's thread calls this regularly.
+        Long before the first step is late, warn. The watcher's thread calls this regularly.
         """
         with self._lock:
             first = self.items[0] if self.items else None
-        if first is None or self.error is not None:
+        if first is None:
             return
         try:
             with translate_errors(first.step):
                 self._backend.check()
         except TransportError as error:
-            failure = error
-            self.fail(lambda how: failure)
+            self.fail(error)
             return
         peer = self._gone_peer(first)
-        if peer is None and not self._is_late(first):
-            self._warn(first)
-            return
+        if peer is not None:
+            time.sleep(GRACE_SECONDS)
         with self._lock:
-            # If the first step has ended after all, the next one's time starts now.
-            if self._drop_done() or self.error is not None:
+            if not self.items or self.items[0] is not first:
                 return
-            if peer is None:
+            if peer is None and not self._is_late(first):
+                self._warn(first)
+            elif self._drop_done():
+                # It has ended after all: the next one's time starts now.
+                return
+            elif peer is None:
                 self.late(first.peers, first.step, first.timeout)
-                return
-            said = f"{self._no_answer((peer,), first.step)}: {self._named((peer,))} has ended; "
-            self.fail(lambda how: CollectiveTimeoutError(said + how))
+            else:
+                said = f"{self._no_answer((peer,), first.step)}: {self._named((peer,))} has ended"
+                self.fail(CollectiveTimeoutError(said))
 
     def stop(self) -> None:
         """End the thread."""
@@ -205,38 +200,26 @@ class Watcher:
 
     def _warn(self, first: Posted) -> None:
         """Warn if the first step takes long; its event is not queried before that is due."""
-        if self._stall is None or self._stall[0] is not first:
+        if self._warned is not first:
             since, rank = max(first.since, self._passed), self._host.name(self._host.rank)
-            late = functools.partial(self._named, first.peers)
-            self._stall = first, Stall(rank, first.step, first.timeout, late, since)
-        stall = self._stall[1]
-        if stall.is_due():
-            with self._lock:
-                if not self._drop_done():
-                    stall.check()
+            named = partial(self._named, first.peers)
+            self._stall = Stall(rank, first.step, first.timeout, named, since)
+            self._warned = first
+        if self._stall.is_due() and not self._drop_done():
+            self._stall.check()
 
     def _gone_peer(self, first: Posted) -> int | None:
-        """Return a peer of this step that has been gone for longer than GRACE_SECONDS."""
-        peer = None
         # The host's thread may be closing its connections: then this ends, too.
         with suppress(CollectiveError, ValueError, OSError):
-            peer = self._host.gone(first.peers or None)
-        if peer is None:
-            self._suspect = None
-        elif self._suspect is None or self._suspect[0] != peer:
-            self._suspect = peer, time.monotonic()
-        elif time.monotonic() - self._suspect[1] > GRACE_SECONDS:
-            return peer
+            return self._host.gone(first.peers or None)
         return None
 
     def _no_answer(self, peers: tuple[int, ...], step: str) -> str:
         return f"{self._host.me} got no answer from {self._named(peers)} in {step}"
 
     def _named(self, peers: tuple[int, ...]) -> str:
-        names = tuple(map(self._host.name, peers))
-        if not names:
-            return "the other ranks"
-        return f"rank {names[0]}" if len(names) == 1 else f"one of the ranks {names}"
+        several = "one of " if len(peers) > 1 else ""
+        return several + self._host.named(peers) if peers else "the other ranks"
 
     def _is_late(self, first: Posted) -> bool:
         return time.monotonic() - max(first.since, self._passed) > first.timeout

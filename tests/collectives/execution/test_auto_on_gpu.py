@@ -100,11 +100,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Group], Any]], l
     monkeypatch.setattr(cupy_backend, "load_nccl", lambda: fake)
 
     def run(work: Callable[[Group], Any]) -> list[Any]:
-        world, store = ThreadWorld(3), dist.HashStore()
+        world = ThreadWorld(3)
 
         def rank_main(rank: int) -> Any:
             device = torch.device("cuda", 0)
-            backend = cupy_backend.CupyBackend(store, device)
+            backend = cupy_backend.CupyBackend(device)
             transport = NcclTransport(world.transport(rank), backend, timeout=20.0)
             group = Group(transport, timeout=20.0, local_rank=rank, local_size=3)
             try:

@@ -24,8 +24,8 @@ from collectives.execution.call import Call
 from collectives.reducers import SumReducer
 from collectives.schedules.topology import Topology
 from collectives.transport import HostTransport, ThreadWorld
-from collectives.transport.nccl import calling_thread, cupy_backend
-from collectives.transport.nccl.calling_thread import shared_thread
+from collectives.transport.nccl import cupy_backend
+from collectives.transport.nccl.cupy_backend import shared_stream
 from collectives.transport.nccl.transport import NcclTransport
 from tests.collectives.queues import Queue
 from tests.collectives.transport import streams
@@ -53,10 +53,10 @@ class Slow(SumReducer):
 
 
 def on_two_ranks(work: Callable[[Group], Any]) -> list[Any]:
-    world, store = ThreadWorld(2), dist.HashStore()
+    world = ThreadWorld(2)
 
     def main(rank: int) -> Any:
-        backend = cupy_backend.CupyBackend(store, torch.device("cuda", 0))
+        backend = cupy_backend.CupyBackend(torch.device("cuda", 0))
         transport = NcclTransport(world.transport(rank), backend, timeout=20.0)
         topology = Topology(2, 2)
         group = Group(transport, timeout=20.0, local_rank=rank, local_size=2, topology=topology)
@@ -200,15 +200,15 @@ def test_groups_beside_torchs_communicators_know(monkeypatch: pytest.MonkeyPatch
         dist.destroy_process_group()
 
 
-def test_groups_of_one_process_share_the_thread_of_a_device(
+def test_groups_of_one_process_share_the_stream_of_a_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever they were made from; another device has another one, and so has a later group."""
+    """Whatever they were made from; another device has another one."""
     streams.install(monkeypatch)
     made: list[Any] = []
 
-    def backend(store: Any, device: torch.device, *, thread: Any) -> None:
-        made.append((device, thread))
+    def backend(device: torch.device, *, stream: Any) -> None:
+        made.append((device, stream))
 
     monkeypatch.setattr(transport_selection, "CupyBackend", backend)
     monkeypatch.setattr(transport_selection, "NcclTransport", lambda host, *_, **__: host)
@@ -226,10 +226,8 @@ def test_groups_of_one_process_share_the_thread_of_a_device(
 
     with futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(main, range(2)))
-    assert len(made) == 4 and len({id(thread) for _, thread in made}) == 1
-    device, thread = made[0]
-    assert device == torch.device("cuda", 0) and shared_thread(device) is thread
-    assert shared_thread(torch.device("cuda", 1)) is not thread
-    del thread
-    made.clear()
-    assert device not in calling_thread._shared
+    assert len(made) == 4 and len({id(stream) for _, stream in made}) == 1
+    device, stream = made[0]
+    assert device == torch.device("cuda", 0) and shared_stream(device) is stream
+    assert shared_stream(torch.device("cuda", 1)) is not stream
+    shared_stream.cache_clear()

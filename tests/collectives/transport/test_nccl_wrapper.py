@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from collectives import Operands, Reducer, TransportError
 from collectives.execution.context import CallContext
@@ -26,7 +25,7 @@ from collectives.execution.executor import execute
 from collectives.schedules import recursive_doubling, recursive_halving, ring
 from collectives.schedules.schedule import Schedule
 from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import calling_thread, cupy_backend
+from collectives.transport.nccl import backend, cupy_backend
 from collectives.transport.nccl import transport as nccl
 from tests.fakes.fake_cuda import FakeCuda, FakeGraph, FakeStream, device_tensor
 from tests.fakes.fake_nccl import FakeNccl, NcclError
@@ -97,7 +96,7 @@ def test_tensors_are_kept_for_the_communication_stream(machine: Machine) -> None
     def work(transport: nccl.NcclTransport) -> bool:
         mine, got = full(3, 1.0), full(3, 0.0)
         swap(transport, mine, got, "a test")
-        return {mine.data_ptr(), got.data_ptr()} <= transport._backend.stream(DEVICE).kept.keys()
+        return {mine.data_ptr(), got.data_ptr()} <= transport._backend.stream(DEVICE).stream.kept.keys()
 
     assert all_good(machine.run(2, work)) == [True, True]
 
@@ -147,8 +146,6 @@ def test_own_all_reduce(machine: Machine) -> None:
         for dtype in (torch.int16, torch.bool):
             with pytest.raises(TypeError, match=f"cannot add {dtype}"):
                 transport.all_reduce(device_tensor(torch.zeros(2, dtype=dtype)), None, "s", 1.0)
-        with pytest.raises(ValueError, match=r"ranks must be ascending and hold"):
-            transport.all_reduce(full(1, 1.0), (transport.rank, 0), "a test", 1.0)
         transport.all_reduce(full(0, 1.0), None, "a test", 10.0)
 
     all_good(machine.run(3, work))
@@ -204,18 +201,11 @@ def test_split(machine: Machine) -> None:
     assert machine.nccl.destroyed and not machine.nccl.aborted
 
 
-def test_parts_of_a_transport_work_one_after_the_other(machine: Machine) -> None:
-    """One thread calls NCCL for all communicators of the device, and one stream takes their work.
-
-    It outlives the part, and ends with the last.
-    """
-
-    threads = []
+def test_parts_of_a_transport_share_one_stream(machine: Machine) -> None:
+    """NCCL wants the communicators of a device used one after the other."""
 
     def work(transport: nccl.NcclTransport) -> None:
         part = transport.split([1, 0], 10.0)
-        thread = transport._backend._thread
-        assert part._backend._thread is thread
         assert part._backend.stream(DEVICE) is transport._backend.stream(DEVICE)
         for each in (transport, part, transport):
             got = full(3, 0.0)
@@ -223,32 +213,8 @@ def test_parts_of_a_transport_work_one_after_the_other(machine: Machine) -> None
             assert machine.read(got)[0] == 2.0 - each.rank
         part.close()
         swap(transport, full(3, 1.0), full(3, 0.0), "a swap")
-        threads.append(thread._thread)
-        assert threads[-1].is_alive()
 
     all_good(machine.run(2, work))
-    deadline = time.monotonic() + 10.0
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-        # A watcher that looks at a part keeps it for that moment.
-        gc.collect()
-        time.sleep(0.01)
-    assert not any(thread.is_alive() for thread in threads)
-
-
-def test_a_call_that_never_returns_does_not_hold_up_the_other_communicators(
-    machine: Machine,
-) -> None:
-    def work(transport: nccl.NcclTransport) -> int:
-        call, ended = transport._backend._thread.call, threading.Event()
-        with pytest.raises(futures.TimeoutError):
-            call(lambda: ended.wait(30.0), 0.1)
-        answer = call(lambda: 7, 10.0)
-        ended.set()
-        # What such a call was of is not used again.
-        transport.abort("it was stuck")
-        return answer
-
-    assert all_good(machine.run(1, work)) == [7]
 
 
 def test_captured_once_and_replayed(machine: Machine) -> None:
@@ -283,17 +249,28 @@ def test_a_transport_out_of_scope_is_closed(machine: Machine) -> None:
     assert sorted(machine.nccl.destroyed) == [0, 1]
 
 
-def test_any_thread_may_call(machine: Machine) -> None:
-    """The communicator still meets one thread alone."""
+def test_any_thread_may_call_and_only_first_uses_run_in_a_thread_of_their_own(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL connects two ranks at their first message, and waits for that without a limit."""
+    names: list[str] = []
+    end = machine.nccl.groupEnd
+
+    def noted() -> None:
+        names.append(threading.current_thread().name)
+        end()
+
+    monkeypatch.setattr(machine.nccl, "groupEnd", noted)
 
     def work(transport: nccl.NcclTransport) -> float:
         got = full(1, 0.0)
         swap(transport, full(1, 1.0), full(1, 0.0), "a test")
-        with futures.ThreadPoolExecutor(1) as other:
+        with futures.ThreadPoolExecutor(1, "another") as other:
             other.submit(swap, transport, full(1, 7.0), got, "a test").result()
             return other.submit(machine.read, got).result().item()
 
     assert all_good(machine.run(2, work)) == [7.0, 7.0]
+    assert sorted(names) == ["another_0", "another_0", "nccl-call", "nccl-call"]
 
 
 def _names(signature: str) -> list[str]:
@@ -338,14 +315,14 @@ def test_the_fake_has_cupys_names_and_arguments(real: Any) -> None:
 
 
 def test_real_nccl_without_a_gpu(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's own refusal comes through cupy, the calling thread and the translation."""
+    """NCCL's own refusal comes through cupy, a thread and the translation."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here: see tests/processes/test_nccl.py")
     cuda = FakeCuda()
-    for module in (nccl, cupy_backend, calling_thread):
+    for module in (nccl, backend, cupy_backend):
         monkeypatch.setattr(module, "cuda", cuda)
     assert cupy_backend.load_nccl() is real
-    backend = cupy_backend.CupyBackend(dist.HashStore())
+    host = ThreadWorld(1).transport(0)
     with pytest.raises(TransportError, match="NCCL failed in start-up: NCCL_ERROR_UNHANDLED_CUDA"):
-        nccl.NcclTransport(ThreadWorld(1).transport(0), backend, timeout=20.0)
+        nccl.NcclTransport(host, cupy_backend.CupyBackend(), timeout=20.0)
     FakeStream.stop_all()

@@ -50,10 +50,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(work: Callable[[Group], object], size: int = 2, local_size: int | None = None) -> list[str]:
     """The races of `work` on every rank, a thread each, on one node unless given."""
-    world, store = ThreadWorld(size), dist.HashStore()
+    world = ThreadWorld(size)
 
     def rank_main(rank: int) -> None:
-        backend = cupy_backend.CupyBackend(store, torch.device("cuda", 0))
+        backend = cupy_backend.CupyBackend(torch.device("cuda", 0))
         transport = NcclTransport(world.transport(rank), backend, timeout=20.0)
         topology = Topology(size, local_size or size)
         group = Group(transport, timeout=20.0, local_rank=rank, local_size=size, topology=topology)

@@ -51,7 +51,7 @@ def test_a_silent_peer(fake: FakeTorch) -> None:
     error = told(nccl.check_streams)
     assert isinstance(error, CollectiveTimeoutError)
     assert str(error) == (
-        "rank 0 got no answer from rank 1 in step 2 (rd) of 'w' (stopped after 0.3 s): "
+        "rank 0 got no answer from rank 1 in step 2 (rd) of 'w' (stopped after 0.3 s); "
         "NCCL was aborted"
     )
     assert fake.aborted == {0}
@@ -63,7 +63,7 @@ def test_several_peers_are_named(fake: FakeTorch) -> None:
     recvs = [Message(peer, full(0.0)) for peer in (2, 1)]
     nccl = of(fake, 0)
     nccl.exchange([], recvs, "step 7", TIMEOUT)
-    assert "no answer from one of the ranks (1, 2) in step 7" in str(told(nccl.check_streams))
+    assert "no answer from one of rank 1, rank 2 in step 7" in str(told(nccl.check_streams))
 
 
 def test_so_many_steps_are_under_way_at_once(
@@ -201,7 +201,7 @@ def test_what_another_error_leaves_under_way_is_ended(fake: FakeTorch, comes: bo
     assert peer.gone() == 0 and peer.why_gone(0) == "interrupted"
     assert fake.aborted == (set() if comes else {0})
     if not comes:
-        with pytest.raises(TransportError, match=r"interrupted \(NCCL was aborted\)"):
+        with pytest.raises(TransportError, match="interrupted; NCCL was aborted"):
             mixed.check_streams()
 
 
@@ -221,7 +221,7 @@ def test_librarys_sum_that_is_late(
     libraries.all_reduce("collective", 1, full(1.0), (0, 1) if of_node else None, call)
     error = told(nccl.check_streams)
     assert isinstance(error, CollectiveTimeoutError)
-    assert "no answer from the other ranks in step 2 (stopped after 0.3 s): NCCL" in str(error)
+    assert "no answer from the other ranks in step 2 (stopped after 0.3 s); NCCL" in str(error)
     assert fake.aborted == ({0, 7} if of_node else {0})
 
 
@@ -236,7 +236,7 @@ def test_interrupt_ends_what_is_under_way_and_nothing_else(fake: FakeTorch, come
     nccl.interrupt("no more")
     assert fake.aborted == (set() if comes else {0})
     if not comes:
-        with pytest.raises(TransportError, match=r"^no more \(NCCL was aborted\)$"):
+        with pytest.raises(TransportError, match="^no more; NCCL was aborted$"):
             nccl.check_streams()
 
 

@@ -79,7 +79,7 @@ def test_messages_posted_ahead_hold_up_only_who_waits_for_them(fake: FakeTorch) 
     wait = nccl.post([], [Message(1, got)], "step 0, part 0 of 2", 20.0)
     fake.cuda.current_stream().put(meanwhile.set)
     assert meanwhile.wait(10.0)
-    assert nccl._backend.stream(got.device).kept.keys() == {got.data_ptr()}
+    assert nccl._backend.stream(got.device).stream.kept.keys() == {got.data_ptr()}
     assert [posted.step for posted in nccl._watcher.items] == ["step 0, part 0 of 2"]
     wait()
     fake.lines[1, 0].put(torch.ones(3))
