@@ -26,11 +26,7 @@ class Graphs:
         self._ended = False
 
     def capture(self, work: Callable[[], Any], stream: cuda.Stream) -> Callable[[], None]:
-        """Capture what `work` puts on the current stream, which is not the default one.
-
-        Args:
-            work: Called once, and run by the graph only.
-            stream: Another stream on which it puts work.
+        """Capture what `work` puts on `stream` and on the current one, which is not the default.
 
         Returns:
             A function that puts the graph on the current stream; TransportError after `reset`.
@@ -39,15 +35,17 @@ class Graphs:
             RuntimeError: The work cannot be captured.
             TransportError: CUDA has ended the capture.
         """
-        graph = cuda.CUDAGraph()
+        graph, current = cuda.CUDAGraph(), cuda.current_stream()
         with self._lock:
             pool = None if self._ended else next((each.pool() for each in self._graphs), None)
         # Other threads, such as backward's, may go on with calls that a capture forbids.
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
+            stream.wait_stream(current)
             work()
         finally:
-            _end(graph, stream)
+            # Also after an error: until then torch keeps the memory of all streams.
+            _end(graph, current, stream)
         with self._lock:
             if self._ended:
                 graph.reset()
@@ -69,14 +67,9 @@ class Graphs:
                 graph.reset()
 
 
-def _end(graph: cuda.CUDAGraph, stream: cuda.Stream) -> None:
-    """End a capture, also after an error: until then torch keeps the memory of all streams."""
+def _end(graph: cuda.CUDAGraph, current: cuda.Stream, stream: cuda.Stream) -> None:
     try:
-        with cuda.stream(stream):
-            behind = stream.record_event() if cuda.is_current_stream_capturing() else None
-        if behind is not None:
-            # All streams must join, also after an error.
-            cuda.current_stream().wait_event(behind)
+        current.wait_stream(stream)
         graph.capture_end()
     except RuntimeError as error:
         raise TransportError(

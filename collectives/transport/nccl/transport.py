@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import cuda
 
 from collectives.errors import TransportError
@@ -35,14 +34,11 @@ class NcclTransport(Transport):
     """Point-to-point messages of CUDA tensors; those of CPU tensors go through `host`.
 
     If the back end is bound to a GPU, making one is a collective of all ranks of `host`, of at most
-    `timeout` seconds, which raises what `Transport.exchange` does.
-
-    `exchange` puts messages on the communication stream, makes the caller's stream wait for them,
-    and returns. A `Watcher` notices when a step is late, a peer is gone or NCCL reports an error,
-    which `check_streams` and the next exchange then raise. A graph made by `capture` is watched as
-    one step; work in a graph of the caller's is not: capture it on all ranks alike, after a first
-    run outside of a graph (NCCL connects ranks at their first message). docs/groups.md says what
-    holds if torch has communicators of its own on the device.
+    `timeout` seconds. A `Watcher` notices when a step is late, a peer is gone or NCCL reports an
+    error, which `check_streams` and the next exchange then raise. Work in a CUDA graph of the
+    caller's is not watched: capture it on all ranks alike, after a first run outside of a graph
+    (NCCL connects ranks at their first message). docs/groups.md says what holds if torch has
+    communicators of its own on the device.
     """
 
     def __init__(self, host: Transport, backend: Backend, *, timeout: float) -> None:
@@ -62,9 +58,9 @@ class NcclTransport(Transport):
         self._graphs = Graphs()
         end_launches = partial(_end_launches, self.node_memories, self._graphs)
         self._watcher = Watcher(host, backend, end_launches)
+        ends = self._watcher, self._graphs, backend
         # Runs at the latest when the interpreter exits.
-        end = self._watcher, self._graphs, backend
-        self._end = weakref.finalize(self, _end, os.getpid(), *end)
+        self._end = weakref.finalize(self, _end, os.getpid(), *ends)
         if self.device is not None:
             self._open(self.device, "start-up", timeout)
 
@@ -76,7 +72,6 @@ class NcclTransport(Transport):
         return f"NcclTransport(CPU tensors: {self._host!r})"
 
     def check_device(self, device: torch.device) -> None:
-        """Raise ValueError for a GPU other than the one to which the back end is bound, if any."""
         if device.type == "cpu":
             self._host.check_device(device)
         elif device.type != "cuda":
@@ -95,11 +90,6 @@ class NcclTransport(Transport):
         return device.type == "cuda"
 
     def post(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> _Wait:
-        """Put the messages on the communication stream, after those posted before.
-
-        The returned function makes the caller's stream wait for them. Work that the stream gets
-        before that runs at the same time as the messages. CPU tensors have arrived already.
-        """
         tensors = [message.tensor for message in (*sends, *recvs)]
         if all(tensor.device.type == "cpu" for tensor in tensors):
             self._host.exchange(sends, recvs, step, timeout)
@@ -116,13 +106,7 @@ class NcclTransport(Transport):
 
         return self._start(put, tensors, peers, step, timeout)
 
-    def all_reduce(
-        self,
-        flat: torch.Tensor,
-        among: tuple[int, ...] | dist.ProcessGroup | None,
-        step: str,
-        timeout: float,
-    ) -> None:
+    def all_reduce(self, flat: torch.Tensor, among: Any, step: str, timeout: float) -> None:
         by_torch = not (among is None or isinstance(among, tuple))
         if by_torch is self.sums_on_gpu:
             self._host.all_reduce(flat, among, step, timeout)
@@ -131,7 +115,7 @@ class NcclTransport(Transport):
         if values.dtype not in DTYPES:
             raise TypeError(f"NCCL cannot add {flat.dtype}: use another algorithm, or convert")
         self.check_device(flat.device)
-        ranks = among if isinstance(among, tuple) else () if by_torch else range(self.size)
+        ranks = self._others if among is None else () if by_torch else among
         peers = tuple(rank for rank in ranks if rank != self.rank)
 
         def put(stream: cuda.Stream) -> None:
@@ -157,12 +141,7 @@ class NcclTransport(Transport):
         return memory
 
     def launch(
-        self,
-        number: int,
-        work: Callable[[], None],
-        tensor: torch.Tensor,
-        step: str,
-        timeout: float,
+        self, number: int, work: _Wait, tensor: torch.Tensor, step: str, timeout: float
     ) -> None:
         memory = self.node_memories[number]
         memory.check()
@@ -180,8 +159,7 @@ class NcclTransport(Transport):
         return device.type == "cuda" and not self._backend.shared
 
     def capture(self, work: Callable[[], Any]) -> Callable[[str, float], None]:
-        device = cuda.current_stream().device
-        ours = self._backend.stream(device)
+        ours = self._backend.stream(cuda.current_stream().device)
         with ours.turn:
             graph = self._graphs.capture(work, ours.stream)
 
@@ -189,13 +167,9 @@ class NcclTransport(Transport):
             with cuda.stream(stream):
                 graph()
 
-        def launch(step: str, timeout: float) -> None:
-            self._start(put, [], self._others, step, timeout, device=device)()
-
-        return launch
+        return lambda step, timeout: self._start(put, [], self._others, step, timeout)()
 
     def check_streams(self) -> None:
-        """Raise the error of messages or sums that failed on the streams, ours or the host's."""
         self._watcher.raise_error()
         for memory in self.node_memories:
             memory.check()
@@ -212,17 +186,14 @@ class NcclTransport(Transport):
         try:
             return NcclTransport(host, self._backend.split(host, tuple(ranks)), timeout=timeout)
         except BaseException:
-            # Otherwise what it has opened, such as a listener, would live as long as the error.
             host.close()
             raise
 
     def interrupt(self, reason: str) -> None:
-        """Abort what is under way on the GPU, and make the host's waits raise."""
         self._host.interrupt(reason)
         self._abort(reason)
 
     def abort(self, reason: str) -> None:
-        """Abort what is under way and the communicators; give the peers the reason over `host`."""
         try:
             self._host.abort(reason)
         finally:
@@ -231,8 +202,8 @@ class NcclTransport(Transport):
     def close(self) -> None:
         """Wait for what is under way, destroy the communicators and close `host`.
 
-        It takes bounded time even if ranks are gone. If messages under way fail it raises their
-        error, unless that was raised before; everything is closed by then.
+        In bounded time, even if ranks are gone. Then raises the error of what was under way, if
+        any, unless it was raised before.
         """
         if self._closed:
             return
@@ -240,13 +211,15 @@ class NcclTransport(Transport):
         with ExitStack() as stack:
             stack.callback(self._host.close)
             stack.callback(self._end)
-            self._watcher.finish()
+            if not self._watcher.raised:
+                self._watcher.settle()
 
     def _abort(self, reason: str) -> None:
         # If CUDA itself has failed, the error that led to the abort is the one to raise.
         with suppress(RuntimeError):
-            if not (self._backend.shared and self._watcher.is_idle()):
-                self._watcher.fail(TransportError(reason), raised=True)
+            if not self._backend.shared or self._watcher.count():
+                self._watcher.fail(TransportError(reason))
+                self._watcher.raised = True
 
     def _start(
         self,
@@ -255,28 +228,25 @@ class NcclTransport(Transport):
         peers: tuple[int, ...],
         step: str,
         timeout: float,
-        *,
-        device: torch.device | None = None,
         held: object = None,
     ) -> _Wait:
         """Put one step on the communication stream, after the caller's work so far.
 
         Returns a function that makes the caller's stream wait for it.
         """
-        start, device = time.monotonic(), device or tensors[0].device
+        start = time.monotonic()
+        device = tensors[0].device if tensors else cuda.current_stream().device
         ours = self._backend.stream(device)
-        stream = ours.stream
         with ours.turn, cuda.device(device):
             caller = cuda.current_stream(device)
             capturing = cuda.is_current_stream_capturing()
-            stream.wait_event(caller.record_event())
-            if not capturing:
-                # So that the allocator does not use their memory again too early. In a graph the
-                # order of the streams alone ensures that.
-                for tensor in tensors:
-                    tensor.record_stream(stream)
-            self._bounded(partial(put, stream), peers, step, timeout)
-            event = stream.record_event()
+            ours.stream.wait_event(caller.record_event())
+            # So that the allocator does not use their memory again too early. In a graph the order
+            # of the streams alone ensures that.
+            for tensor in () if capturing else tensors:
+                tensor.record_stream(ours.stream)
+            self._bounded(partial(put, ours.stream), peers, step, timeout)
+            event = ours.stream.record_event()
         if not capturing:
             self._watcher.add(Posted(event, peers, step, timeout, start, held))
 
@@ -299,7 +269,7 @@ class NcclTransport(Transport):
         """Run a job; a failure aborts the communicators unless they are shared."""
         if self._closed:
             raise TransportError(f"{step}: this NCCL transport was closed")
-        self._watcher.check_usable(step)
+        self._watcher.raise_error(step)
         try:
             with translate_errors(step):
                 job()
@@ -325,7 +295,7 @@ def _end_launches(memories: Sequence[NodeMemory], graphs: Graphs) -> None:
 
 def _end(process: int, watcher: Watcher, graphs: Graphs, backend: Backend) -> None:
     # Not a method: a finalizer that refers to its object would keep it alive.
-    watcher.stop()
+    watcher.stopped = True
     # CUDA cannot be used in a forked child, where a lock's owner may not exist either.
     if os.getpid() == process:
         graphs.reset()

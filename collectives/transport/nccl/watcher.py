@@ -1,10 +1,8 @@
 """Watch the steps that are on streams, and abort those that cannot end.
 
-The host puts a step on a stream and returns. From then on only a `Watcher` knows that the step is
-under way. The host's thread asks it, and it checks regularly in a thread of its own, which runs
-even while CUDA blocks the host's thread. A step that waits for a rank that is gone ends only if its
-communicator is aborted. The watcher does that, and keeps the error, which the next call and a
-Work's wait() raise.
+The host puts a step on a stream and returns. A step that waits for a rank that is gone ends only if
+its communicator is aborted. A `Watcher` does that, in a thread of its own, which runs even while
+CUDA blocks the host's thread. It keeps the error, which the next call and a Work's wait() raise.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from collectives.transport.nccl.backend import Backend, translate_errors
 from collectives.transport.process_groups import run_beside
 
 # With more steps under way the host waits for the first. Otherwise CUDA would block it after about
-# a thousand launches, without a limit, if the stream waits for a rank that never comes.
+# a thousand launches.
 MAX_PENDING = 64
 # How often the watcher's thread checks the steps.
 CHECK_SECONDS = 0.25
@@ -54,29 +52,30 @@ class Watcher:
     """The steps that a transport has put on streams and that are not known to have ended.
 
     A step's timeout starts when the step is put on a stream, or when all steps before it are known
-    to have ended, whichever is later. A query of an event would end the capture of a CUDA graph in
-    any thread. So only the host's thread queries events, while it posts or waits outside of a
-    capture, unless a step is late or a peer is gone. Therefore a step that follows one whose event
-    was not queried may take up to twice its timeout.
+    to have ended, whichever is later: at most twice the timeout passes. For a query of an event
+    would end the capture of a CUDA graph in any thread. So events are queried only by the host's
+    thread, outside of a capture, and if a step is late or a peer is gone.
 
     Args:
         host: The transport that knows which peers are gone.
         backend: What is aborted.
-        end_launches: Called before an abort. It ends graphs, which an abort would wait for, and
-            kernels that wait for peers in the GPUs' memory.
+        end_launches: Ends graphs, which an abort would wait for, and kernels that wait for peers.
 
     Attributes:
         items: The steps, in their order.
         error: The error that ended them. Nothing can be put on the streams afterwards.
+        raised: Whether some caller got the error.
+        stopped: Set to end the thread.
     """
 
     def __init__(self, host: Transport, backend: Backend, end_launches: Callable[[], None]) -> None:
         self.items: deque[Posted] = deque()
         self.error: CollectiveError | None = None
+        # Not an Event: another thread may hold its lock when the process is forked.
+        self.raised, self.stopped = False, False
         self._host = host
         self._backend = backend
         self._end_launches = end_launches
-        self._raised = False
         # When a step was last found to have ended.
         self._passed = 0.0
         # The step that `_stall` is for.
@@ -84,7 +83,6 @@ class Watcher:
         # Held while everything is aborted: an event that completes then may be an aborted step's.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._stopped = False
 
     def add(self, posted: Posted) -> None:
         """Watch a step; if there are too many, wait for the first ones."""
@@ -98,61 +96,47 @@ class Watcher:
 
     def settle(self, most: int = 0) -> None:
         """Wait on the host until at most `most` steps are under way; raise their error, if any."""
-        while True:
+        while self.count() > most:
             with self._lock:
-                self._drop_done()
-                self.raise_error()
-                if len(self.items) <= most:
-                    return
-                if self._is_late(first := self.items[0]):
+                if self.items and self._is_late(first := self.items[0]):
                     self.late(first.peers, first.step, first.timeout)
-                    self.raise_error()
+            self.raise_error()
             time.sleep(_PAUSE_SECONDS)
-
-    def is_idle(self) -> bool:
-        """Return whether all steps have ended; queries their events."""
-        with self._lock:
-            self._drop_done()
-            return not self.items
-
-    def finish(self) -> None:
-        """Wait for all steps before the transport is closed; raise their error unless raised."""
-        if not self._raised:
-            self.settle()
-
-    def raise_error(self) -> None:
-        """Raise a copy of the error that ended the steps, if any: several threads may raise it."""
-        # With the lock: if the steps are being aborted, wait until that is done.
-        with self._lock:
-            if self.error is not None:
-                self._raised = True
-                raise type(self.error)(str(self.error)) from self.error
-
-    def check_usable(self, step: str) -> None:
-        """Raise the error that ended the steps, if any; if raised before, a TransportError."""
-        if self._raised:
-            raise TransportError(
-                f"{step}: this NCCL transport is unusable since {self.error}"
-            ) from self.error
         self.raise_error()
 
-    def fail(self, error: CollectiveError, *, raised: bool = False) -> None:
-        """Abort all steps and keep the first error.
+    def count(self) -> int:
+        """Return how many steps are under way; queries their events."""
+        with self._lock:
+            self._drop_done()
+            return len(self.items)
 
-        raised: whether the caller raises the error itself, so that `finish` need not.
+    def raise_error(self, step: str = "") -> None:
+        """Raise the error that ended the steps, if any: a copy, as several threads may raise it.
+
+        step: What cannot be started; if the error was raised before, a TransportError says that.
         """
+        # With the lock: if the steps are being aborted, wait until that is done.
+        with self._lock:
+            if self.error is None:
+                return
+            if step and self.raised:
+                said = f"{step}: this NCCL transport is unusable since {self.error}"
+                raise TransportError(said) from self.error
+            self.raised = True
+            raise type(self.error)(str(self.error)) from self.error
+
+    def fail(self, error: CollectiveError) -> None:
+        """Abort all steps and keep the first error."""
         with self._lock:
             if self.error is None:
                 run_beside(self._end_launches, "nccl-end-launches", _END_SECONDS)
                 self.error = type(error)(f"{error}; {self._backend.abort()}")
                 self.error.__cause__ = error.__cause__
                 self.items.clear()
-        self._raised |= raised
 
     def late(self, peers: tuple[int, ...], step: str, timeout: float) -> None:
         """Abort all steps because one took longer than its timeout."""
-        said = f"{self._no_answer(peers, step)} (stopped after {timeout:g} s)"
-        self.fail(CollectiveTimeoutError(said))
+        self._fail_waiting(peers, step, f" (stopped after {timeout:g} s)")
 
     def watch(self) -> None:
         """Abort all steps if the first is late, a peer of it is gone, or NCCL has failed.
@@ -169,7 +153,10 @@ class Watcher:
         except TransportError as error:
             self.fail(error)
             return
-        peer = self._gone_peer(first)
+        peer = None
+        # The host's thread may be closing its connections: then this ends, too.
+        with suppress(CollectiveError, ValueError, OSError):
+            peer = self._host.gone(first.peers or None)
         if peer is not None:
             time.sleep(GRACE_SECONDS)
         with self._lock:
@@ -183,16 +170,10 @@ class Watcher:
             elif peer is None:
                 self.late(first.peers, first.step, first.timeout)
             else:
-                said = f"{self._no_answer((peer,), first.step)}: {self._named((peer,))} has ended"
-                self.fail(CollectiveTimeoutError(said))
-
-    def stop(self) -> None:
-        """End the thread."""
-        # Not an Event: another thread may hold its lock when the process is forked.
-        self._stopped = True
+                self._fail_waiting((peer,), first.step, f": {self._named((peer,))} has ended")
 
     def _run(self) -> None:
-        while not self._stopped:
+        while not self.stopped:
             time.sleep(CHECK_SECONDS)
             # CUDA's errors are not lost: the host's thread gets them, too.
             with suppress(RuntimeError):
@@ -208,14 +189,9 @@ class Watcher:
         if self._stall.is_due() and not self._drop_done():
             self._stall.check()
 
-    def _gone_peer(self, first: Posted) -> int | None:
-        # The host's thread may be closing its connections: then this ends, too.
-        with suppress(CollectiveError, ValueError, OSError):
-            return self._host.gone(first.peers or None)
-        return None
-
-    def _no_answer(self, peers: tuple[int, ...], step: str) -> str:
-        return f"{self._host.me} got no answer from {self._named(peers)} in {step}"
+    def _fail_waiting(self, peers: tuple[int, ...], step: str, why: str) -> None:
+        said = f"{self._host.me} got no answer from {self._named(peers)} in {step}{why}"
+        self.fail(CollectiveTimeoutError(said))
 
     def _named(self, peers: tuple[int, ...]) -> str:
         several = "one of " if len(peers) > 1 else ""

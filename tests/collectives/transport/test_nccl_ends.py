@@ -337,7 +337,7 @@ def test_what_fails_after_a_late_step_was_ended_names_the_step(machine: Machine)
             raise NcclError(4)
 
         with pytest.raises(CollectiveTimeoutError) as caught:
-            transport._start(post, [], (1,), "step 8", 10.0, device=transport.device)
+            transport._start(post, [full(3, 1.0)], (1,), "step 8", 10.0)
         return str(caught.value)
 
     assert "no answer from rank 1 in step 7" in all_good(machine.run(2, work))[0]
