@@ -20,7 +20,6 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 import collectives
 from adasum import Adasum

@@ -1,10 +1,10 @@
 """A stand-in for `cupy.cuda.nccl` over the pretended GPU of fake_cuda.py; ranks are threads.
 
 What it is good for: it keeps NCCL's rules more strictly than NCCL does, so a transport that breaks
-one fails a test instead of hanging now and then. A communicator serves one thread at a time; sends and
-receives must be grouped, and meet by order and byte count; every blocking call (start, split,
-destroy, abort) waits for all ranks, without a limit; collecting a communicator that is alive is
-an error.
+one fails a test instead of hanging now and then. A communicator serves one thread at a time; sends
+and receives must be grouped, and meet by order and byte count; every blocking call (start, split,
+destroy, abort) waits for all ranks, without a limit; collecting a communicator that is alive is an
+error.
 
 What it cannot show: that NCCL does as modelled here, speed, anything about memory on a GPU. The
 names, arguments and error codes are those of cupy 14.2 (test_nccl_wrapper.py compares them where

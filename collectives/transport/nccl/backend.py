@@ -31,18 +31,17 @@ class CommunicationStream:
 
 
 class Backend(Protocol):
-    """The communicators of one rank. Its calls put work on streams, and do not wait for it.
+    """The communicators of one rank. Calls put work on a stream, and do not wait for it.
+
+    A call that takes too long raises TimeoutError, with the ranks that it waited for, if known.
 
     Attributes:
         device: The GPU of the communicators; None if each message's own GPU is used.
-        shared: Whether other code uses the communicators, too. An error then aborts them only if
-            a step of ours is under way.
-        sums: Whether `all_reduce` takes ranks; otherwise it takes a process group.
+        shared: Whether other code uses them, too. Then they are aborted only if work is under way.
     """
 
     device: torch.device | None
     shared: bool
-    sums: bool
 
     def open(self, host: Transport, device: torch.device, timeout: float) -> None:
         """Connect all ranks of `host` on a GPU, once, outside of a CUDA graph."""
@@ -51,26 +50,22 @@ class Backend(Protocol):
         """Return the communication stream of a GPU."""
 
     def exchange(self, sends: Messages, recvs: Messages, stream: Any, timeout: float) -> None:
-        """Put non-empty messages on a stream, as one NCCL group.
-
-        TimeoutError, with the ranks that it waited for if known, if that takes too long.
-        """
+        """Put non-empty messages on a stream, as one NCCL group."""
 
     def all_reduce(self, values: torch.Tensor, among: Any, stream: Any, timeout: float) -> None:
-        """Put an in-place sum on a stream: `Transport.all_reduce`. TimeoutError as above."""
+        """Put an in-place sum on a stream, among ranks or by torch's process group."""
+
+    def check(self) -> None:
+        """Raise NCCL's asynchronous error, if any. Safe to call during the other calls."""
 
     def abort(self) -> str:
         """Abort what is under way, in bounded time; return the outcome for an error's text."""
 
-    def split(self, host: Transport, ranks: tuple[int, ...]) -> Backend:
-        """Return a back end for the transport `host` between some of the ranks."""
-
-    def check(self) -> None:
-        """Raise NCCL's asynchronous error, if any. Safe to call during the other calls."""
-        return
-
     def close(self) -> None:
         """Destroy our communicators, in bounded time; do nothing after `abort` or `close`."""
+
+    def split(self, host: Transport, ranks: tuple[int, ...]) -> Backend:
+        """Return a back end for the transport `host` between some of the ranks."""
 
 
 @contextmanager

@@ -17,14 +17,15 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import cuda
 
 from collectives.errors import TransportError
-from collectives.transport.base import Message, Messages, Transport
+from collectives.transport.base import Messages, Transport
+from collectives.transport.byte_gathering import gather_bytes
 from collectives.transport.nccl.backend import Backend, CommunicationStream, translate_errors
 from collectives.transport.process_groups import run_beside
 
@@ -65,13 +66,11 @@ def load_nccl() -> Any:
             from cupy.cuda import nccl, runtime
     except ImportError as error:
         raise ImportError(f"NCCL is called through cupy ({error}): {install}") from None
-    if [int(part) for part in cupy.__version__.split(".")[:2]] < _CUPY_VERSION:
-        raise ImportError(f"cupy {cupy.__version__} is too old: {install}")
     cupys = runtime.runtimeGetVersion() // 1000
-    if cupys != major:
+    if [int(part) for part in cupy.__version__.split(".")[:2]] < _CUPY_VERSION or cupys != major:
         raise ImportError(
-            f"cupy is built for CUDA {cupys} and torch for CUDA {torch.version.cuda}: "
-            f"pip uninstall cupy-cuda{cupys}x, then {install}"
+            f"cupy {cupy.__version__} for CUDA {cupys} does not fit torch for CUDA "
+            f"{torch.version.cuda}: pip uninstall cupy-cuda{cupys}x, then {install}"
         )
     if not nccl.available:
         raise ImportError(f"cupy found no NCCL library: pip install nvidia-nccl-cu{major}")
@@ -100,7 +99,6 @@ class CupyBackend(Backend):
 
     device: torch.device
     shared = False
-    sums = True
 
     def __init__(
         self, device: torch.device | None = None, *, stream: CommunicationStream | None = None
@@ -124,15 +122,10 @@ class CupyBackend(Backend):
         deadline = time.monotonic() + timeout
         self._rank = host.rank
         self._others = [rank for rank in range(host.size) if rank != host.rank]
-        unique_id = torch.empty(128, dtype=torch.uint8, device="cpu")
-        sends, recvs = [], [Message(0, unique_id)]
-        if host.rank == 0:
-            unique_id = torch.frombuffer(bytearray(self._nccl.get_unique_id()), dtype=torch.uint8)
-            sends, recvs = [Message(peer, unique_id) for peer in self._others], []
-        host.exchange(sends, recvs, "start-up", timeout)
-        args = host.size, bytes(unique_id.tolist()), host.rank
+        mine = self._nccl.get_unique_id() if host.rank == 0 else b""
+        name = gather_bytes(mine, host, "start-up", timeout)[0]
         left = max(deadline - time.monotonic(), 0.1)
-        self._whole = self._make(lambda: self._nccl.NcclCommunicator(*args), left)
+        self._whole = self._make(self._nccl.NcclCommunicator, left, host.size, name, host.rank)
 
     def stream(self, device: torch.device) -> CommunicationStream:
         return self._stream
@@ -158,9 +151,8 @@ class CupyBackend(Backend):
             part = self._whole
         elif (part := self._parts.get(among)) is None:
             color, key = among[0], among.index(self._rank)
-            part = self._parts[among] = self._make(
-                lambda: self._whole.commSplit(color, key), timeout
-            )
+            part = self._make(self._whole.commSplit, timeout, color, key)
+            self._parts[among] = part
         kind, add = getattr(self._nccl, DTYPES[values.dtype]), self._nccl.NCCL_SUM
         address, numel = values.data_ptr(), values.numel()
 
@@ -178,30 +170,15 @@ class CupyBackend(Backend):
                 communicator.check_async_error()
 
     def abort(self) -> str:
-        """Abort all communicators and what they have under way, within 3 s.
-
-        Each abort runs in a thread of its own, as it may wait for ranks that never abort. It also
-        ends a call that is still in another thread.
-        """
-        deadline = time.monotonic() + _ABORT_SECONDS
-        threads = [run_beside(each.abort, "nccl-abort", 0.0)[0] for each in self._take()]
-        for thread in threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+        """Abort all communicators, and calls that are still in other threads, within 3 s."""
+        self._end("abort", _ABORT_SECONDS)
         return "its NCCL communicator was aborted"
 
     def close(self) -> None:
         """Destroy all communicators, which waits for the other ranks, but at most 5 s."""
-        made = self._take()
-
-        def destroy() -> None:
-            # The newest first, each of them even if another one fails.
-            with ExitStack() as stack:
-                for communicator in made:
-                    stack.callback(communicator.destroy)
-
-        if made:
-            with suppress(TimeoutError), translate_errors("close"):
-                self._bounded(destroy, _CLOSE_SECONDS)
+        with translate_errors("close"):
+            for error in self._end("destroy", _CLOSE_SECONDS):
+                raise error
 
     def split(self, host: Transport, ranks: tuple[int, ...]) -> CupyBackend:
         """Return a back end on the same stream: all ranks have to start the work in one order."""
@@ -222,11 +199,11 @@ class CupyBackend(Backend):
             raise TimeoutError(*peers)
         return results[0]
 
-    def _make(self, job: Callable[[], Any], timeout: float) -> Any:
-        """Return the communicator that a job makes; it is ended together with the others."""
+    def _make(self, make: Callable[..., Any], timeout: float, *args: Any) -> Any:
+        """Return the communicator made of `args`; it is ended together with the others."""
 
         def run() -> Any:
-            made = job()
+            made = make(*args)
             # Never collected: cupy would destroy it, and wait for ranks that are gone.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
             with self._lock:
@@ -264,8 +241,15 @@ class CupyBackend(Backend):
             self._bounded(run, timeout)
             self._connected |= uses
 
-    def _take(self) -> list[Any]:
-        """Return all communicators, to be ended, the first time only."""
+    def _end(self, how: str, seconds: float) -> list[BaseException]:
+        """End all communicators, the first time only; return the errors.
+
+        Each in a thread of its own: to end one may wait for ranks that never do.
+        """
+        deadline = time.monotonic() + seconds
         with self._lock:
             made, self._made = self._made or [], None
-        return made
+        started = [run_beside(getattr(each, how), f"nccl-{how}", 0.0) for each in made]
+        for thread, _ in started:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return [error for _, errors in started for error in errors]

@@ -27,7 +27,7 @@ class NodeMemory:
 
     Attributes:
         tensor: This rank's memory, as bytes, uninitialised.
-        node: What launches on it.
+        node: Launches the kernels.
     """
 
     def __init__(
@@ -36,43 +36,39 @@ class NodeMemory:
         process_group: dist.ProcessGroup,
         device: torch.device,
         timeout: float,
-        arrive: Callable[[], None],
+        arrive: Callable[[], object],
     ) -> None:
-        rank, size = process_group.rank(), process_group.size()
-        pads = -(-pad_bytes(size) // _LINE) * _LINE
+        pads = -(-pad_bytes(process_group.size()) // _LINE) * _LINE
         whole, addresses = allocate(pads + nbytes, process_group, device, arrive)
         whole[:pads].zero_()
         self.tensor = whole[pads:]
         buffers = [address + pads for address in addresses]
-        self.node = Node(rank, buffers, addresses, device, timeout)
-        # What was cleared, and the node's own memory.
+        self.node = Node(process_group.rank(), buffers, addresses, device, timeout)
+        # The pads are zeros before another rank's launch reads them.
         cuda.synchronize(device)
-        # Where the error comes, without a wait, behind each launch.
+        # The error of each launch is copied here, without a wait.
         pinned = torch.cuda.is_available()
         self._error = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
         self._given_up = torch.full((1,), GIVEN_UP, dtype=torch.int64, pin_memory=pinned)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the bytes at which a contiguous tensor starts here; None where it does not."""
+        """Return the bytes at which a contiguous tensor starts here; None if it does not."""
         start = tensor.data_ptr() - self.tensor.data_ptr()
         inside = start >= 0 and start + tensor.nbytes <= self.tensor.nbytes
         return start if inside and start % 16 == 0 else None
 
     def fetch_error(self) -> None:
-        """Put on the current stream, behind a launch, what tells `check` whether it has failed."""
+        """Put a copy of the error on the current stream, behind a launch, for `check`."""
         self._error.copy_(self.node.error, non_blocking=True)
 
     def give_up(self) -> None:
-        """End what waits for a peer, and all launches from now on; does not wait for it."""
-        # Streams that wait are behind it: by the GPU's copy engine, on one that does not.
+        """End the launches that wait for a peer, and all later ones; does not wait for it."""
+        # By the GPU's copy engine, on a stream that is not behind them.
         with cuda.device(self.tensor.device), cuda.stream(_free_stream()):
             self.node.error.copy_(self._given_up, non_blocking=True)
 
     def check(self) -> None:
-        """Raise CollectiveTimeoutError if a launch that has ended had waited in vain.
-
-        The launches behind it have done nothing.
-        """
+        """Raise CollectiveTimeoutError if a launch waited in vain; later ones have done nothing."""
         why = self.node.describe(int(self._error[0]))
         if why:
             raise CollectiveTimeoutError(why)
@@ -88,23 +84,20 @@ def _free_stream() -> cuda.Stream:
 
 
 def allocate(
-    nbytes: int, process_group: dist.ProcessGroup, device: torch.device, arrive: Callable[[], None]
+    nbytes: int, group: dist.ProcessGroup, device: torch.device, arrive: Callable[[], object]
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return new memory, as bytes, and the address of each rank's, here.
+    """Return new memory, as bytes, and the address of each rank's memory, in this process.
 
-    arrive: Returns once all ranks have come to it. torch waits for them by its store, where nothing
-    tells that one of them has failed.
-
-    Raises:
-        TransportError: torch has no such memory, or the GPUs do not reach each other's.
+    arrive: Returns once all ranks have called it: torch's own wait cannot tell that one has failed.
+    TransportError if torch has no such memory, or the GPUs do not reach each other's.
     """
     try:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         whole = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
         arrive()
-        handle: Any = symmetric_memory.rendezvous(whole, process_group.group_name)
-        addresses = [int(address) for address in handle.buffer_ptrs]
+        handle: Any = symmetric_memory.rendezvous(whole, group.group_name)
+        return whole, [int(address) for address in handle.buffer_ptrs]
     except CollectiveError:
         raise
     except (ImportError, AttributeError, RuntimeError) as error:
@@ -112,4 +105,3 @@ def allocate(
             f"torch's symmetric memory on {device} cannot be had among these ranks: "
             f"{first_line(error)}"
         ) from error
-    return whole, addresses

@@ -12,14 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import cuda
 
-from collectives.transport.base import Messages, Transport
+from collectives.transport.base import Messages, Transport, as_bytes
 from collectives.transport.nccl.backend import Backend, CommunicationStream
 from collectives.transport.process_groups import abort_nccl
-
-# The dtypes that every torch sends by NCCL; others, such as int16, are sent as bytes.
-_BYTES = torch.uint8
-_SENT = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_SENT |= {_BYTES, torch.int8, torch.int32, torch.int64, torch.bool}
 
 
 class TorchBackend(Backend):
@@ -33,7 +28,6 @@ class TorchBackend(Backend):
 
     device = None
     shared = True
-    sums = False
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
@@ -53,13 +47,9 @@ class TorchBackend(Backend):
 
     def exchange(self, sends: Messages, recvs: Messages, stream: Any, timeout: float) -> None:
         group = self._process_group
+        # As bytes: torch's NCCL does not send int16, for one.
         ops = [
-            dist.P2POp(
-                op,
-                tensor if tensor.dtype in _SENT else tensor.view(_BYTES),
-                group=group,
-                group_peer=peer,
-            )
+            dist.P2POp(op, as_bytes(tensor), group=group, group_peer=peer)
             for op, messages in ((dist.irecv, recvs), (dist.isend, sends))
             for peer, tensor in messages
         ]

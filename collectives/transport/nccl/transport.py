@@ -19,7 +19,8 @@ import torch
 from torch import cuda
 
 from collectives.errors import TransportError
-from collectives.transport.base import Message, Messages, Transport
+from collectives.transport.base import Messages, Transport
+from collectives.transport.byte_gathering import gather_bytes
 from collectives.transport.nccl.backend import Backend, translate_errors
 from collectives.transport.nccl.cupy_backend import DTYPES
 from collectives.transport.nccl.graphs import Graphs
@@ -47,7 +48,7 @@ class NcclTransport(Transport):
         self.names = host.names
         self.process_group = host.process_group
         self.device = backend.device
-        self.sums_on_gpu = backend.sums
+        self.sums_on_gpu = backend.device is not None
         self.shares_gpu_memory = host.process_group is not None
         self.node_memories: list[NodeMemory] = []
         self._host = host
@@ -74,12 +75,11 @@ class NcclTransport(Transport):
     def check_device(self, device: torch.device) -> None:
         if device.type == "cpu":
             self._host.check_device(device)
-        elif device.type != "cuda":
-            raise ValueError(f"tensor is on {device}, NCCL carries CUDA tensors: move it there")
-        elif self.device not in (None, device):
+        elif device.type != "cuda" or self.device not in (None, device):
             raise ValueError(
-                f"tensor is on {device}, this rank's NCCL communicator is on {self.device}: move "
-                f"the tensor there, or call torch.cuda.set_device({device.index}) before init"
+                f"tensor is on {device}, this rank's NCCL carries tensors on "
+                f"{self.device or 'CUDA devices'}: move it there, or call torch.cuda.set_device("
+                f"{device.index}) before init"
             )
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
@@ -128,14 +128,8 @@ class NcclTransport(Transport):
     ) -> NodeMemory:
         assert self.process_group is not None
         assert device is not None
-
-        def arrive() -> None:
-            sends, recvs = (
-                [Message(peer, torch.zeros(1, device="cpu")) for peer in self._others]
-                for _ in range(2)
-            )
-            self._host.exchange(sends, recvs, "the making of symmetric memory", timeout)
-
+        step = "the making of symmetric memory"
+        arrive = partial(gather_bytes, b"", self._host, step, timeout)
         memory = NodeMemory(nbytes, self.process_group, device, timeout, arrive)
         self.node_memories.append(memory)
         return memory

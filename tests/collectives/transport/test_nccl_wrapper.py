@@ -96,7 +96,8 @@ def test_tensors_are_kept_for_the_communication_stream(machine: Machine) -> None
     def work(transport: nccl.NcclTransport) -> bool:
         mine, got = full(3, 1.0), full(3, 0.0)
         swap(transport, mine, got, "a test")
-        return {mine.data_ptr(), got.data_ptr()} <= transport._backend.stream(DEVICE).stream.kept.keys()
+        stream: Any = transport._backend.stream(DEVICE).stream
+        return {mine.data_ptr(), got.data_ptr()} <= stream.kept.keys()
 
     assert all_good(machine.run(2, work)) == [True, True]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from adasum import Adasum, Compression
 from adasum.compression import Compressor

@@ -27,6 +27,7 @@ from collectives.transport import (
     Transport,
     process_groups,
 )
+from collectives.transport.base import as_bytes
 from collectives.transport.nccl import torch_backend, watcher
 from tests.collectives.transport.thread_ranks import connect
 from tests.fakes.fake_cuda import device_tensor
@@ -195,7 +196,7 @@ def test_what_another_error_leaves_under_way_is_ended(fake: FakeTorch, comes: bo
     got = full(0.0)
     mixed.exchange([], [Message(1, got)], "step 5", 20.0)
     if comes:
-        fake.lines[1, 0].put(torch.ones(3))
+        fake.lines[1, 0].put(as_bytes(torch.ones(3)))
         read(fake, got)
     mixed.abort("interrupted")
     assert peer.gone() == 0 and peer.why_gone(0) == "interrupted"
@@ -231,12 +232,12 @@ def test_interrupt_ends_what_is_under_way_and_nothing_else(fake: FakeTorch, come
     nccl, got = of(fake, 0), full(0.0)
     nccl.exchange([], [Message(1, got)], "step 5", 20.0)
     if comes:
-        fake.lines[1, 0].put(torch.ones(3))
+        fake.lines[1, 0].put(as_bytes(torch.ones(3)))
         read(fake, got)
     nccl.interrupt("no more")
     assert fake.aborted == (set() if comes else {0})
     if not comes:
-        with pytest.raises(TransportError, match="^no more; NCCL was aborted$"):
+        with pytest.raises(TransportError, match=r"^no more; NCCL was aborted$"):
             nccl.check_streams()
 
 
@@ -244,7 +245,7 @@ def test_ranks_sum_by_the_library_that_the_sum_is_for(fake: FakeTorch) -> None:
     """Over cupy a process group's is left to torch; over torch's NCCL ranks alone have none."""
 
     class Cupy(torch_backend.TorchBackend):
-        sums = True
+        device = torch.device("cuda", 0)
 
     group = FakeGroup(fake, 5)
     nccl = NcclTransport(of(fake, 0), Cupy(FakeGroup(fake, 3)), timeout=TIMEOUT)  # type: ignore[arg-type]
