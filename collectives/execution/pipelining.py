@@ -1,14 +1,14 @@
 """Pipelining: the first parts of a step's messages are reduced while the others travel.
 
-Messages are sent in parts where the transport only puts them on a stream (NCCL's). On the host a
-rank cannot reduce and receive at once: there a step's messages are exchanged whole.
+Messages are sent in parts if the transport only puts them on a stream (NCCL's). On the host a rank
+cannot reduce and receive at once: there a step's messages are exchanged whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import overload
+from typing import Any
 
 import torch
 
@@ -30,8 +30,6 @@ MAX_PARTS = 8
 # Elements; a part of any dtype then begins at a whole number of the widest accesses.
 _ALIGNED = 1024
 
-Wait = Callable[[], None]
-
 
 def parts_of(message: Message, call: CallContext) -> int:
     """Return how many parts a message has, by its length and its link: alike at both its ends."""
@@ -44,13 +42,9 @@ def post(
 ) -> PostedStep:
     """Start the messages of a step; without parts they have arrived when this returns.
 
-    label: what errors call the step.
+    label: The step's name in errors.
     """
-    transport = call.transport
-    sent, received = (
-        [_parts(message, parts_of(message, call)) for message in messages]
-        for messages in (sends, recvs)
-    )
+    transport, sent, received = call.transport, _cut(sends, call), _cut(recvs, call)
     count = max((len(parts) for parts in (*sent, *received)), default=1)
     if count == 1:
         transport.exchange(sends, recvs, label, call.timeout)
@@ -58,21 +52,21 @@ def post(
     waits = []
     for number in range(count):
         # Some messages have fewer parts.
-        now, then = (
-            [parts[number] for parts in messages if number < len(parts)]
-            for messages in (sent, received)
-        )
+        now = [parts[number] for parts in sent if number < len(parts)]
+        then = [parts[number] for parts in received if number < len(parts)]
         part = f"{label}, part {number} of {count}"
         waits.append(transport.post(now, then, part, call.timeout))
     return PostedStep(waits)
 
 
+def _cut(messages: Sequence[Message], call: CallContext) -> list[list[Message]]:
+    return [_parts(message, parts_of(message, call)) for message in messages]
+
+
 def _parts(message: Message, count: int) -> list[Message]:
-    if count == 1:
-        return [message]
     peer, tensor = message
     bounds = pairwise(_part_bounds(tensor, count))
-    return [Message(peer, tensor[low:high]) for low, high in bounds]
+    return [message] if count == 1 else [Message(peer, tensor[low:high]) for low, high in bounds]
 
 
 def _part_bounds(tensor: torch.Tensor, count: int) -> list[int]:
@@ -83,18 +77,18 @@ def _part_bounds(tensor: torch.Tensor, count: int) -> list[int]:
 
 
 class PostedStep:
-    """A step whose messages are under way. waits: what waits for each part, in order."""
+    """A step whose messages are under way. waits: functions that wait for each part, in order."""
 
-    def __init__(self, waits: Sequence[Wait]) -> None:
-        self._waits = list(waits)
+    def __init__(self, waits: Sequence[Callable[[], None]]) -> None:
+        self._waits = waits
         self._arrived = 0
 
     def wait(self, part: int | None = None) -> None:
         """Wait until this part and those before it may be used; all unless given."""
         stop = len(self._waits) if part is None else part + 1
-        while self._arrived < stop:
-            self._waits[self._arrived]()
-            self._arrived += 1
+        for wait in self._waits[self._arrived : stop]:
+            wait()
+        self._arrived = max(self._arrived, stop)
 
     def pieces(self, pieces: Sequence[Piece], *, apart: bool) -> Sequence[Piece]:
         """Return the pieces of a step, each in at least as many parts as its messages.
@@ -125,11 +119,7 @@ class _ArrivingPieces(Sequence[Piece]):
     def __len__(self) -> int:
         return len(self._pieces)
 
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Piece]: ...
-    def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         part, piece = self._pieces[index]

@@ -1,13 +1,12 @@
 """All-reduces that a library does whole: torch.distributed's (`collective`) and NCCL's (`nccl`).
 
-Everything else in this package moves messages by schedules; these two are here to be compared with,
-and to be the inner level of a two-level reduction.
+The other algorithms move messages by schedules; these two are here to be compared with, and to be
+the inner level of a two-level reduction.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -30,34 +29,32 @@ from collectives.transport.process_groups import (
 
 
 class Libraries:
-    """The libraries that one group's transport has at hand, over all ranks or over this node's."""
+    """The libraries that one group's transport has, over all ranks or over this node's."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._process_group: dist.ProcessGroup | None = transport.process_group
         self._of_node: dist.ProcessGroup | None = None
 
     def check(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise, before anything is sent, where `name` cannot sum such tensors."""
+        """Raise, before anything is sent, if `name` cannot sum such tensors."""
         if dtype.to_real() not in DTYPES:
             raise TypeError(
                 f"algorithm {name!r} is a library's own sum, which cannot add {dtype}: "
                 "use 'xring', 'rechd' or 'rd', or convert"
             )
-        if name == "nccl":
-            if device.type != "cuda":
-                raise ValueError(
-                    f"algorithm 'nccl' needs CUDA tensors, got one on {device}: use 'collective'"
-                )
-            if not self._transport.sums_on_gpu:
-                raise ValueError(
-                    "algorithm 'nccl' needs a group over NCCL of its own: call init with "
-                    "transport='nccl' and one GPU a rank, or use 'collective'"
-                )
-        elif self._process_group is None:
+        if name != "nccl" and self._transport.process_group is None:
             raise ValueError(
                 "algorithm 'collective' is torch.distributed's own all_reduce, and this group "
                 "(one process) has no process group: use 'xring', 'rechd' or 'rd'"
+            )
+        if name == "nccl" and device.type != "cuda":
+            raise ValueError(
+                f"algorithm 'nccl' needs CUDA tensors, got one on {device}: use 'collective'"
+            )
+        if name == "nccl" and not self._transport.sums_on_gpu:
+            raise ValueError(
+                "algorithm 'nccl' needs a group over NCCL of its own: call init with "
+                "transport='nccl' and one GPU a rank, or use 'collective'"
             )
 
     def all_reduce(
@@ -70,57 +67,51 @@ class Libraries:
     ) -> None:
         """Sum `flat` in place by the library `name` in `shards` pieces, all under way at once.
 
-        ranks: those of this rank's node, to sum over these alone; all ranks for None.
+        ranks: The ranks of this rank's node, to sum over these only; None for all ranks.
         """
         # No piece is empty, however many are asked for.
         bounds = split_bounds(flat.numel(), max(1, min(shards, flat.numel())))
         pieces = [flat[low:high] for low, high in pairwise(bounds) if low < high]
+        among: Any = ranks
         if name != "nccl":
-            self._all_reduce_by_torch(pieces, flat.device, ranks, call)
-            return
+            among = self._group(ranks, call.timeout)
+            if flat.device.type != "cuda" or not has_nccl(among):
+                self._all_reduce_on_host(pieces, among, call)
+                return
         for piece in pieces:
-            self._transport.all_reduce(piece, ranks, call.label, call.timeout)
+            self._transport.all_reduce(piece, among, call.label, call.timeout)
 
-    def _all_reduce_by_torch(
-        self,
-        pieces: Sequence[torch.Tensor],
-        device: torch.device,
-        ranks: tuple[int, ...] | None,
-        call: CallContext,
+    def _all_reduce_on_host(
+        self, pieces: list[torch.Tensor], group: dist.ProcessGroup, call: CallContext
     ) -> None:
-        group = self._process_group if ranks is None else self._node_group(ranks, call.timeout)
-        where = f"{self._transport.me}: torch.distributed's all_reduce in {call.label}"
-        start = time.monotonic()
-        assert group is not None
-        if device.type == "cuda" and has_nccl(group):
-            for piece in pieces:
-                self._transport.all_reduce(piece, group, call.label, call.timeout)
-            return
+        end = time.monotonic() + call.timeout
         try:
             works: list[Any] = [
-                dist.all_reduce(piece, group=group, async_op=True) for piece in pieces
+                dist.all_reduce(each, group=group, async_op=True) for each in pieces
             ]
             for work in works:
-                left = max(start + call.timeout - time.monotonic(), 1e-3)
-                work.wait(timedelta(seconds=left))
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
         except CollectiveError:
             raise
         except RuntimeError as error:
             raise CollectiveTimeoutError(
-                f"{where} failed or took over {call.timeout:g} s: {first_line(error)}"
+                f"{self._transport.me}: torch.distributed's all_reduce in {call.label} failed or "
+                f"took over {call.timeout:g} s: {first_line(error)}"
             ) from error
+
+    def _group(self, ranks: tuple[int, ...] | None, timeout: float) -> dist.ProcessGroup:
+        """Return the process group of all ranks, or of this node: its ranks make that together."""
+        whole = self._transport.process_group
+        assert whole is not None
+        if ranks is None:
+            return whole
+        if self._of_node is None:
+            self._of_node = subgroup(whole, ranks, dist.get_backend_config(whole), timeout)
+            extend_timeout(self._of_node)
+        return self._of_node
 
     def close(self) -> None:
         """Leave the process group of this node."""
         if self._of_node is not None:
             leave(self._of_node)
             self._of_node = None
-
-    def _node_group(self, ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
-        """The process group of this node, made by its ranks together at the first use."""
-        if self._of_node is None:
-            assert self._process_group is not None
-            backend = dist.get_backend_config(self._process_group)
-            self._of_node = subgroup(self._process_group, ranks, backend, timeout)
-            extend_timeout(self._of_node)
-        return self._of_node

@@ -57,15 +57,17 @@ class Backend(Protocol):
 
     def check(self) -> None:
         """Raise NCCL's asynchronous error, if any. Safe to call during the other calls."""
+        return
 
     def abort(self) -> str:
         """Abort what is under way, in bounded time; return the outcome for an error's text."""
 
     def close(self) -> None:
         """Destroy our communicators, in bounded time; do nothing after `abort` or `close`."""
+        return
 
-    def split(self, host: Transport, ranks: tuple[int, ...]) -> Backend:
-        """Return a back end for the transport `host` between some of the ranks."""
+    def split(self, host: Transport) -> Backend:
+        """Return a back end for a transport between some of the ranks."""
 
 
 @contextmanager

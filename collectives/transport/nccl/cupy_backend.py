@@ -1,9 +1,8 @@
-"""NCCL through cupy: communicators of our own, bounded waits.
+"""NCCL through cupy, with communicators of our own.
 
-Facts about NCCL that shape this file (user guide, "Thread Safety", "Group Calls" and "Fault
-Tolerance"; cupy 14.2): init, split, the first use of a connection, destroy and abort wait for other
-ranks without a limit; a group that has failed must still be ended; and cupy destroys a communicator
-when it is collected, which may wait for ever.
+Start-up, split, the first use of a connection, destroy and abort wait for other ranks without a
+limit, and cupy destroys a communicator that is collected. A group that has failed must still be
+ended (NCCL's user guide, "Group Calls" and "Fault Tolerance"; cupy 14.2).
 
 Tested with a strict stand-in for NCCL (tests/fakes/fake_nccl.py), and on a GPU by
 tests/processes/test_nccl.py; two processes that shared a GPU have trained over it.
@@ -38,8 +37,7 @@ DTYPES = {
 }
 # The first version whose unique ids are bytes.
 _CUPY_VERSION = [14, 2]
-# Both are short, since ranks that are gone may be waited for in vain. Every rank is to raise its
-# error within 5 s after the timeout, its abort included.
+# Ranks that are gone are waited for in vain. An error is due 5 s after the timeout at the latest.
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 3.0
 
@@ -79,10 +77,9 @@ def load_nccl() -> Any:
 
 @functools.cache
 def shared_stream(device: torch.device) -> CommunicationStream:
-    """Return the stream of all groups of this process on a device.
+    """Return the stream of all groups of this process on a device, whose order NCCL requires.
 
-    NCCL requires that the communicators of a device are used one after the other. Not for several
-    ranks in one process: one rank would wait in its turn for another rank, which needs the turn.
+    Not for several ranks in one process: one would wait in its turn for another's.
     """
     return CommunicationStream(device)
 
@@ -90,11 +87,12 @@ def shared_stream(device: torch.device) -> CommunicationStream:
 class CupyBackend(Backend):
     """A rank's communicator on one device, and those split from it for some of the ranks.
 
-    Making one raises as `load_nccl` does, and ValueError if `device` is not a CUDA device.
-
     Args:
         device: This rank's GPU, the current one unless given.
         stream: The communication stream, shared with others on this device; else a new one.
+
+    Raises:
+        ValueError: The device is not a CUDA device; or what `load_nccl` raises.
     """
 
     device: torch.device
@@ -108,14 +106,12 @@ class CupyBackend(Backend):
         if self.device.type != "cuda" or self.device.index is None:
             raise ValueError(f'device must be a CUDA device such as "cuda:0", got {self.device}')
         self._stream = stream or CommunicationStream(self.device)
-        # All communicators; None once they were taken, to be ended.
+        # All communicators, until their end, and those of some of the ranks.
         self._made: list[Any] | None = []
-        # Those of some of the ranks.
         self._parts: dict[tuple[int, ...], Any] = {}
-        # What was done once, so that NCCL is connected for it.
+        # What NCCL was used for once.
         self._connected: set[Any] = set()
-        # Held while communicators are added, checked or taken. Reentrant: Python may collect the
-        # transport, whose end takes the lock, at any allocation.
+        # Guards `_made`. Reentrant: Python may collect the transport at any allocation.
         self._lock = threading.RLock()
 
     def open(self, host: Transport, device: torch.device, timeout: float) -> None:
@@ -142,11 +138,7 @@ class CupyBackend(Backend):
         self._group(post, peers, timeout)
 
     def all_reduce(self, values: torch.Tensor, among: Any, stream: Any, timeout: float) -> None:
-        """Sum over all ranks, or over one of the sets into which they are split.
-
-        The first call with these sets splits the communicator, on all ranks together, even if
-        there is nothing to sum.
-        """
+        # All ranks split the communicator together, at the first call with these sets of ranks.
         if among is None or len(among) == len(self._others) + 1:
             part = self._whole
         elif (part := self._parts.get(among)) is None:
@@ -164,7 +156,7 @@ class CupyBackend(Backend):
             self._group(post, {(among, numel, kind)}, timeout)
 
     def check(self) -> None:
-        # NCCL answers at once. The lock keeps other threads from freeing a communicator meanwhile.
+        # With the lock: another thread must not free a communicator meanwhile.
         with self._lock:
             for communicator in self._made or ():
                 communicator.check_async_error()
@@ -180,7 +172,7 @@ class CupyBackend(Backend):
             for error in self._end("destroy", _CLOSE_SECONDS):
                 raise error
 
-    def split(self, host: Transport, ranks: tuple[int, ...]) -> CupyBackend:
+    def split(self, host: Transport) -> CupyBackend:
         """Return a back end on the same stream: all ranks have to start the work in one order."""
         return CupyBackend(self.device, stream=self._stream)
 
@@ -217,10 +209,7 @@ class CupyBackend(Backend):
         return self._bounded(run, timeout, *self._others)
 
     def _group(self, job: Callable[[], None], uses: set[Any], timeout: float) -> None:
-        """Call a job between groupStart and groupEnd.
-
-        uses: what NCCL has to be connected for. It connects at the first use, and waits for it.
-        """
+        """Call a job between groupStart and groupEnd. uses: what NCCL connects for, at first."""
 
         def run() -> None:
             if self._made is None:
@@ -242,10 +231,7 @@ class CupyBackend(Backend):
             self._connected |= uses
 
     def _end(self, how: str, seconds: float) -> list[BaseException]:
-        """End all communicators, the first time only; return the errors.
-
-        Each in a thread of its own: to end one may wait for ranks that never do.
-        """
+        """End all communicators, each in a thread of its own, once; return the errors."""
         deadline = time.monotonic() + seconds
         with self._lock:
             made, self._made = self._made or [], None

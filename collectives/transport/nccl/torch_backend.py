@@ -69,6 +69,6 @@ class TorchBackend(Backend):
     def abort(self) -> str:
         return "; ".join({abort_nccl(group): None for group in self._groups})
 
-    def split(self, host: Transport, ranks: tuple[int, ...]) -> TorchBackend:
+    def split(self, host: Transport) -> TorchBackend:
         assert host.process_group is not None
         return TorchBackend(host.process_group)

@@ -178,7 +178,7 @@ class NcclTransport(Transport):
     def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
         host = self._host.split(ranks, timeout)
         try:
-            return NcclTransport(host, self._backend.split(host, tuple(ranks)), timeout=timeout)
+            return NcclTransport(host, self._backend.split(host), timeout=timeout)
         except BaseException:
             host.close()
             raise

@@ -51,10 +51,9 @@ class Posted(NamedTuple):
 class Watcher:
     """The steps that a transport has put on streams and that are not known to have ended.
 
-    A step's timeout starts when the step is put on a stream, or when all steps before it are known
-    to have ended, whichever is later: at most twice the timeout passes. For a query of an event
-    would end the capture of a CUDA graph in any thread. So events are queried only by the host's
-    thread, outside of a capture, and if a step is late or a peer is gone.
+    A step's timeout starts when it is put on a stream, or when all steps before it are known to
+    have ended, whichever is later. A query of an event would end the capture of a CUDA graph in any
+    thread: the watcher's thread makes one only if a step is late or a peer is gone.
 
     Args:
         host: The transport that knows which peers are gone.

@@ -286,7 +286,7 @@ def test_a_split_that_fails_leaves_nothing_open_on_the_host(
             monkeypatch.setattr(host, "close", lambda: closed.append("host"))
             return host
 
-        def fail(host: Transport, ranks: tuple[int, ...]) -> CupyBackend:
+        def fail(host: Transport) -> CupyBackend:
             raise TransportError("NCCL failed")
 
         monkeypatch.setattr(transport._host, "split", split)
