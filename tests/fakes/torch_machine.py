@@ -24,7 +24,7 @@ def make_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
     """For a fixture: the stand-ins in the place of CUDA and torch's NCCL."""
     cuda = FakeCuda()
     found = FakeTorch(cuda)
-    for module in (transport, backend, torch_backend):
+    for module in (transport, backend):
         monkeypatch.setattr(module, "cuda", cuda)
     monkeypatch.setattr(watcher, "CHECK_SECONDS", 0.05)
     monkeypatch.setattr(watcher, "GRACE_SECONDS", 0.1)

@@ -31,9 +31,11 @@ class CommunicationStream:
 
 
 class Backend(Protocol):
-    """The communicators of one rank. Calls put work on a stream, and do not wait for it.
+    """The communicators of one rank.
 
-    A call that takes too long raises TimeoutError, with the ranks that it waited for, if known.
+    `exchange` and `all_reduce` put work on the communication stream, which is the current one, and
+    do not wait for it. A call that takes too long raises TimeoutError, with the ranks that it
+    waited for, if known.
 
     Attributes:
         device: The GPU of the communicators; None if each message's own GPU is used.
@@ -49,11 +51,11 @@ class Backend(Protocol):
     def stream(self, device: torch.device) -> CommunicationStream:
         """Return the communication stream of a GPU."""
 
-    def exchange(self, sends: Messages, recvs: Messages, stream: Any, timeout: float) -> None:
-        """Put non-empty messages on a stream, as one NCCL group."""
+    def exchange(self, sends: Messages, recvs: Messages, timeout: float) -> None:
+        """Put non-empty messages on the stream, as one NCCL group."""
 
-    def all_reduce(self, values: torch.Tensor, among: Any, stream: Any, timeout: float) -> None:
-        """Put an in-place sum on a stream, among ranks or by torch's process group."""
+    def all_reduce(self, values: torch.Tensor, among: Any, timeout: float) -> None:
+        """Put an in-place sum on the stream, among ranks or by torch's process group."""
 
     def check(self) -> None:
         """Raise NCCL's asynchronous error, if any. Safe to call during the other calls."""

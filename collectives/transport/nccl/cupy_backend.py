@@ -126,18 +126,18 @@ class CupyBackend(Backend):
     def stream(self, device: torch.device) -> CommunicationStream:
         return self._stream
 
-    def exchange(self, sends: Messages, recvs: Messages, stream: Any, timeout: float) -> None:
-        whole, kind = self._whole, self._nccl.NCCL_UINT8
+    def exchange(self, sends: Messages, recvs: Messages, timeout: float) -> None:
+        whole, kind, stream = self._whole, self._nccl.NCCL_UINT8, self._stream.stream.cuda_stream
 
         def post() -> None:
             for messages, call in ((sends, whole.send), (recvs, whole.recv)):
                 for peer, tensor in messages:
-                    call(tensor.data_ptr(), tensor.nbytes, kind, peer, stream.cuda_stream)
+                    call(tensor.data_ptr(), tensor.nbytes, kind, peer, stream)
 
         peers = {("send", peer) for peer, _ in sends} | {("recv", peer) for peer, _ in recvs}
         self._group(post, peers, timeout)
 
-    def all_reduce(self, values: torch.Tensor, among: Any, stream: Any, timeout: float) -> None:
+    def all_reduce(self, values: torch.Tensor, among: Any, timeout: float) -> None:
         # All ranks split the communicator together, at the first call with these sets of ranks.
         if among is None or len(among) == len(self._others) + 1:
             part = self._whole
@@ -146,10 +146,10 @@ class CupyBackend(Backend):
             part = self._make(self._whole.commSplit, timeout, color, key)
             self._parts[among] = part
         kind, add = getattr(self._nccl, DTYPES[values.dtype]), self._nccl.NCCL_SUM
-        address, numel = values.data_ptr(), values.numel()
+        address, numel, stream = values.data_ptr(), values.numel(), self._stream.stream.cuda_stream
 
         def post() -> None:
-            part.allReduce(address, address, numel, kind, add, stream.cuda_stream)
+            part.allReduce(address, address, numel, kind, add, stream)
 
         if numel:
             # NCCL connects for each of its algorithms, which it chooses by the length.

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import cuda
 
 from collectives.transport.base import Messages, Transport, as_bytes
 from collectives.transport.nccl.backend import Backend, CommunicationStream
@@ -45,7 +44,7 @@ class TorchBackend(Backend):
             self._streams[device] = CommunicationStream(device)
         return self._streams[device]
 
-    def exchange(self, sends: Messages, recvs: Messages, stream: Any, timeout: float) -> None:
+    def exchange(self, sends: Messages, recvs: Messages, timeout: float) -> None:
         group = self._process_group
         # As bytes: torch's NCCL does not send int16, for one.
         ops = [
@@ -53,18 +52,16 @@ class TorchBackend(Backend):
             for op, messages in ((dist.irecv, recvs), (dist.isend, sends))
             for peer, tensor in messages
         ]
-        with cuda.stream(stream):
-            for work in dist.batch_isend_irecv(ops):
-                # The stream waits; the host does not.
-                work.wait()
+        for work in dist.batch_isend_irecv(ops):
+            # The stream waits; the host does not.
+            work.wait()
 
-    def all_reduce(self, values: torch.Tensor, among: Any, stream: Any, timeout: float) -> None:
+    def all_reduce(self, values: torch.Tensor, among: Any, timeout: float) -> None:
         if among not in self._groups:
             self._groups.append(among)
-        with cuda.stream(stream):
-            work = dist.all_reduce(values, group=among, async_op=True)
-            assert work is not None
-            work.wait()
+        work = dist.all_reduce(values, group=among, async_op=True)
+        assert work is not None
+        work.wait()
 
     def abort(self) -> str:
         return "; ".join({abort_nccl(group): None for group in self._groups})

@@ -100,10 +100,7 @@ class NcclTransport(Transport):
         peers = tuple(sorted({message.peer for message in (*sends, *recvs)}))
         if not peers:
             return lambda: None
-
-        def put(stream: cuda.Stream) -> None:
-            self._backend.exchange(sends, recvs, stream, timeout)
-
+        put = partial(self._backend.exchange, sends, recvs, timeout)
         return self._start(put, tensors, peers, step, timeout)
 
     def all_reduce(self, flat: torch.Tensor, among: Any, step: str, timeout: float) -> None:
@@ -117,10 +114,7 @@ class NcclTransport(Transport):
         self.check_device(flat.device)
         ranks = self._others if among is None else () if by_torch else among
         peers = tuple(rank for rank in ranks if rank != self.rank)
-
-        def put(stream: cuda.Stream) -> None:
-            self._backend.all_reduce(values, among, stream, timeout)
-
+        put = partial(self._backend.all_reduce, values, among, timeout)
         self._start(put, [flat], peers, step, timeout)()
 
     def add_node_memory(
@@ -140,11 +134,9 @@ class NcclTransport(Transport):
         memory = self.node_memories[number]
         memory.check()
 
-        def put(stream: cuda.Stream) -> None:
-            # On the stream of all steps: launches and messages are in one order on all ranks.
-            with cuda.stream(stream):
-                work()
-                memory.fetch_error()
+        def put() -> None:
+            work()
+            memory.fetch_error()
 
         self._start(put, [tensor], self._others, step, timeout, held=work)()
 
@@ -156,12 +148,7 @@ class NcclTransport(Transport):
         ours = self._backend.stream(cuda.current_stream().device)
         with ours.turn:
             graph = self._graphs.capture(work, ours.stream)
-
-        def put(stream: cuda.Stream) -> None:
-            with cuda.stream(stream):
-                graph()
-
-        return lambda step, timeout: self._start(put, [], self._others, step, timeout)()
+        return lambda step, timeout: self._start(graph, [], self._others, step, timeout)()
 
     def check_streams(self) -> None:
         self._watcher.raise_error()
@@ -217,7 +204,7 @@ class NcclTransport(Transport):
 
     def _start(
         self,
-        put: Callable[[cuda.Stream], None],
+        put: Callable[[], None],
         tensors: Sequence[torch.Tensor],
         peers: tuple[int, ...],
         step: str,
@@ -229,26 +216,21 @@ class NcclTransport(Transport):
         Returns a function that makes the caller's stream wait for it.
         """
         start = time.monotonic()
-        device = tensors[0].device if tensors else cuda.current_stream().device
-        ours = self._backend.stream(device)
-        with ours.turn, cuda.device(device):
-            caller = cuda.current_stream(device)
-            capturing = cuda.is_current_stream_capturing()
+        caller = cuda.current_stream(tensors[0].device if tensors else None)
+        ours = self._backend.stream(caller.device)
+        # One stream for all steps: they are in one order on all ranks.
+        with ours.turn, cuda.stream(ours.stream):
             ours.stream.wait_event(caller.record_event())
+            capturing = cuda.is_current_stream_capturing()
             # So that the allocator does not use their memory again too early. In a graph the order
             # of the streams alone ensures that.
             for tensor in () if capturing else tensors:
                 tensor.record_stream(ours.stream)
-            self._bounded(partial(put, ours.stream), peers, step, timeout)
+            self._bounded(put, peers, step, timeout)
             event = ours.stream.record_event()
         if not capturing:
             self._watcher.add(Posted(event, peers, step, timeout, start, held))
-
-        def wait() -> None:
-            with cuda.device(device):
-                caller.wait_event(event)
-
-        return wait
+        return partial(caller.wait_event, event)
 
     def _open(self, device: torch.device, step: str, timeout: float) -> None:
         """Make the communicators, on all ranks together, at the first use of a GPU."""

@@ -7,6 +7,7 @@ CUDA blocks the host's thread. It keeps the error, which the next call and a Wor
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -75,8 +76,8 @@ class Watcher:
         self._host = host
         self._backend = backend
         self._end_launches = end_launches
-        # When a step was last found to have ended.
-        self._passed = 0.0
+        # When a step was last found to have ended, and since when a peer of the first is gone.
+        self._passed, self._gone_since = 0.0, math.inf
         # The step that `_stall` is for.
         self._warned: Posted | None = None
         # Held while everything is aborted: an event that completes then may be an aborted step's.
@@ -143,33 +144,28 @@ class Watcher:
         Long before the first step is late, warn. The watcher's thread calls this regularly.
         """
         with self._lock:
-            first = self.items[0] if self.items else None
-        if first is None:
-            return
-        try:
-            with translate_errors(first.step):
-                self._backend.check()
-        except TransportError as error:
-            self.fail(error)
-            return
-        peer = None
-        # The host's thread may be closing its connections: then this ends, too.
-        with suppress(CollectiveError, ValueError, OSError):
-            peer = self._host.gone(first.peers or None)
-        if peer is not None:
-            time.sleep(GRACE_SECONDS)
-        with self._lock:
-            if not self.items or self.items[0] is not first:
+            if not self.items:
                 return
-            if peer is None and not self._is_late(first):
+            first, now, peer = self.items[0], time.monotonic(), None
+            try:
+                with translate_errors(first.step):
+                    self._backend.check()
+            except TransportError as error:
+                self.fail(error)
+                return
+            # The host's thread may be closing its connections: then this ends, too.
+            with suppress(CollectiveError, ValueError, OSError):
+                peer = self._host.gone(first.peers or None)
+            self._gone_since = math.inf if peer is None else min(self._gone_since, now)
+            gone = now - self._gone_since > GRACE_SECONDS
+            if not gone and not self._is_late(first):
                 self._warn(first)
-            elif self._drop_done():
-                # It has ended after all: the next one's time starts now.
-                return
-            elif peer is None:
-                self.late(first.peers, first.step, first.timeout)
-            else:
-                self._fail_waiting((peer,), first.step, f": {self._named((peer,))} has ended")
+            # If the first step has ended after all, the next one's time starts now.
+            elif not self._drop_done():
+                if peer is not None:
+                    self._fail_waiting((peer,), first.step, f": {self._named((peer,))} has ended")
+                else:
+                    self.late(first.peers, first.step, first.timeout)
 
     def _run(self) -> None:
         while not self.stopped:

@@ -332,7 +332,7 @@ def test_what_fails_after_a_late_step_was_ended_names_the_step(machine: Machine)
     """NCCL says then no more than that its argument, the communicator, is invalid."""
 
     def work(transport: nccl.NcclTransport) -> str:
-        def post(stream: object) -> None:
+        def post() -> None:
             transport._watcher.late((1,), "step 7", 3.0)
             raise NcclError(4)
 
