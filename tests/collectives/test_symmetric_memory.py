@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -472,6 +473,18 @@ def test_rank_without_memory_is_told_before_torch_waits_for_it(machine, monkeypa
     assert "rank 1 has ended" in str(other)
     assert isinstance(mine, collectives.TransportError)
     assert "out of memory" in str(mine)
+
+
+def test_memory_inside_of_a_larger_block_is_found_there(machine, monkeypatch):
+    """torch returns the addresses of the blocks, and its pool may place memory inside of them."""
+    symmetric_memory = pytest.importorskip("torch.distributed._symmetric_memory")
+    block = torch.zeros(96, dtype=torch.uint8)
+    handle = SimpleNamespace(rank=1, buffer_ptrs=[4096, block.data_ptr()])
+    monkeypatch.setattr(symmetric_memory, "empty", lambda *_, **__: block[32:])
+    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda *_: handle)
+    group: Any = ProcessGroup(1, 2)
+    made, addresses = node_memory.allocate(64, group, torch.device("cuda", 0), list)
+    assert made.nbytes == 64 and addresses == [4128, made.data_ptr()]
 
 
 def test_launch_that_is_late_is_ended_though_no_call_follows(machine, monkeypatch):

@@ -58,8 +58,8 @@ FAULTS = {
     "an argument too few for cupy": Fault(
         _checks("NCCL of cupy, ranks: 1"),
         "collectives.transport.nccl.cupy_backend",
-        "NcclCommunicator(host.size, unique_id, host.rank)",
-        "NcclCommunicator(host.size, unique_id)",
+        "left, host.size, name, host.rank)",
+        "left, host.size, name)",
         r"TypeError: __init__\(\) takes .*positional arguments",
     ),
     "a function that torch 2.11 lacks": Fault(

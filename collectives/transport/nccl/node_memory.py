@@ -94,10 +94,14 @@ def allocate(
     try:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        whole = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        # The pool is the current GPU's, whichever thread calls.
+        with cuda.device(device):
+            whole = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
         arrive()
         handle: Any = symmetric_memory.rendezvous(whole, group.group_name)
-        return whole, [int(address) for address in handle.buffer_ptrs]
+        # torch's pool may place it inside of a larger block, alike on all ranks.
+        offset = whole.data_ptr() - handle.buffer_ptrs[handle.rank]
+        return whole, [address + offset for address in handle.buffer_ptrs]
     except CollectiveError:
         raise
     except (ImportError, AttributeError, RuntimeError) as error:
