@@ -482,7 +482,7 @@ def test_memory_inside_of_a_larger_block_is_found_there(machine, monkeypatch):
     handle = SimpleNamespace(rank=1, buffer_ptrs=[4096, block.data_ptr()])
     monkeypatch.setattr(symmetric_memory, "empty", lambda *_, **__: block[32:])
     monkeypatch.setattr(symmetric_memory, "rendezvous", lambda *_: handle)
-    group: Any = ProcessGroup(1, 2)
+    group: Any = SimpleNamespace(group_name="0")
     made, addresses = node_memory.allocate(64, group, torch.device("cuda", 0), list)
     assert made.nbytes == 64 and addresses == [4128, made.data_ptr()]
 

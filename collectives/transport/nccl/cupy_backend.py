@@ -3,9 +3,6 @@
 Start-up, split, the first use of a connection, destroy and abort wait for other ranks without a
 limit, and cupy destroys a communicator that is collected. A group that has failed must still be
 ended (NCCL's user guide, "Group Calls" and "Fault Tolerance"; cupy 14.2).
-
-Tested with a strict stand-in for NCCL (tests/fakes/fake_nccl.py), and on a GPU by
-tests/processes/test_nccl.py; two processes that shared a GPU have trained over it.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import cuda
@@ -27,8 +24,6 @@ from collectives.transport.base import Messages, Transport
 from collectives.transport.byte_gathering import gather_bytes
 from collectives.transport.nccl.backend import Backend, CommunicationStream, translate_errors
 from collectives.transport.process_groups import run_beside
-
-T = TypeVar("T")
 
 # The dtypes that NCCL can sum, and gloo too: no other integers, no bools, no 8-bit floats.
 DTYPES = {
@@ -50,29 +45,28 @@ def load_nccl() -> Any:
         ImportError: cupy or NCCL is missing, too old or for another CUDA than torch's; the text
             says what to install.
     """
-    major = 12 if (torch.version.cuda or "").startswith("12.") else 13
-    install = f'pip install "cupy-cuda{major}x>=14.2"'
     if not cuda.is_available():
         raise RuntimeError(
             "NCCL needs a GPU that torch sees: install a CUDA build of torch and NVIDIA's driver, "
             "or use CPU tensors"
         )
+    major = 12 if (torch.version.cuda or "").startswith("12.") else 13
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import cupy
             from cupy.cuda import nccl, runtime
+        cupys = runtime.runtimeGetVersion() // 1000
+        version = [int(part) for part in cupy.__version__.split(".")[:2]]
+        if nccl.available and version >= _CUPY_VERSION and cupys == major:
+            return nccl
+        found = f"cupy-cuda{cupys}x {cupy.__version__}, {'an' if nccl.available else 'no'} NCCL"
     except ImportError as error:
-        raise ImportError(f"NCCL is called through cupy ({error}): {install}") from None
-    cupys = runtime.runtimeGetVersion() // 1000
-    if [int(part) for part in cupy.__version__.split(".")[:2]] < _CUPY_VERSION or cupys != major:
-        raise ImportError(
-            f"cupy {cupy.__version__} for CUDA {cupys} does not fit torch for CUDA "
-            f"{torch.version.cuda}: pip uninstall cupy-cuda{cupys}x, then {install}"
-        )
-    if not nccl.available:
-        raise ImportError(f"cupy found no NCCL library: pip install nvidia-nccl-cu{major}")
-    return nccl
+        found = str(error)
+    raise ImportError(
+        f"NCCL through cupy needs cupy for CUDA {major} alone, and NCCL (found: {found}): pip "
+        f'install "cupy-cuda{major}x>=14.2" nvidia-nccl-cu{major}'
+    )
 
 
 @functools.cache
@@ -176,9 +170,9 @@ class CupyBackend(Backend):
         """Return a back end on the same stream: all ranks have to start the work in one order."""
         return CupyBackend(self.device, stream=self._stream)
 
-    def _bounded(self, job: Callable[[], T], timeout: float, *peers: int) -> T:
+    def _bounded(self, job: Callable[[], Any], timeout: float, *peers: int) -> Any:
         """Return what a job returns that may wait for `peers` without a limit."""
-        results: list[T] = []
+        results: list[Any] = []
 
         def run() -> None:
             cuda.set_device(self.device)

@@ -88,8 +88,7 @@ def allocate(
 ) -> tuple[torch.Tensor, list[int]]:
     """Return new memory, as bytes, and the address of each rank's memory, in this process.
 
-    arrive: Returns once all ranks have called it: torch's own wait cannot tell that one has failed.
-    TransportError if torch has no such memory, or the GPUs do not reach each other's.
+    `arrive` waits until all ranks call it; torch's own wait does not notice one that has failed.
     """
     try:
         from torch.distributed import _symmetric_memory as symmetric_memory

@@ -1,8 +1,4 @@
-"""NCCL through torch.distributed, whose communicators belong to a process group.
-
-Tested with a stand-in for torch's calls (tests/fakes/fake_torch.py), and on a GPU by
-tests/processes/test_torch_nccl.py: a sum and DDP's hook ran between two ranks on one GPU.
-"""
+"""NCCL through torch.distributed, whose communicators belong to a process group."""
 
 from __future__ import annotations
 

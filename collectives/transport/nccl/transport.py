@@ -78,8 +78,8 @@ class NcclTransport(Transport):
         elif device.type != "cuda" or self.device not in (None, device):
             raise ValueError(
                 f"tensor is on {device}, this rank's NCCL carries tensors on "
-                f"{self.device or 'CUDA devices'}: move it there, or call torch.cuda.set_device("
-                f"{device.index}) before init"
+                f"{self.device or 'CUDA devices'}: move it there, or call torch.cuda.set_device "
+                "before init"
             )
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:

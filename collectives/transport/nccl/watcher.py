@@ -38,14 +38,13 @@ _PAUSE_SECONDS = 2e-4
 
 
 class Posted(NamedTuple):
-    """A step under way: the event after it, and what an error needs if it never ends."""
+    """A step under way, the event after it, and an object that lives until then."""
 
     event: cuda.Event
     peers: tuple[int, ...]
     step: str
     timeout: float
     since: float
-    # Kept alive until the step has ended.
     held: object = None
 
 
@@ -56,10 +55,8 @@ class Watcher:
     have ended, whichever is later. A query of an event would end the capture of a CUDA graph in any
     thread: the watcher's thread makes one only if a step is late or a peer is gone.
 
-    Args:
-        host: The transport that knows which peers are gone.
-        backend: What is aborted.
-        end_launches: Ends graphs, which an abort would wait for, and kernels that wait for peers.
+    `host` knows which peers are gone. `end_launches` ends graphs, which an abort would wait for,
+    and kernels that wait for peers.
 
     Attributes:
         items: The steps, in their order.
@@ -134,9 +131,10 @@ class Watcher:
                 self.error.__cause__ = error.__cause__
                 self.items.clear()
 
-    def late(self, peers: tuple[int, ...], step: str, timeout: float) -> None:
-        """Abort all steps because one took longer than its timeout."""
-        self._fail_waiting(peers, step, f" (stopped after {timeout:g} s)")
+    def late(self, peers: tuple[int, ...], step: str, timeout: float, why: str = "") -> None:
+        """Abort all steps because one took longer than its timeout, or for another reason."""
+        said = f"{self._host.me} got no answer from {self._named(peers)} in {step}"
+        self.fail(CollectiveTimeoutError(said + (why or f" (stopped after {timeout:g} s)")))
 
     def watch(self) -> None:
         """Abort all steps if the first is late, a peer of it is gone, or NCCL has failed.
@@ -162,10 +160,10 @@ class Watcher:
                 self._warn(first)
             # If the first step has ended after all, the next one's time starts now.
             elif not self._drop_done():
+                peers, why = first.peers, ""
                 if peer is not None:
-                    self._fail_waiting((peer,), first.step, f": {self._named((peer,))} has ended")
-                else:
-                    self.late(first.peers, first.step, first.timeout)
+                    peers, why = (peer,), f": {self._named((peer,))} has ended"
+                self.late(peers, first.step, first.timeout, why)
 
     def _run(self) -> None:
         while not self.stopped:
@@ -183,10 +181,6 @@ class Watcher:
             self._warned = first
         if self._stall.is_due() and not self._drop_done():
             self._stall.check()
-
-    def _fail_waiting(self, peers: tuple[int, ...], step: str, why: str) -> None:
-        said = f"{self._host.me} got no answer from {self._named(peers)} in {step}{why}"
-        self.fail(CollectiveTimeoutError(said))
 
     def _named(self, peers: tuple[int, ...]) -> str:
         several = "one of " if len(peers) > 1 else ""
