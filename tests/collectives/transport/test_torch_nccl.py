@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +24,11 @@ from collectives.transport import (
     GlooTransport,
     Message,
     NcclTransport,
-    Transport,
+    ThreadWorld,
     process_groups,
 )
 from collectives.transport.base import as_bytes
-from collectives.transport.nccl import torch_backend, watcher
-from tests.collectives.transport.thread_ranks import connect
-from tests.fakes.fake_cuda import device_tensor
+from collectives.transport.nccl import torch_backend
 from tests.fakes.fake_torch import FakeGroup, FakeTorch
 from tests.fakes.nccl_machine import told
 from tests.fakes.torch_machine import TIMEOUT, full, make_fake, of, read
@@ -65,23 +63,6 @@ def test_several_peers_are_named(fake: FakeTorch) -> None:
     nccl = of(fake, 0)
     nccl.exchange([], recvs, "step 7", TIMEOUT)
     assert "no answer from one of rank 1, rank 2 in step 7" in str(told(nccl.check_streams))
-
-
-def test_so_many_steps_are_under_way_at_once(
-    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beyond them the host waits for the first, and says which was late."""
-    monkeypatch.setattr(watcher, "MAX_PENDING", 2)
-    nccl, posted = of(fake, 0), []
-
-    def steps() -> None:
-        for step in range(9):
-            posted.append(step)
-            nccl.exchange([], [Message(1, full(0.0))], f"step {step}", TIMEOUT)
-
-    with pytest.raises(CollectiveTimeoutError, match="in step 0 "):
-        steps()
-    assert posted == [0, 1, 2]
 
 
 def test_a_watchdog_ends_with_what_it_watches(fake: FakeTorch) -> None:
@@ -128,30 +109,6 @@ def test_a_group_of_gloo_alone_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> N
     assert not hasattr(group, "_get_backend")
 
 
-def _on_host(fake: FakeTorch, ended: Sequence[int] = ()) -> tuple[NcclTransport, Transport]:
-    """The transport that ranks of one host have, and its peer's of CPU tensors."""
-    host, peer = connect(2)
-    host.gone = lambda peers=None: 1 if ended and 1 in peers else None
-    return of(fake, 0, host), peer
-
-
-@pytest.mark.parametrize("ended", [(), (1,)])
-def test_a_mixed_transport_tells_what_became_of_cuda_messages(
-    fake: FakeTorch, ended: Sequence[int]
-) -> None:
-    """The transport that ranks of one host have shows who is gone."""
-    mixed, _ = _on_host(fake, ended)
-    message = Message(1, device_tensor(torch.zeros(3)))
-    start = time.monotonic()
-    mixed.exchange([], [message], "step 5", 60.0 if ended else TIMEOUT)
-    mixed.check_streams()
-    text = str(told(mixed.check_streams))
-    assert "no answer from rank 1 in step 5" in text
-    assert ("rank 1 has ended; NCCL was aborted" in text) == bool(ended)
-    assert time.monotonic() - start < 20.0
-    mixed.close()
-
-
 def test_nccl_is_found_where_torch_wraps_it(fake: FakeTorch) -> None:
     """As with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     inner = FakeGroup(fake, 3)
@@ -189,23 +146,6 @@ def test_an_abort_that_fails_is_said(fake: FakeTorch, monkeypatch: pytest.Monkey
     assert process_groups.abort_nccl(group) == said
 
 
-@pytest.mark.parametrize("comes", [False, True])
-def test_what_another_error_leaves_under_way_is_ended(fake: FakeTorch, comes: bool) -> None:
-    """Through the transport that ranks of one host have; not where it has come meanwhile."""
-    mixed, peer = _on_host(fake)
-    got = full(0.0)
-    mixed.exchange([], [Message(1, got)], "step 5", 20.0)
-    if comes:
-        fake.lines[1, 0].put(as_bytes(torch.ones(3)))
-        read(fake, got)
-    mixed.abort("interrupted")
-    assert peer.gone() == 0 and peer.why_gone(0) == "interrupted"
-    assert fake.aborted == (set() if comes else {0})
-    if not comes:
-        with pytest.raises(TransportError, match="interrupted; NCCL was aborted"):
-            mixed.check_streams()
-
-
 @pytest.mark.parametrize("of_node", [False, True])
 def test_librarys_sum_that_is_late(
     fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, of_node: bool
@@ -226,15 +166,22 @@ def test_librarys_sum_that_is_late(
     assert fake.aborted == ({0, 7} if of_node else {0})
 
 
+@pytest.mark.parametrize("how", ["abort", "interrupt"])
 @pytest.mark.parametrize("comes", [False, True])
-def test_interrupt_ends_what_is_under_way_and_nothing_else(fake: FakeTorch, comes: bool) -> None:
-    """The process group may be the user's, who goes on with it."""
-    nccl, got = of(fake, 0), full(0.0)
+def test_what_is_under_way_is_ended_and_nothing_else(
+    fake: FakeTorch, comes: bool, how: str
+) -> None:
+    """The process group may be the user's, who goes on with it. The host is told, too."""
+    reasons: list[str] = []
+    host: Any = ThreadWorld(9).transport(0)
+    host.abort = host.interrupt = reasons.append
+    nccl, got = of(fake, 0, host), full(0.0)
     nccl.exchange([], [Message(1, got)], "step 5", 20.0)
     if comes:
         fake.lines[1, 0].put(as_bytes(torch.ones(3)))
         read(fake, got)
-    nccl.interrupt("no more")
+    getattr(nccl, how)("no more")
+    assert reasons == ["no more"]
     assert fake.aborted == (set() if comes else {0})
     if not comes:
         with pytest.raises(TransportError, match=r"^no more; NCCL was aborted$"):
