@@ -229,7 +229,11 @@ class CupyBackend(Backend):
         deadline = time.monotonic() + seconds
         with self._lock:
             made, self._made = self._made or [], None
-        started = [run_beside(getattr(each, how), f"nccl-{how}", 0.0) for each in made]
+        started: list[tuple[threading.Thread, list[BaseException]]] = []
+        # From Python 3.12 on no thread starts when the interpreter ends, which ends them as well.
+        with suppress(RuntimeError):
+            for each in made:
+                started.append(run_beside(getattr(each, how), f"nccl-{how}", 0.0))
         for thread, _ in started:
             thread.join(max(deadline - time.monotonic(), 0.0))
         return [error for _, errors in started for error in errors]

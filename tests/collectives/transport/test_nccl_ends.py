@@ -19,8 +19,8 @@ from collectives.call_queue import CallQueue
 from collectives.execution.call import Call
 from collectives.recorder import GroupRecord
 from collectives.transport import Message
+from collectives.transport.nccl import cupy_backend, watcher
 from collectives.transport.nccl import transport as nccl
-from collectives.transport.nccl import watcher
 from tests.fakes.fake_cuda import FakeEvent
 from tests.fakes.fake_nccl import FakeNccl, NcclError
 from tests.fakes.nccl_machine import Machine, all_good, full, make_machine, swap, told
@@ -247,6 +247,21 @@ def test_nothing_is_called_or_collected_in_a_forked_child(
     kept.pop().close()
     gc.collect()
     assert not machine.nccl.destroyed and machine.nccl.broken == []
+
+
+def test_an_end_without_threads_is_no_error(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python 3.12 on none can be started when the interpreter ends."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    kept: list[nccl.NcclTransport] = []
+    all_good(machine.run(1, kept.append, close=False))
+    monkeypatch.setattr(cupy_backend, "run_beside", fails)
+    kept[0]._end()
+    assert not machine.nccl.destroyed
 
 
 def test_a_communicator_that_comes_while_all_are_aborted_is_aborted_once(
