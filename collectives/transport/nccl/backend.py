@@ -33,9 +33,12 @@ class CommunicationStream:
 class Backend(Protocol):
     """The communicators of one rank.
 
-    `exchange` and `all_reduce` put work on the communication stream, which is the current one, and
-    do not wait for it. A call that takes too long raises TimeoutError, with the ranks that it
-    waited for, if known.
+    `open` connects all ranks on a GPU, once, outside of a CUDA graph. `exchange` puts non-empty
+    messages on the communication stream, which is the current one, as one NCCL group, and
+    `all_reduce` an in-place sum, among ranks or by torch's process group; neither waits for it. A
+    call that takes too long raises TimeoutError, with the ranks that it waited for, if known.
+    `abort` ends what is under way, in bounded time, and returns the outcome for an error's text.
+    `split` is for a transport between some of the ranks.
 
     Attributes:
         device: The GPU of the communicators; None if each message's own GPU is used.
@@ -45,31 +48,20 @@ class Backend(Protocol):
     device: torch.device | None
     shared: bool
 
-    def open(self, host: Transport, device: torch.device, timeout: float) -> None:
-        """Connect all ranks of `host` on a GPU, once, outside of a CUDA graph."""
-
-    def stream(self, device: torch.device) -> CommunicationStream:
-        """Return the communication stream of a GPU."""
-
-    def exchange(self, sends: Messages, recvs: Messages, timeout: float) -> None:
-        """Put non-empty messages on the stream, as one NCCL group."""
-
-    def all_reduce(self, values: torch.Tensor, among: Any, timeout: float) -> None:
-        """Put an in-place sum on the stream, among ranks or by torch's process group."""
+    def open(self, host: Transport, device: torch.device, timeout: float) -> None: ...
+    def stream(self, device: torch.device) -> CommunicationStream: ...
+    def exchange(self, sends: Messages, recvs: Messages, timeout: float) -> None: ...
+    def all_reduce(self, values: torch.Tensor, among: Any, timeout: float) -> None: ...
+    def abort(self) -> str: ...
+    def split(self, host: Transport) -> Backend: ...
 
     def check(self) -> None:
         """Raise NCCL's asynchronous error, if any. Safe to call during the other calls."""
         return
 
-    def abort(self) -> str:
-        """Abort what is under way, in bounded time; return the outcome for an error's text."""
-
     def close(self) -> None:
         """Destroy our communicators, in bounded time; do nothing after `abort` or `close`."""
         return
-
-    def split(self, host: Transport) -> Backend:
-        """Return a back end for a transport between some of the ranks."""
 
 
 @contextmanager

@@ -40,10 +40,8 @@ _ABORT_SECONDS = 3.0
 def load_nccl() -> Any:
     """Return the module `cupy.cuda.nccl`.
 
-    Raises:
-        RuntimeError: torch sees no GPU.
-        ImportError: cupy or NCCL is missing, too old or for another CUDA than torch's; the text
-            says what to install.
+    RuntimeError if torch sees no GPU. ImportError, which says what to install, if cupy or NCCL is
+    missing, too old or for another CUDA than torch's.
     """
     if not cuda.is_available():
         raise RuntimeError(
@@ -81,12 +79,11 @@ def shared_stream(device: torch.device) -> CommunicationStream:
 class CupyBackend(Backend):
     """A rank's communicator on one device, and those split from it for some of the ranks.
 
+    Making one raises as `load_nccl` does.
+
     Args:
         device: This rank's GPU, the current one unless given.
         stream: The communication stream, shared with others on this device; else a new one.
-
-    Raises:
-        ValueError: The device is not a CUDA device; or what `load_nccl` raises.
     """
 
     device: torch.device

@@ -28,12 +28,8 @@ class Graphs:
     def capture(self, work: Callable[[], Any], stream: cuda.Stream) -> Callable[[], None]:
         """Capture what `work` puts on `stream` and on the current one, which is not the default.
 
-        Returns:
-            A function that puts the graph on the current stream; TransportError after `reset`.
-
-        Raises:
-            RuntimeError: The work cannot be captured.
-            TransportError: CUDA has ended the capture.
+        Returns a function that puts the graph on the current stream. RuntimeError if the work
+        cannot be captured, TransportError if CUDA has ended the capture, or after `reset`.
         """
         graph, current = cuda.CUDAGraph(), cuda.current_stream()
         with self._lock:

@@ -181,11 +181,7 @@ class NcclTransport(Transport):
             self._abort(reason)
 
     def close(self) -> None:
-        """Wait for what is under way, destroy the communicators and close `host`.
-
-        In bounded time, even if ranks are gone. Then raises the error of what was under way, if
-        any, unless it was raised before.
-        """
+        """Wait for what is under way and raise its error, unless raised; then close all of it."""
         if self._closed:
             return
         self._closed = True

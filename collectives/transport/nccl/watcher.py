@@ -194,5 +194,5 @@ class Watcher:
         any_done = False
         while self.items and self.items[0].event.query():
             self.items.popleft()
-            self._passed, any_done = time.monotonic(), True
+            self._passed, self._gone_since, any_done = time.monotonic(), math.inf, True
         return any_done
