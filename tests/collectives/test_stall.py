@@ -95,7 +95,7 @@ def test_long_wait_over_nccl_is_warned_of_unless_it_has_come(
     events = [Event(), Event()]
     for event, since, peers in zip(events, (15.0, 12.0), ((1,), ()), strict=True):
         begun = time.monotonic() - since
-        posted = Posted(cast(Any, event), peers, "step 1 of all_reduce", 300.0, begun)
+        posted = Posted(peers, "step 1 of all_reduce", 300.0, event=event, since=begun)
         watcher.items.append(posted)
     watcher.watch()
     watcher.watch()

@@ -8,7 +8,6 @@ earlier work and before its later work.
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
@@ -101,7 +100,7 @@ class NcclTransport(Transport):
         if not peers:
             return lambda: None
         put = partial(self._backend.exchange, sends, recvs, timeout)
-        return self._start(put, tensors, peers, step, timeout)
+        return self._start(put, tensors, Posted(peers, step, timeout))
 
     def all_reduce(self, flat: torch.Tensor, among: Any, step: str, timeout: float) -> None:
         by_torch = not (among is None or isinstance(among, tuple))
@@ -115,7 +114,7 @@ class NcclTransport(Transport):
         ranks = self._others if among is None else () if by_torch else among
         peers = tuple(rank for rank in ranks if rank != self.rank)
         put = partial(self._backend.all_reduce, values, among, timeout)
-        self._start(put, [flat], peers, step, timeout)()
+        self._start(put, [flat], Posted(peers, step, timeout))()
 
     def add_node_memory(
         self, nbytes: int, device: torch.device | None, timeout: float
@@ -138,7 +137,7 @@ class NcclTransport(Transport):
             work()
             memory.fetch_error()
 
-        self._start(put, [tensor], self._others, step, timeout, held=work)()
+        self._start(put, [tensor], Posted(self._others, step, timeout, held=work))()
 
     def captures(self, device: torch.device) -> bool:
         """Whether the device is a GPU whose communicators are ours, so that graphs end first."""
@@ -148,7 +147,8 @@ class NcclTransport(Transport):
         ours = self._backend.stream(cuda.current_stream().device)
         with ours.turn:
             graph = self._graphs.capture(work, ours.stream)
-        return lambda step, timeout: self._start(graph, [], self._others, step, timeout)()
+        others = self._others
+        return lambda step, timeout: self._start(graph, [], Posted(others, step, timeout))()
 
     def check_streams(self) -> None:
         self._watcher.raise_error()
@@ -199,19 +199,12 @@ class NcclTransport(Transport):
                 self._watcher.raised = True
 
     def _start(
-        self,
-        put: Callable[[], None],
-        tensors: Sequence[torch.Tensor],
-        peers: tuple[int, ...],
-        step: str,
-        timeout: float,
-        held: object = None,
+        self, put: Callable[[], None], tensors: Sequence[torch.Tensor], posted: Posted
     ) -> _Wait:
         """Put one step on the communication stream, after the caller's work so far.
 
         Returns a function that makes the caller's stream wait for it.
         """
-        start = time.monotonic()
         caller = cuda.current_stream(tensors[0].device if tensors else None)
         ours = self._backend.stream(caller.device)
         # One stream for all steps: they are in one order on all ranks.
@@ -222,32 +215,30 @@ class NcclTransport(Transport):
             # of the streams alone ensures that.
             for tensor in () if capturing else tensors:
                 tensor.record_stream(ours.stream)
-            self._bounded(put, peers, step, timeout)
-            event = ours.stream.record_event()
+            self._bounded(put, posted)
+            posted.event = ours.stream.record_event()
         if not capturing:
-            self._watcher.add(Posted(event, peers, step, timeout, start, held))
-        return partial(caller.wait_event, event)
+            self._watcher.add(posted)
+        return partial(caller.wait_event, posted.event)
 
     def _open(self, device: torch.device, step: str, timeout: float) -> None:
         """Make the communicators, on all ranks together, at the first use of a GPU."""
         if device not in self._opened and not cuda.is_current_stream_capturing():
             join = partial(self._backend.open, self._host, device, timeout)
-            self._bounded(join, self._others, step, timeout)
+            self._bounded(join, Posted(self._others, step, timeout))
             self._opened.add(device)
 
-    def _bounded(
-        self, job: Callable[[], Any], peers: tuple[int, ...], step: str, timeout: float
-    ) -> None:
+    def _bounded(self, job: Callable[[], Any], posted: Posted) -> None:
         """Run a job; a failure aborts the communicators unless they are shared."""
         if self._closed:
-            raise TransportError(f"{step}: this NCCL transport was closed")
-        self._watcher.raise_error(step)
+            raise TransportError(f"{posted.step}: this NCCL transport was closed")
+        self._watcher.raise_error(posted.step)
         try:
-            with translate_errors(step):
+            with translate_errors(posted.step):
                 job()
             return
         except TimeoutError as error:
-            self._watcher.late(error.args or peers, step, timeout)
+            self._watcher.late(posted, error.args)
         except TransportError as error:
             if self._backend.shared:
                 raise

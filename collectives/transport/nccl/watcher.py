@@ -13,10 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
-
-from torch import cuda
+from typing import Any
 
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.stall import Stall
@@ -37,15 +36,19 @@ _END_SECONDS = 0.5
 _PAUSE_SECONDS = 2e-4
 
 
-class Posted(NamedTuple):
-    """A step under way, the event after it, and an object that lives until then."""
+@dataclass(eq=False)
+class Posted:
+    """A step that is put on a stream: what its errors say, and the event after it.
 
-    event: cuda.Event
+    held: an object that lives until the step has ended.
+    """
+
     peers: tuple[int, ...]
     step: str
     timeout: float
-    since: float
     held: object = None
+    event: Any = None
+    since: float = field(default_factory=time.monotonic)
 
 
 class Watcher:
@@ -95,8 +98,8 @@ class Watcher:
         """Wait on the host until at most `most` steps are under way; raise their error, if any."""
         while self.count() > most:
             with self._lock:
-                if self.items and self._is_late(first := self.items[0]):
-                    self.late(first.peers, first.step, first.timeout)
+                if self.items and self._is_late(self.items[0]):
+                    self.late(self.items[0])
             self.raise_error()
             time.sleep(_PAUSE_SECONDS)
         self.raise_error()
@@ -131,10 +134,12 @@ class Watcher:
                 self.error.__cause__ = error.__cause__
                 self.items.clear()
 
-    def late(self, peers: tuple[int, ...], step: str, timeout: float, why: str = "") -> None:
+    def late(self, posted: Posted, peers: tuple[int, ...] = (), why: str = "") -> None:
         """Abort all steps because one took longer than its timeout, or for another reason."""
-        said = f"{self._host.me} got no answer from {self._named(peers)} in {step}"
-        self.fail(CollectiveTimeoutError(said + (why or f" (stopped after {timeout:g} s)")))
+        named = self._named(peers or posted.peers)
+        why = why or f" (stopped after {posted.timeout:g} s)"
+        said = f"{self._host.me} got no answer from {named} in {posted.step}{why}"
+        self.fail(CollectiveTimeoutError(said))
 
     def watch(self) -> None:
         """Abort all steps if the first is late, a peer of it is gone, or NCCL has failed.
@@ -160,10 +165,10 @@ class Watcher:
                 self._warn(first)
             # If the first step has ended after all, the next one's time starts now.
             elif not self._drop_done():
-                peers, why = first.peers, ""
-                if peer is not None:
-                    peers, why = (peer,), f": {self._named((peer,))} has ended"
-                self.late(peers, first.step, first.timeout, why)
+                if peer is None:
+                    self.late(first)
+                else:
+                    self.late(first, (peer,), f": {self._named((peer,))} has ended")
 
     def _run(self) -> None:
         while not self.stopped:

@@ -193,7 +193,7 @@ def test_an_error_of_cudas_does_not_end_the_watch(machine: Machine) -> None:
 
     def work(transport: nccl.NcclTransport) -> None:
         watched = transport._watcher
-        watched.items.append(watcher.Posted(Failed(), (0,), "a step", 0.0, time.monotonic()))
+        watched.items.append(watcher.Posted((0,), "a step", 0.0, event=Failed()))
         threading.Thread(target=watched._run, daemon=True).start()
         while len(asked) < 2:
             time.sleep(0.01)
@@ -341,11 +341,11 @@ def test_what_fails_after_a_late_step_was_ended_names_the_step(machine: Machine)
 
     def work(transport: nccl.NcclTransport) -> str:
         def post() -> None:
-            transport._watcher.late((1,), "step 7", 3.0)
+            transport._watcher.late(watcher.Posted((1,), "step 7", 3.0))
             raise NcclError(4)
 
         with pytest.raises(CollectiveTimeoutError) as caught:
-            transport._start(post, [full(3, 1.0)], (1,), "step 8", 10.0)
+            transport._start(post, [full(3, 1.0)], watcher.Posted((1,), "step 8", 10.0))
         return str(caught.value)
 
     assert "no answer from rank 1 in step 7" in all_good(machine.run(2, work))[0]
