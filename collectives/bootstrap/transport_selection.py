@@ -27,7 +27,7 @@ from collectives.transport.host import on_host
 from collectives.transport.host_memory import host_place, share_memory
 from collectives.transport.nccl.cupy_backend import CupyBackend, shared_stream
 from collectives.transport.nccl.torch_backend import TorchBackend
-from collectives.transport.process_groups import has_nccl, store_of
+from collectives.transport.process_groups import has_nccl
 from kernels.cpu.dispatch import use_torch
 
 # `BackendInfo.cpu_path` where the compiled C kernels are used.

@@ -11,7 +11,7 @@ import torch
 from collectives import Group
 from collectives.call_queue import CallQueue
 from collectives.execution.call import Call
-from collectives.flight.recorder import GroupRecord
+from collectives.recorder import GroupRecord
 from collectives.transport import ThreadWorld
 from collectives.work import Work
 from tests.collectives.transport.thread_ranks import TIMEOUT
@@ -21,7 +21,7 @@ class Queue(CallQueue):
     """One rank's."""
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
-        super().__init__(ThreadWorld(1).transport(0), timeout, GroupRecord((0,), 0, (0,)))
+        super().__init__(ThreadWorld(1).transport(0), timeout, GroupRecord((0,), 0))
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Make a synchronous call."""
