@@ -213,7 +213,6 @@ def test_groups_of_one_process_share_the_stream_of_a_device(
     monkeypatch.setattr(transport_selection, "CupyBackend", backend)
     monkeypatch.setattr(transport_selection, "NcclTransport", lambda host, *_, **__: host)
     monkeypatch.setattr(transport_selection, "_gpu_report", lambda: ["", "", True])
-    monkeypatch.setattr(transport_selection, "store_of", lambda group: dist.HashStore())
     start = Call("init", options={"transport": "nccl"})
     worlds = [ThreadWorld(2) for _ in range(2)]
 

@@ -71,9 +71,7 @@ def _stay_away(
             except (CollectiveTimeoutError, TransportError) as raised:
                 error = raised
             waited = time.monotonic() - start
-            with pytest.raises(
-                TransportError, match=r"step 3: .* since (.*step 2|no more)"
-            ):
+            with pytest.raises(TransportError, match=r"step 3: .* since (.*step 2|no more)"):
                 transport.exchange([message], [], "step 3", TIMEOUT)
         finally:
             done.set()
