@@ -40,7 +40,7 @@ def init(
             for.
         timeout: Seconds that any step of a collective may wait for a peer; 300 unless given.
         process_group: The torch.distributed process group whose ranks to use.
-        transport: How tensors travel, as in `collectives.init`: "auto", "tcp", "nccl" and others.
+        transport: How tensors travel, as in `collectives.init`: "auto", "gloo", "nccl" and others.
 
     Raises:
         NotImplementedError: `comm` was given.

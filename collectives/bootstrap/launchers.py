@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-import zlib
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -137,10 +138,10 @@ def _translate(launcher: _Launcher) -> None:
     rank, size = _rank_of(launcher.rank, launcher.size)
     local_rank, local_size = _local_ranks(launcher)
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    # All ranks must derive the same port: from the job and step under srun, else from what ranks of
-    # one host have in common.
+    # All ranks must derive the same port: from the job and step under srun, else from the process
+    # that started the ranks, which they have in common only if all are on this host.
     if not port and (launcher is _SRUN or local_size == size):
-        number = _step_number() if launcher is _SRUN else _job_number()
+        number = _step_number() if launcher is _SRUN else _started_by(launcher)
         port = str(_FIRST_PORT + number % _PORTS)
     if not host and local_size == size:
         host = "127.0.0.1"
@@ -195,12 +196,17 @@ def _step_number() -> int:
     return int(ids["SLURM_JOB_ID"]) * _STEPS_APART + int(ids["SLURM_STEP_ID"])
 
 
-def _job_number() -> int:
-    """Return a number of this job of mpirun, mpiexec or horovodrun, on one host.
+def _started_by(launcher: _Launcher) -> int:
+    """Return the process that started this host's ranks: the nearest without their variables.
 
-    It is derived from a name that the launcher gives the job, else from the parent's process id.
+    Nearer ones, such as a shell that starts a rank, have the variables, and each rank has its own.
     """
-    for name in ("PMIX_NAMESPACE", "HOROVOD_GLOO_RENDEZVOUS_PORT"):
-        if said := os.environ.get(name):
-            return zlib.crc32(said.encode())
-    return os.getppid()
+    process = os.getppid()
+    # OSError where there is no /proc, or a process is another user's, which is not a rank then.
+    with suppress(OSError):
+        while (
+            f"\0{launcher.rank}=".encode() in b"\0" + Path(f"/proc/{process}/environ").read_bytes()
+        ):
+            # The fourth field; the second one, the name in parentheses, may hold any characters.
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return process
