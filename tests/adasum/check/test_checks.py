@@ -160,7 +160,7 @@ def alone_over_a_stand_in(rank: int) -> list[str]:
             asked.append("close")
 
     ranks.NcclTransport = Copying  # type: ignore[assignment,misc]
-    ranks.CupyBackend = lambda store, device: None  # type: ignore[assignment,misc]
+    ranks.CupyBackend = lambda device: None  # type: ignore[assignment,misc]
     ranks.alone(ranks.CUPY, torch.device("cpu"))
     return asked
 
