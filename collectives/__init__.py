@@ -44,7 +44,6 @@ from collectives.initialize import (
     run_threads,
     shutdown,
 )
-from collectives.lab import Schedule, schedule
 from collectives.reducers import Average, Max, Min, Operands, Piece, Product, Reducer, Sum
 from collectives.requests import Request
 from collectives.schedules.orders import order_of
@@ -59,6 +58,7 @@ from kernels.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from collectives.tools.flight.writer import dump_flight_record
+    from collectives.tools.lab import Schedule, schedule
 
 # `_own_packages.py` looks for this name: PyPI has another package that is called `collectives`.
 __adasum__ = True
@@ -113,7 +113,11 @@ __all__ = [
 ]
 
 # Public names of tools, imported when they are first asked for.
-_TOOLS = {"dump_flight_record": "collectives.tools.flight.writer"}
+_TOOLS = {
+    "Schedule": "collectives.tools.lab",
+    "dump_flight_record": "collectives.tools.flight.writer",
+    "schedule": "collectives.tools.lab",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,9 +25,8 @@ _RING_BYTES = 4 * 1024 * 1024
 # memory, are faster than an exchange of slices.
 _SMALL_TREE_BYTES = 256 * 1024
 TREE_RANKS = range(3, 17)
-"""How many ranks' operands meet at once with a tree in shared memory, by `auto`, and in a
-reduce_scatter: of two there is one pair, and the tables of more than these have more numbers than
-are worth it. Messages of more go in levels."""
+"""How many ranks' operands meet at once with a tree, by `auto` and in a reduce_scatter: two are one
+pair, and the tables of more than these have more numbers than are worth it."""
 
 
 class Piece(NamedTuple):
@@ -157,17 +156,17 @@ class Reducer:
     def algorithm(self, nbytes: int, size: int) -> str:
         """Return what `auto` stands for with `nbytes` over `size` ranks, by these numbers only.
 
-        It is one range of a specification, of an algorithm that can carry the operator. Of one that
-        reads trees and does not override this it is so on CPUs that share memory; others go by a
-        table for each device.
+        It is one range of a specification, of an algorithm that can carry the operator. For plain
+        sums, and for operators that read trees and do not override this, `auto` also goes by the
+        device (`schedules/auto.py`).
         """
         small = nbytes <= (_SMALL_TREE_BYTES if self.reads_tree else _SMALL_BYTES)
         if self.operands == "all":
             return "bruck" if small else f"psgpu#{size}"
-        if small:
-            return "rd"
         if self.reads_tree and size in TREE_RANKS:
             return "direct"
+        if small:
+            return "rd"
         return "vhdd" if self.needs_one_tree else "rechd"
 
     def reduce(self, operands: Operands) -> None:

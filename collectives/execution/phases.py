@@ -9,7 +9,7 @@ import torch
 
 from collectives.reducers import Reducer, is_plain_sum
 from collectives.schedules.algorithm import ONE_TENSOR, Needs, RoundRobin
-from collectives.schedules.auto import order_algorithm, takes_tree_table, tree_algorithm
+from collectives.schedules.auto import sum_algorithm, tree_algorithm
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.orders import tree_text
 from collectives.schedules.registry import algorithm, carriers
@@ -18,19 +18,18 @@ from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 
 
-def auto_of(op: Reducer, nbytes: int, size: int) -> AllReduceSpec:
-    """Return what `auto` stands for by size alone."""
+def auto_of(op: Reducer, nbytes: int, size: int, device: str = "cpu") -> AllReduceSpec:
+    """Return what `auto` stands for on any nodes, for an operator that is no plain sum."""
+    if op.reads_tree and type(op).algorithm is Reducer.algorithm:
+        return tree_algorithm(device, nbytes, size)
     return parse_all_reduce_spec(op.algorithm(nbytes, size))[0]
 
 
 def auto_by_messages(op: Reducer, device: str, nbytes: int, topology: Topology) -> AllReduceSpec:
-    """Return what `auto` stands for, of what is no plain sum, on a device, "cpu" or "cuda"."""
+    """Return what `auto` stands for by messages; arguments as for `sum_algorithm`."""
     if op.ordered and op.operands == "pair":
-        return order_algorithm(device, nbytes, topology)
-    says_itself = type(op).algorithm is not Reducer.algorithm
-    if op.reads_tree and takes_tree_table(topology) and not says_itself:
-        return tree_algorithm(device, nbytes, topology)
-    return auto_of(op, nbytes, topology.size)
+        return sum_algorithm(device, nbytes, topology, ordered=True)
+    return auto_of(op, nbytes, topology.size, device)
 
 
 def for_dtype(spec: AllReduceSpec, op: Reducer, dtype: torch.dtype) -> AllReduceSpec:

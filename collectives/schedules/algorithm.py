@@ -8,14 +8,8 @@ from enum import Enum
 from functools import reduce
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from collectives.schedules.schedule import ScatterGather, Schedule, sharded
 from collectives.schedules.topology import Topology
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class Order(Enum):
@@ -103,35 +97,6 @@ def by_size(make: Callable[[int], Schedule]) -> Callable[[Level], Schedule]:
     return lambda level: sharded(make(level.size), level.shards)
 
 
-class BulkStep(NamedTuple):
-    """The messages of one step, of all ranks at once: arrays with an entry a message.
-
-    Attributes:
-        source: The rank that sends each.
-        target: The rank that receives it.
-        share: Its length as a fraction of the buffer; a number stands for all.
-        ways: How many received messages make one reduction with this one (1 where ranks reduce in
-            pairs), 0 for a copy; a number stands for all.
-        times: How many such steps follow each other.
-        groups: The groups of the step's reductions, one a row, in an array for each length.
-        by_tree: Whether the step says a tree of what meets. Phase and digits: as in a Step.
-    """
-
-    source: Ints
-    target: Ints
-    share: Floats | float
-    ways: Ints | float = 0
-    times: int = 1
-    groups: Sequence[Ints] = ()
-    phase: int = 0
-    by_tree: bool = False
-    digits: tuple[int, ...] = ()
-
-
-Parts = tuple[Sequence[BulkStep], Sequence[BulkStep]]
-"""All steps of a ScatterGather's two parts; of another all-reduce all steps, and none."""
-
-
 @dataclass(frozen=True)
 class Algorithm:
     """An algorithm of the specification string.
@@ -148,9 +113,6 @@ class Algorithm:
         pairwise: Of one by_tree, the algorithm that reduces the same tree in pairs, for dtypes of
             which the operator reads none.
         schedule: Makes the all-reduce of a level; None for a library's own.
-        closed_form: Makes the steps of a level for the cost model, where there are so many of them
-            that walking the schedule of 65,536 ranks would take hours; of a long pipeline about as
-            many as the second argument says. The tests compare it with the schedule.
         scatter_gather: Makes the same all-reduce in two parts, where it may stand inside a node.
         outer: Whether it may stand across nodes.
         shards: How many shards it takes.
@@ -164,7 +126,6 @@ class Algorithm:
     by_tree: bool = False
     pairwise: str | None = None
     schedule: Callable[[Level], Schedule] | None = None
-    closed_form: Callable[[Level, int], Parts] | None = None
     scatter_gather: Callable[[Level], ScatterGather] | None = None
     outer: bool = True
     shards: Shards = Shards.ANY

@@ -22,9 +22,6 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
-
-from collectives.schedules.algorithm import BulkStep, Parts
 from collectives.schedules.folding import Fold, fold_in, joins
 from collectives.schedules.schedule import (
     IDLE,
@@ -152,26 +149,3 @@ def all_reduce(size: int, radices: tuple[int, ...]) -> Schedule:
         yield from back(scatter[: len(scatter) - _kept(radices)])
 
     return Schedule("direct", size, chunks, Collective.ALL_REDUCE, steps)
-
-
-def closed_form(size: int, radices: tuple[int, ...], shards: int) -> Parts:
-    """Return the steps of all ranks at once for the cost model."""
-    fold = Fold(size)
-    leaves = np.arange(fold.leaves)
-    ranks = np.array([fold.rank(leaf) for leaf in leaves.tolist()])
-    scatter, share = [], 1.0
-    if fold.extra:
-        odd = np.arange(1, 2 * fold.extra, 2).repeat(shards)
-        scatter.append(BulkStep(odd, odd - 1, 1 / shards, 1))
-    for digit in digits(radices):
-        share /= 1 if digit.whole else digit.radix
-        mine = leaves // digit.stride % digit.radix
-        turns = range(1, digit.radix)
-        peers = [leaves + ((mine + turn) % digit.radix - mine) * digit.stride for turn in turns]
-        source = np.tile(ranks, len(peers) * shards)
-        target = np.tile(ranks[np.concatenate(peers)], shards)
-        groups = [ranks.reshape(-1, prod(digit.held))]
-        step = BulkStep(source, target, share / shards, digit.radix - 1, groups=groups)
-        scatter.append(step._replace(by_tree=True, digits=digit.tables))
-    sent_back = scatter[: len(scatter) - _kept(radices)]
-    return scatter, [BulkStep(one.target, one.source, one.share) for one in sent_back[::-1]]

@@ -20,10 +20,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 
-import numpy as np
-
 from collectives.schedules import digits
-from collectives.schedules.algorithm import Algorithm, BulkStep, Level, Order, Parts
+from collectives.schedules.algorithm import Algorithm, Level, Order
 from collectives.schedules.folding import Fold, balanced_tree
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import (
@@ -131,21 +129,6 @@ def _schedule(level: Level) -> Schedule:
     return digits.all_reduce(level.size, radices) if radices else all_reduce(level.size)
 
 
-def _closed_form(level: Level, samples: int) -> Parts:
-    """Return the steps of a level for the cost model; there is no pipeline to sample."""
-    size, shards, radices = level.size, level.shards, _radices(level)
-    if size == 1:
-        return (), ()
-    if radices:
-        return digits.closed_form(size, radices, shards)
-    source, target = np.divmod(np.arange(size * size), size)
-    source, target = (np.tile(ends[source != target], shards) for ends in (source, target))
-    group = np.arange(size)[None]
-    share = 1 / (size * shards)
-    scatter = BulkStep(source, target, share, size - 1, groups=[group], by_tree=True)
-    return (scatter,), (BulkStep(source, target, share),)
-
-
 DIRECT = Algorithm(
     "direct",
     "each rank reduces its slice of all vectors at once, for Adasum by one Gram matrix",
@@ -154,6 +137,5 @@ DIRECT = Algorithm(
     by_tree=True,
     pairwise="vhdd",
     schedule=lambda level: sharded(_schedule(level), level.shards),
-    closed_form=_closed_form,
     scatter_gather=lambda level: scatter_gather(level.size).sharded(level.shards),
 )

@@ -20,12 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
-
-import numpy as np
 
 from collectives import validation
-from collectives.schedules.algorithm import Algorithm, BulkStep, Level, Order, Parts, Shards
+from collectives.schedules.algorithm import Algorithm, Level, Order, Shards
 from collectives.schedules.schedule import (
     Action,
     Collective,
@@ -164,43 +161,11 @@ def _schedule(level: Level) -> Schedule:
     return all_reduce(level.size, _orders(level))
 
 
-def _closed_form(level: Level, samples: int) -> Parts:
-    """Return the steps of `_schedule` for all ranks at once."""
-    if level.size == 1:
-        return [], []
-    if level.one_tree:
-        return _closed_line(level.size, level.shards, samples), []
-    around = np.array(_orders(level))
-    source, target = around.reshape(-1), np.roll(around, -1, axis=1).reshape(-1)
-    scatter = BulkStep(source, target, 1 / around.size, ways=1, times=level.size - 1)
-    return [scatter], [scatter._replace(ways=0)]
-
-
-def _closed_line(size: int, shards: int, samples: int) -> list[BulkStep]:
-    """Return both pipelines' steps; of many, some evenly spread ones that stand for the rest."""
-    chunks = 4 * size
-    steps = chunks + 2 * size - 3
-    bounds = np.linspace(0, steps, min(steps, samples) + 1).astype(np.int64)
-    there, onward = np.arange(size - 1), np.array([size - 1, *range(size - 2)], dtype=np.int64)
-    found = []
-    for begin, end in pairwise(bounds.tolist()):
-        step = (begin + end) // 2
-        forth = there[(step - there >= 0) & (step - there < chunks)]
-        behind = step - (size - 1) - np.arange(size - 1)
-        back = onward[(behind >= 0) & (behind < chunks)]
-        source = np.tile(np.concatenate([forth, back]), shards)
-        ways = np.tile(np.arange(len(forth) + len(back)) < len(forth), shards).astype(np.int64)
-        share = 1 / (chunks * shards)
-        found.append(BulkStep(source, (source + 1) % size, share, ways, end - begin))
-    return found
-
-
 XRING = Algorithm(
     "xring",
     "k rings, reduce-scatter then all-gather",
     Order.LINE,
     schedule=_schedule,
-    closed_form=_closed_form,
     scatter_gather=lambda level: scatter_gather(level.size, _orders(level)),
     shards=Shards.PER_LOCAL_RANK,
 )

@@ -1,1 +1,1 @@
-"""Tools that read, price, draw or time what the core runs; the core works without them."""
+"""Tools that draw, price, trace, time or analyse what the core runs, which works without them."""

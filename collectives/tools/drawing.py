@@ -1,8 +1,8 @@
-"""A schedule for the eye: its messages as a picture, in SVG or on axes of matplotlib, and a table.
+"""The messages of a schedule, as a picture in SVG and as a table.
 
 Time runs from left to right, a rank is a line, and a message an arrow between two of them: solid
-where it is reduced, dashed where it is copied, the thicker the more of the buffer it carries. The
-colours are Okabe and Ito's, which colour-blind readers tell apart.
+if it is reduced, dashed if it is copied, the thicker the more of the buffer it carries. The colours
+are Okabe and Ito's, which colour-blind readers tell apart.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import zip_longest
 from math import ceil, hypot
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from collectives.schedules.schedule import IDLE, Action, Schedule, Step, Transfer, steps_of
 
-_BLUE, _VERMILION = "#0072B2", "#D55E00"
 # Scoped by its class, since the style of a picture inside a page is the whole page's. A picture has
-# a ground of its own: pages that are dark for other reasons than the system's setting are many.
+# a ground of its own, since many pages are dark for other reasons than the system's setting.
 _STYLE = """
 .schedule { font: 14px system-ui, 'DejaVu Sans', sans-serif; }
 .schedule .ground { fill: #fff; } .schedule .node { fill: #f0f3f6; }
@@ -57,15 +56,14 @@ class Message(NamedTuple):
     share: Fraction
     reduces: bool
 
-    @property
-    def kind(self) -> str:
-        """Return what becomes of them."""
-        return "reduced" if self.reduces else "copied"
-
     def __str__(self) -> str:
         one = self.chunks[0][1] - self.chunks[0][0] == len(self.chunks) == 1
-        what = f"chunk{'' if one else 's'} {_text_of(self.chunks)}"
-        return f"{what} from rank {self.source} to rank {self.target}, {self.kind}"
+        ends = f"from rank {self.source} to rank {self.target}, {_kind(self)}"
+        return f"chunk{'' if one else 's'} {' '.join(map(_text_of, self.chunks))} {ends}"
+
+
+def _kind(message: Message) -> str:
+    return "reduced" if message.reduces else "copied"
 
 
 class Svg(str):
@@ -76,7 +74,7 @@ class Svg(str):
 
 
 def messages(schedule: Schedule) -> Iterator[Message]:
-    """Yield all messages by step, joined where one rank sends another several to do one thing."""
+    """Yield all messages by step, joined if one rank sends another several to do one thing."""
     for number, together in enumerate(_steps(schedule)):
         for rank, step in enumerate(together):
             ranges: dict[tuple[int, bool], list[tuple[int, int]]] = {}
@@ -113,39 +111,9 @@ def svg(schedule: Schedule, nodes: int, title: str) -> Svg:
         end = at.x(message.step + 0.94) + aside, at.row(message.target)
         tip = f"<title>step {message.step}: {message}</title>"
         arrow = _arrow(start, end, float(message.share))
-        parts.append(f'<g class="{message.kind}">{tip}{arrow}</g>')
-    parts += _foot(at, _labels(drawn, steps, at.step))
+        parts.append(f'<g class="{_kind(message)}">{tip}{arrow}</g>')
+    parts += _foot(at, drawn)
     return Svg("\n".join([*parts, "</svg>\n"]))
-
-
-def plot(schedule: Schedule, axes: Any, title: str) -> Any:
-    """Draw the same on axes of matplotlib, and return them."""
-    drawn = list(messages(schedule))
-    steps = len(_steps(schedule))
-    for rank in range(schedule.size):
-        axes.plot([0, steps], [rank, rank], color="lightgrey", linewidth=1, zorder=0)
-    for message in drawn:
-        arrow = {
-            "arrowstyle": "-|>",
-            "color": _BLUE if message.reduces else _VERMILION,
-            "linestyle": "-" if message.reduces else (0, (4, 2)),
-            "linewidth": _width(float(message.share)),
-            "shrinkA": 0,
-            "shrinkB": 0,
-        }
-        ends = (message.step + 0.94, message.target), (message.step + 0.06, message.source)
-        axes.annotate("", *ends, arrowprops=arrow)
-    labels = [(step + 0.5, f"{step}\n{share}") for step, share in _labels(drawn, steps, 40)]
-    axes.set(ylim=(schedule.size - 0.6, -0.4), xlim=(0, max(1, steps)), title=title)
-    axes.set_xlabel("step, and each message's share of the buffer")
-    axes.set_xticks([x for x, _ in labels], [label for _, label in labels])
-    axes.set_yticks(range(schedule.size), [f"rank {rank}" for rank in range(schedule.size)])
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    for kind, colour, dashes in (("reduced", _BLUE, "-"), ("copied", _VERMILION, (0, (4, 2)))):
-        axes.plot([], [], color=colour, linestyle=dashes, linewidth=2, label=kind)
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.25), ncols=2, frameon=False)
-    return axes
 
 
 def table(schedule: Schedule) -> str:
@@ -153,7 +121,7 @@ def table(schedule: Schedule) -> str:
     rows = [("step", "rank", "sends these chunks", "receives these (+ reduces them)")]
     for number, together in enumerate(_steps(schedule)):
         for rank, step in enumerate(together):
-            sends = [f"{_text_of([each[1:3]])} → rank {each.peer}" for each in step.sends]
+            sends = [f"{_text_of(each[1:3])} → rank {each.peer}" for each in step.sends]
             recvs = [_received(each) for each in step.recvs]
             first = str(number) if rank == 0 else ""
             rows.append((first, str(rank), ", ".join(sends) or "-", ", ".join(recvs) or "-"))
@@ -170,13 +138,13 @@ def _steps(schedule: Schedule) -> list[tuple[Step, ...]]:
 
 
 def _received(each: Transfer) -> str:
-    return f"{_text_of([each[1:3]])} {'←' if each.action is Action.COPY else '+←'} rank {each.peer}"
+    return f"{_text_of(each[1:3])} {'←' if each.action is Action.COPY else '+←'} rank {each.peer}"
 
 
-def _text_of(chunks: Sequence[tuple[int, int]]) -> str:
-    """Return ranges of chunks as text, each by its first and its last."""
-    texts = [f"{a}" if b - a == 1 else f"{a}-{b - 1}" for a, b in chunks]
-    return " ".join(texts)
+def _text_of(chunks: Sequence[int]) -> str:
+    """Return a range of chunks by its first and its last."""
+    start, stop = chunks
+    return f"{start}" if stop - start == 1 else f"{start}-{stop - 1}"
 
 
 class _Layout:
@@ -203,9 +171,8 @@ def _grid(at: _Layout) -> Iterator[str]:
     for node in range(at.nodes if at.nodes > 1 else 0):
         y, height = at.row(node * at.local) - _ROW / 2 - _CAPTION, at.local * _ROW + _CAPTION
         place = f'x="6" y="{y + 2:g}" width="{at.right:g}" height="{height - 4:g}"'
-        yield f'<rect class="node" {place} rx="4"/>' + _text(
-            _MARGIN, y + 18, f"node {node}", "small"
-        )
+        yield f'<rect class="node" {place} rx="4"/>'
+        yield _text(_MARGIN, y + 18, f"node {node}", "small")
     first, last = at.row(0) - _MARGIN, at.row(at.size - 1) + _MARGIN
     for step in range(at.steps + 1):
         yield _line(at.x(step), first, at.x(step), last, 0.5, "grid")
@@ -214,31 +181,22 @@ def _grid(at: _Layout) -> Iterator[str]:
         yield _text(_MARGIN, at.row(rank) + 5, f"rank {rank}")
 
 
-def _foot(at: _Layout, labels: Iterator[tuple[int, str]]) -> Iterator[str]:
-    """Yield what stands under the steps, and the key."""
+def _foot(at: _Layout, drawn: Sequence[Message]) -> Iterator[str]:
+    """Yield each step's number and its messages' share, if there is room, and the key."""
     for y, name in ((18, "step"), (36, "share")):
         yield _text(_MARGIN, at.bottom + y, name, "small")
-    for step, share in labels:
-        yield _text(at.x(step + 0.5), at.bottom + 18, str(step), anchor="middle")
-        yield _text(at.x(step + 0.5), at.bottom + 36, share, "small", anchor="middle")
+    shares: list[set[Fraction]] = [set() for _ in range(at.steps)]
+    for message in drawn:
+        shares[message.step].add(message.share)
+    texts = ["–".join(map(str, sorted({min(each), max(each)}))) if each else "" for each in shares]
+    every = max([1, *(ceil(_CHARACTER * len(text) / at.step) for text in texts)])
+    for step, share in list(enumerate(texts))[::every]:
+        for y, text, kind in ((18, str(step), ""), (36, share, "small")):
+            yield _text(at.x(step + 0.5), at.bottom + y, text, kind, "middle")
     for x, kind in ((at.left, "reduced"), (at.left + 130, "copied")):
         y = at.bottom + 67
         yield f'<g class="{kind}">{_arrow((x, y), (x + 36, y), 0.5)}</g>'
         yield _text(x + 44, y + 5, kind)
-
-
-def _labels(drawn: Sequence[Message], steps: int, wide: float) -> Iterator[tuple[int, str]]:
-    """Yield the steps that have room for their labels, each with its messages' share."""
-    shares: list[set[Fraction]] = [set() for _ in range(steps)]
-    for message in drawn:
-        shares[message.step].add(message.share)
-    texts = ["–".join(map(str, sorted({min(each), max(each)}))) if each else "" for each in shares]
-    every = max([1, *(ceil(_CHARACTER * len(text) / wide) for text in texts)])
-    yield from list(enumerate(texts))[::every]
-
-
-def _width(share: float) -> float:
-    return 1 + 2 * min(share, 1.5)
 
 
 def _line(x: float, y: float, to_x: float, to_y: float, width: float, kind: str = "") -> str:
@@ -247,8 +205,7 @@ def _line(x: float, y: float, to_x: float, to_y: float, width: float, kind: str 
 
 
 def _arrow(start: tuple[float, float], end: tuple[float, float], share: float) -> str:
-    """Return a line with a head, whose colour is its group's."""
-    width = _width(share)
+    width = 1 + 2 * min(share, 1.5)
     across, down = end[0] - start[0], end[1] - start[1]
     length = hypot(across, down)
     across, down = across / length, down / length

@@ -1,0 +1,314 @@
+"""Time and check all-reduces, with nccl-tests' flags and columns.
+
+    python -m collectives.bench --ranks 4 -b 4K -e 16M -f 4
+    torchrun --nproc-per-node 8 -m collectives.bench -b 8 -e 128M -o sum,avg -d float,half
+    torchrun --nproc-per-node 4 -m collectives.bench -a xring,rd:16k:rechd -o adasum:Adasum
+
+size is a rank's buffer, reduced in place; time is the slowest rank's for a call, over all
+iterations; algbw is size / time, and busbw 2 (n - 1) / n of it, what each rank has to send, by
+which all numbers of ranks compare with the speed of the links (nccl-tests, doc/PERFORMANCE.md).
+#wrong counts elements of all ranks that are further from float64's answer than rounding explains;
+the status is 1 where there are any. An operator of your own, MODULE:NAME, is timed and not checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import collectives
+from collectives import validation
+from collectives.reducers import Average, Max, Min, Reducer, Sum
+from collectives.schedules.spec import parse_all_reduce_spec, parse_general_int
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.int8, torch.uint8, torch.int32, torch.int64),
+    )
+}
+_ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
+_OPS: dict[str, Reducer] = {"sum": Sum, "avg": Average, "max": Max, "min": Min}
+# Elements that are drawn, and checked, at a time.
+_BLOCK = 1 << 20
+
+
+def bandwidths(size: int, seconds: float, ranks: int) -> tuple[float, float]:
+    """Return nccl-tests' algbw and busbw of an all-reduce in GB/s."""
+    algbw = size / seconds / 1e9
+    return algbw, algbw * 2 * (ranks - 1) / ranks
+
+
+def inputs(count: int, dtype: torch.dtype, rank: int) -> Iterator[Tensor]:
+    """Yield a rank's input on the CPU in blocks, the same in every process.
+
+    Integers are so small that no sum of 64 ranks leaves 8 bits.
+    """
+    generator = torch.Generator().manual_seed(1_000_003 * count + rank)
+    for start in range(0, count, _BLOCK):
+        shape = (min(_BLOCK, count - start),)
+        if dtype.is_floating_point:
+            yield torch.randn(shape, generator=generator).to(dtype)
+        else:
+            yield torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def mean(parts: Sequence[Tensor], dtype: torch.dtype, divisor: int) -> tuple[Tensor, Tensor]:
+    """Return the sum of float64 tensors over `divisor`, and how far rounding may take it.
+
+    Summed in any order, a value rounds n - 1 times, each time by eps of at most the sum of the
+    magnitudes, and once more where it is divided (before or after). eps is twice the error of
+    rounding to nearest, which bounds one rounding of any kind.
+    """
+    roundings = len(parts) - 1 + (divisor > 1)
+    value, magnitude = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
+    for part in parts:
+        value += part
+        magnitude += part.abs()
+    eps, least = roundings_of(dtype)
+    return value / divisor, roundings * (eps * magnitude + least) / divisor
+
+
+def roundings_of(dtype: torch.dtype) -> tuple[float, float]:
+    """Return eps, and what one rounding may lose below the normal range."""
+    if not dtype.is_floating_point:
+        return 0.0, 0.0
+    finfo = torch.finfo(dtype)
+    return finfo.eps, finfo.smallest_normal * finfo.eps
+
+
+def count_wrong(result: Tensor, op: str, ranks: int) -> int:
+    """Return how many elements of a rank's result are further off than rounding explains."""
+    count, wrong = result.numel(), 0
+    blocks = zip(*(inputs(count, result.dtype, rank) for rank in range(ranks)), strict=True)
+    for block, parts in enumerate(blocks):
+        terms = [part.double() for part in parts]
+        if op in ("sum", "avg"):
+            value, bound = mean(terms, result.dtype, ranks if op == "avg" else 1)
+        else:
+            stacked = torch.stack(terms)
+            value = stacked.amax(0) if op == "max" else stacked.amin(0)
+            bound = torch.zeros_like(value)
+        found = result[block * _BLOCK :][: len(value)].cpu().double()
+        # A NaN is never near.
+        wrong += int(((found - value).abs() <= bound).logical_not().sum())
+    return wrong
+
+
+def measure(
+    group: Any, device: torch.device, algorithm: str, op: str, count: int, args: Any
+) -> tuple[float, int | None]:
+    """Time and check one all-reduce; all ranks of the group must call it.
+
+    Returns:
+        The slowest rank's seconds of a call, and how many elements of all ranks were wrong in
+        `args.check` calls, None where they were not checked.
+    """
+    dtype, reducer = DTYPES[args.datatype], operator_of(op)
+    blocks = [*inputs(count, dtype, group.rank), torch.empty(0, dtype=dtype)]
+    source = torch.cat(blocks).to(device)
+    tensor, wrong, seconds = source.clone(), 0, 0.0
+    checks = args.check if op in _OPS else 0
+    for _ in range(checks):
+        tensor.copy_(source)
+        group.all_reduce(tensor, reducer, algorithm=algorithm)
+        wrong += count_wrong(tensor, op, group.size)
+    for times in (args.warmup_iters, args.iters):
+        tensor.copy_(source)
+        finish(device)
+        group.barrier()
+        begin = time.perf_counter()
+        for _ in range(times):
+            group.all_reduce(tensor, reducer, algorithm=algorithm)
+        finish(device)
+        seconds = (time.perf_counter() - begin) / max(1, times)
+    found = group.all_gather_bytes(json.dumps([seconds, wrong]).encode())
+    every_seconds, every_wrong = zip(*map(json.loads, found), strict=True)
+    return max(every_seconds), sum(every_wrong) if checks else None
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device has done all that was started."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def operator_of(name: str) -> Reducer:
+    """Return the operator of a name, or of MODULE:NAME; ValueError if there is none."""
+    if name in _OPS:
+        return _OPS[name]
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+        validation.reducer("op", found)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        names = ", ".join(_OPS)
+        raise ValueError(f"-o must be of {names} or MODULE:NAME, got {name!r}: {error}") from None
+    return found
+
+
+def dtype_of(name: str) -> str:
+    """Return torch's name of a dtype, nccl-tests' being others; ValueError if there is none."""
+    name = _ALIASES.get(name, name)
+    if name not in DTYPES:
+        raise ValueError(f"-d must be one of {', '.join([*DTYPES, *_ALIASES])}, got {name}")
+    return name
+
+
+def sizes_of(args: argparse.Namespace) -> list[int]:
+    """Return the sizes in bytes that -b, -e and -f ask for; ValueError names a wrong flag."""
+    sizes = []
+    for flag, text in (("-b", args.minbytes), ("-e", args.maxbytes)):
+        try:
+            sizes.append(parse_general_int(text.upper()))
+        except ValueError as error:
+            raise ValueError(f"{flag}: {error}") from None
+    (least, most), sizes = sizes, sizes[:1]
+    if least > most:
+        raise ValueError(f"-b must not be more than -e, got {args.minbytes} and {args.maxbytes}")
+    if args.stepfactor < 2 or args.iters < 1 or args.warmup_iters < 0 or args.check < 0:
+        raise ValueError("-f must be at least 2, -n at least 1, -w and -c not negative")
+    while sizes[-1] * args.stepfactor <= most:
+        sizes.append(sizes[-1] * args.stepfactor)
+    return sizes
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add nccl-tests' flags, with its defaults, and --device."""
+    add = parser.add_argument
+    add("-b", "--minbytes", default="32M", help="smallest size (32M)")
+    add("-e", "--maxbytes", default="32M", help="largest size (32M)")
+    add("-f", "--stepfactor", type=int, default=2, help="from size to size (2)")
+    add("-w", "--warmup_iters", "--warmup", type=int, default=5, help="calls before them (5)")
+    add("-c", "--check", type=int, default=1, help="calls checked (1), 0 for none")
+    add("-d", "--datatype", default="float", help="such as float16 (float)")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=["cpu", "cuda"], default=default, help=f"({default})")
+
+
+@contextmanager
+def started(
+    parser: argparse.ArgumentParser, kind: str = "cpu"
+) -> Iterator[tuple[collectives.Group, torch.device]]:
+    """Give the group of all ranks, and this rank's device; the parser's error without ranks."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        module = parser.prog.split()[-1]
+        parser.error(f"needs ranks: start with torchrun --nproc-per-node 2 -m {module}")
+    device = torch.device(kind)
+    if kind == "cuda":
+        # Before init, which looks up the GPU that a rank is on.
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    group = collectives.init()
+    try:
+        yield group, device
+    finally:
+        collectives.shutdown()
+
+
+def run(group: Any, device: torch.device, args: Any, say: Callable[[str], object]) -> int:
+    """Measure and say all that was asked for; return how many elements were wrong."""
+    say(
+        f"# all_reduce: {group.size} ranks, {group.num_nodes} hosts, {group.transport!r}, "
+        f"{device.type}, torch {torch.__version__}"
+    )
+    ops, names, total, busbws = args.op.split(","), args.algorithm.split(","), 0, []
+    longest = (max(map(len, [*each, "algorithm"])) for each in (ops, names))
+    widths = (12, 12, 9, *longest, 10, 7, 7, 7)
+
+    def table_row(first: str, *cells: object) -> None:
+        texts = (f"{cell!s:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        say(first + " ".join(texts))
+
+    titles = ("size", "count", "type", "redop", "algorithm", "time", "algbw", "busbw", "#wrong")
+    table_row("#", *titles)
+    table_row("#", "(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "")
+    itemsize = DTYPES[args.datatype].itemsize
+    for size, op, name in product(sizes_of(args), ops, names):
+        count = size // itemsize
+        seconds, wrong = measure(group, device, name, op, count, args)
+        both = bandwidths(count * itemsize, seconds, group.size)
+        total += wrong or 0
+        busbws.append(both[1])
+        figures = f"{seconds * 1e6:.1f}", *(f"{each:.2f}" for each in both)
+        of_call = count * itemsize, count, args.datatype, op, name
+        table_row(" ", *of_call, *figures, "N/A" if wrong is None else wrong)
+    say(f"# Wrong elements: {total} {'FAILED' if total else 'OK'}")
+    say(f"# Avg bus bandwidth: {sum(busbws) / len(busbws):.4g}")
+    return total
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run on every rank, or start ranks; rank 0 prints. Return 1 where an element was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m collectives.bench", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False
+    add_flags(parser)
+    parser.add_argument("-n", "--iters", type=int, default=20, help="calls timed (20)")
+    parser.add_argument("-o", "--op", default="sum", help=f"{', '.join(_OPS)} or MODULE:NAME (sum)")
+    parser.add_argument("-a", "--algorithm", default="auto", help="specifications (auto)")
+    parser.add_argument("--ranks", type=int, help="start so many on this host")
+    args = parser.parse_args(argv)
+    try:
+        _check(args)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    if args.ranks is None and "WORLD_SIZE" not in os.environ:
+        parser.error("needs ranks: --ranks 2 starts them on this host, or use torchrun")
+    if args.ranks is not None:
+        return _start(args.ranks, sys.argv[1:] if argv is None else argv)
+    with started(parser, args.device) as (group, device):
+        try:
+            for op, name in product(args.op.split(","), args.algorithm.split(",")):
+                group.check_algorithm(name, operator_of(op))
+            say = print if group.rank == 0 else lambda text: None
+            return int(run(group, device, args, say) > 0)
+        except ValueError as error:
+            # All ranks raise the same error; one line of it is enough.
+            if group.rank == 0:
+                print(f"{parser.prog}: error: {error}", file=sys.stderr)
+            return 2
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Check what needs no rank, and make the dtype's name torch's."""
+    args.datatype = dtype_of(args.datatype)
+    sizes_of(args)
+    for op in args.op.split(","):
+        operator_of(op).check(DTYPES[args.datatype])
+        if op == "avg" and not DTYPES[args.datatype].is_floating_point:
+            raise ValueError("-o avg needs a floating -d: averages of integers are rounded")
+    for name in args.algorithm.split(","):
+        parse_all_reduce_spec(name)
+    if args.ranks is not None and args.ranks < 2:
+        raise ValueError(f"--ranks must be at least 2, got {args.ranks}")
+    if args.ranks is not None and "WORLD_SIZE" in os.environ:
+        raise ValueError("--ranks starts ranks, and this is one of a launcher's: leave it out")
+
+
+def _start(ranks: int, argv: Sequence[str]) -> int:
+    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only.add_argument("--ranks")
+    _, flags = only.parse_known_args(argv)
+    # Without a number torchrun says so, at length, and takes one.
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", *launch, "-m", "collectives.bench", *flags]
+    return subprocess.call(command, env={**threads, **os.environ})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""The commands `python -m collectives.schedules` and `python -m collectives.cost`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from collectives import validation
+from collectives.schedules.spec import parse_general_int
+from collectives.schedules.symbolic_step import ScheduleError
+from collectives.schedules.topology import Topology
+from collectives.schedules.verify import verify
+from collectives.tools.cost import ASSUMED, OPS, LinkRates, Rate, estimate
+from collectives.tools.lab import Schedule, schedule
+
+_SCHEDULES = """Draw, list, price, prove and simulate the schedule that a specification stands for.
+
+    python -m collectives.schedules draw xring#2 8 --nodes 2 -o ring.svg
+    python -m collectives.schedules table rechd 4
+    python -m collectives.schedules cost xring,rechd,auto 8 --bytes 64M
+    python -m collectives.schedules verify rechd/vhdd 8 --nodes 2
+    python -m collectives.schedules trace direct 4 --op adasum --bytes 16M -o run.json
+
+draw: an SVG. table: each rank's messages by step. cost: time, steps, bytes and memory by the cost
+model, of several specifications with commas. verify: a proof for all ranks. trace: the run that the
+cost model has in mind; ui.perfetto.dev opens it. Rates are assumptions about H100 nodes:
+`python -m collectives.cost` takes others.
+"""
+_COST = """What every algorithm would cost on a machine, by the cost model, as a table.
+
+    python -m collectives.cost --nodes 16 --local 8 --bytes 256M
+    python -m collectives.cost --nodes 2 --alpha 3e-6,20e-6 --beta 2e-12,1e-10 --op adasum
+    python -m collectives.cost --nodes 2 --local 4 --algorithms auto,rd:16k:rechd,xring#4
+
+Rates are seconds and seconds a byte; unless given they are assumptions about H100 nodes, which the
+heading repeats; the ranks are 8 on one node. A two-level algorithm with Adasum averages inside
+nodes: that computes something else than Adasum over all ranks, so its time is no reason to prefer
+it. NCCL's own sum has no schedule here, and no price.
+"""
+# A rank of `psgpu` or `direct` sends to all others, and a ring takes that many steps: with more
+# ranks those rows take long to price.
+_MOST_RANKS = 256
+
+
+def schedules(argv: Sequence[str] | None = None) -> None:
+    """Run `python -m collectives.schedules`."""
+    parser = _parser("schedules", _SCHEDULES)
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("spec", metavar="SPEC", help='such as xring#2, rechd/vhdd, "rd:16k:rechd"')
+    parser.add_argument("size", metavar="SIZE", type=int, help="number of ranks")
+    parser.add_argument("--nodes", type=int, default=1, help="hosts of equally many ranks (1)")
+    parser.add_argument("--op", choices=OPS, default="sum", help="what is reduced (sum)")
+    parser.add_argument("--bytes", default="1M", help="of a rank's buffer, such as 64M (1M)")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write there, not here")
+    args = parser.parse_args(argv)
+    try:
+        args.nbytes = parse_general_int(args.bytes)
+    except ValueError as error:
+        parser.error(f"argument --bytes: {error}")
+    try:
+        validation.integer("--segments", args.segments, 1)
+        text = COMMANDS[args.command](args)
+    except (ValueError, ScheduleError) as error:
+        parser.error(f"{args.command} {args.spec} {args.size}: {error}")
+    if args.output is None:
+        sys.stdout.write(text)
+        return
+    try:
+        args.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        parser.error(f"argument -o: {error}")
+
+
+def _schedule(args: argparse.Namespace) -> Schedule:
+    size, nbytes, device = args.size, args.nbytes, args.device
+    return schedule(args.spec, size, args.nodes, op=args.op, nbytes=nbytes, device=device)
+
+
+def _priced(args: argparse.Namespace) -> str:
+    names = args.spec.split(",")
+    found = [_schedule(argparse.Namespace(**vars(args) | {"spec": name})) for name in names]
+    topology = Topology(args.size, args.size // args.nodes)
+    lines = costs(topology, ASSUMED, args.nbytes, (args.op,), names, args.segments, args.device)
+    pairs = zip(names, found, strict=True)
+    said = [f"{name}: {each.name}" for name, each in pairs if name != each.name]
+    return "\n".join([*lines, *([""] if said else []), *said]) + "\n"
+
+
+def _verify(args: argparse.Namespace) -> str:
+    proof = verify(_schedule(args))
+    return (
+        f"{args.spec} on {args.size} ranks is proved: {proof.steps} steps; every message is "
+        "received, nothing can deadlock, and each rank ends with every contribution once.\n"
+        f"It reduces in {proof.phases} phase{'' if proof.phases == 1 else 's'}; Adasum can"
+        f"{'' if proof.carries_adasum else 'not'} run on these steps.\n"
+    )
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], str]] = {
+    "draw": lambda args: _schedule(args).draw(),
+    "table": lambda args: _schedule(args).table(),
+    "cost": _priced,
+    "verify": _verify,
+    "trace": lambda args: _schedule(args).trace(args.nbytes, segments=args.segments) + "\n",
+}
+
+
+def cost(argv: Sequence[str] | None = None) -> None:
+    """Run `python -m collectives.cost`."""
+    parser = _parser("cost", _COST)
+    parser.add_argument("--nodes", type=int, help="nodes (1)")
+    parser.add_argument("--local", type=int, help="ranks a node (8, of several nodes 1)")
+    parser.add_argument("--bytes", default="64M", help="of a rank's buffer, such as 256M (64M)")
+    parser.add_argument("--op", default="all", choices=[*OPS, "all"])
+    parser.add_argument(
+        "--algorithms", metavar="SPEC,...", help='such as "auto,xring#2,rechd/vhdd"'
+    )
+    for name, about in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
+        text = f"{about}: inside a node and between nodes, or one for both"
+        parser.add_argument(f"--{name}", metavar="INTRA[,INTER]", help=text)
+    parser.add_argument("--gamma", type=float, help="seconds a byte of a sum; Adasum's are 1.9")
+    parser.add_argument("--host", type=float, metavar="SECONDS", help="of the host, a step")
+    args = parser.parse_args(argv)
+    try:
+        topology, rates = _machine(args)
+        ops = OPS if args.op == "all" else (args.op,)
+        names = args.algorithms.split(",") if args.algorithms else None
+        nbytes = parse_general_int(args.bytes)
+        print(*costs(topology, rates, nbytes, ops, names, args.segments, args.device), sep="\n")
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def costs(
+    topology: Topology,
+    rates: LinkRates,
+    nbytes: int,
+    ops: Sequence[str],
+    names: Sequence[str] | None,
+    segments: int,
+    device: str,
+) -> list[str]:
+    """Return a Markdown table, by operator, the fastest first."""
+    lines = [
+        f"{topology.num_nodes} nodes of {topology.local_size} ranks, {_bytes(nbytes)} a rank",
+        _rates_line(rates),
+        "",
+        "| op | algorithm | time | steps | between nodes | busiest node | peak memory |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for op in ops:
+        rows = [
+            (name, estimate(name, nbytes, rates, topology, op, segments, device))
+            for name in names or _algorithms(op, topology)
+        ]
+        for name, cost in sorted(rows, key=lambda row: row[1].seconds):
+            sizes = map(_bytes, (cost.inter, cost.busiest_inter, cost.memory))
+            cells = [op, name, _seconds(cost.seconds), str(cost.steps), *sizes]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _algorithms(op: str, topology: Topology) -> list[str]:
+    """Return the algorithms that the table has rows for unless asked for others."""
+    size, local = topology.size, topology.local_size
+    halving = "vhdd" if op == "adasum" else "rechd"
+    names = [halving, "rd"]
+    if size <= _MOST_RANKS:
+        names += ["xring", "psgpu", "direct"]
+        names += [f"xring#{local}", f"psgpu#{local}"] if local > 1 else []
+    if 1 not in (local, topology.num_nodes):
+        inners = ("xring", "rechd", f"psgpu#{local}")
+        names += [f"{inner}/{outer}" for inner in inners for outer in ("xring", halving, "rd")]
+    return names
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m collectives.{name}", description=description)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--segments", type=int, default=1, help="tensors in the buffer (1)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="of auto (cuda)")
+    return parser
+
+
+def _machine(args: argparse.Namespace) -> tuple[Topology, LinkRates]:
+    if args.local is None:
+        args.local = 8 if args.nodes is None else 1
+    args.nodes = 1 if args.nodes is None else args.nodes
+    for option in ("nodes", "local", "segments"):
+        validation.integer(f"--{option}", getattr(args, option), 1)
+    intra, inter = ASSUMED.intra, ASSUMED.inter
+    for part in ("alpha", "beta"):
+        if text := getattr(args, part):
+            inside, between = _one_or_two(f"--{part}", text)
+            intra, inter = intra._replace(**{part: inside}), inter._replace(**{part: between})
+    rates = replace(ASSUMED, intra=intra, inter=inter)
+    if args.host is not None:
+        rates = replace(rates, host=args.host)
+    if args.gamma is not None:
+        plain, adasum = rates.sum._replace(beta=args.gamma), 1.9 * args.gamma
+        rates = replace(rates, sum=plain, adasum=rates.adasum._replace(beta=adasum))
+    return Topology(args.nodes * args.local, args.local), rates
+
+
+def _one_or_two(option: str, text: str) -> tuple[float, float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if len(values) not in (1, 2):
+        raise ValueError(f"{option} must be one or two numbers, got {text!r}")
+    return values[0], values[-1]
+
+
+def _rates_line(rates: LinkRates) -> str:
+    kind = "assumed" if rates == ASSUMED else "given"
+    parts = [
+        f"{name} {rate.alpha * 1e6:.4g} µs + "
+        + (f"{1e-9 / rate.beta:.4g} GB/s" if rate.beta else "no time a byte")
+        for name, rate in vars(rates).items()
+        if isinstance(rate, Rate)
+    ]
+    return f"{kind}: {', '.join(parts)}, host {rates.host * 1e6:.4g} µs a step"
+
+
+def _seconds(value: float) -> str:
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if value * factor >= 1:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value * 1e6:.3g} µs"
+
+
+def _bytes(value: float) -> str:
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if value >= 1 << (10 * power):
+            return f"{value / (1 << (10 * power)):.4g} {unit}"
+    return f"{value:.4g} B"

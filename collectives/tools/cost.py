@@ -1,0 +1,443 @@
+"""The α-β-γ cost model: what the steps of a schedule take on a machine. No call asks it.
+
+A schedule runs in lockstep, and a step ends when its messages have arrived and are reduced. What a
+rank sends in a step to one class of peers, in its node or on other nodes, takes alpha for every
+peer and beta for every byte; so does what it receives, at the same time. Before every step, those
+of Adasum's dot products too, the host spends `host` seconds: the model does not count on its being
+ahead of the device. Source: Thakur, Rabenseifner and Gropp, IJHPCA 2005, for one peer a step;
+several are taken one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import validation
+from collectives.schedules import recursive_doubling
+from collectives.schedules.algorithm import RoundRobin
+from collectives.schedules.auto import sum_algorithm, tree_algorithm
+from collectives.schedules.levels import schedule_of
+from collectives.schedules.registry import algorithm
+from collectives.schedules.schedule import Action, Schedule
+from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
+from collectives.schedules.topology import Topology
+
+__all__ = ["ASSUMED", "OPS", "Cost", "LinkRates", "Rate", "estimate"]
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+OPS = ("sum", "adasum")
+# Bytes of Adasum's partial products of one segment: a dot and two squared norms in float64.
+_DOTS_BYTES = 24
+# What a rank launches to add up tables that others go on with, and to look whether its own table is
+# precise enough and make coefficients of all.
+_SUM_LAUNCHES, _COEFFICIENTS_LAUNCHES = 9, 2
+# Columns of a rank's load in a step: for each class and direction the peers and the share of the
+# buffer in their messages, then the reductions and the share received for them.
+_INTRA, _INTER, _REDUCE, _COLUMNS = 0, 4, 8, 10
+
+
+class Rate(NamedTuple):
+    """The time of a message or a reduction.
+
+    Attributes:
+        alpha: Seconds for each.
+        beta: Seconds a byte.
+        knee: Bytes beyond which each takes another time; on a CPU, what fits in the caches.
+        far: Seconds a byte beyond the knee.
+    """
+
+    alpha: float
+    beta: float
+    knee: float = math.inf
+    far: float = 0.0
+
+    def seconds(self, count: Floats | float, nbytes: Floats | float) -> Floats:
+        """Return the time of `count`, with `nbytes` in all."""
+        near = self.alpha * count + self.beta * np.minimum(nbytes, self.knee)
+        return near + self.far * np.maximum(nbytes - self.knee, 0.0)
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """How fast a machine moves bytes between ranks, and reduces them.
+
+    Attributes:
+        intra: What a rank sends to, or receives from, a peer on its node.
+        inter: The same with a peer on another node.
+        sum: One reduction on a rank, by the bytes that it has received for it.
+        adasum: The same by Adasum.
+        nic: Seconds a byte of the network adapter that all ranks of a node share, each way; None
+            if every rank has its own.
+        call: Fixed cost of a collective in seconds, on top of its steps.
+        host: Seconds that the host spends on a step before the device begins it; 0 on a CPU, where
+            it is a part of alpha.
+
+    Raises:
+        ValueError: A number is negative or not finite.
+    """
+
+    intra: Rate
+    inter: Rate
+    sum: Rate
+    adasum: Rate
+    nic: float | None = None
+    call: float = 0.0
+    host: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            numbers = (value.alpha, value.beta, value.far) if isinstance(value, Rate) else (value,)
+            if any(n is not None and not (n >= 0 and math.isfinite(n)) for n in numbers):
+                raise ValueError(
+                    f"{field.name} must be finite seconds and not negative, got {value}"
+                )
+            if isinstance(value, Rate) and not value.knee > 0:
+                raise ValueError(f"{field.name} must have a knee of more than 0 bytes, got {value}")
+
+
+ASSUMED = LinkRates(
+    intra=Rate(3.4e-6, 1 / 450e9),
+    inter=Rate(14e-6, 1 / 50e9),
+    sum=Rate(3e-6, 3 / 3.35e12),
+    adasum=Rate(7.5e-6, 5.7 / 3.35e12),
+    host=60e-6,
+)
+"""Assumptions, not measurements: nodes of H100 GPUs, each with a 400 Gb/s adapter of its own.
+
+alpha: the latencies that NCCL's tuning tables give a hop of a ring over NVLink and over the network
+(protocol Simple). beta: the makers' figures, NVLink 4 at 450 GB/s each way and 400 Gb/s. sum: a
+kernel launch of 3 µs, and two reads and a write at the 3.35 TB/s of the data sheet. adasum: five
+units of such traffic in two launches, 1.14 times as long a byte as a sum's: on an H200, the one GPU
+that was measured, 1.12 to 1.18 of pairs of 1 GiB and of 8 slices of 128 MiB (bench/results). host:
+what one exchange through NCCL takes of the calling thread's processor time over stand-ins for CUDA
+and NCCL (tests/fakes; a loaded 2-core EPYC), without a driver's part and NCCL's own thread.
+"""
+
+
+class Cost(NamedTuple):
+    """What one collective takes.
+
+    Attributes:
+        seconds: Its time.
+        steps: Of its schedule.
+        intra: Bytes sent inside nodes, by all ranks.
+        inter: Bytes sent between nodes, by all ranks.
+        busiest_intra: Most bytes that one rank sends or receives inside its node.
+        busiest_inter: Most bytes that one node sends to or receives from others.
+        memory: Most bytes that a rank has received and not yet reduced.
+    """
+
+    seconds: float
+    steps: int
+    intra: float
+    inter: float
+    busiest_intra: float
+    busiest_inter: float
+    memory: float
+
+
+def estimate(
+    spec: str | Schedule,
+    nbytes: float,
+    rates: LinkRates,
+    topology: Topology,
+    op: str = "sum",
+    segments: int = 1,
+    device: str | None = None,
+) -> Cost:
+    """Return the cost of an all-reduce by a specification, or by a schedule.
+
+    Every rank's steps are walked: 1,024 ranks take seconds, and those of a flat ring a minute.
+
+    Args:
+        spec: The specification ("rechd/xring#2", "rd:16k:rechd", whose limits count elements of 4
+            bytes, or "auto"), or a schedule of your own.
+        nbytes: Length of each rank's buffer.
+        rates: The machine.
+        topology: Where the ranks are.
+        op: "sum" or "adasum"; Average costs what Sum does.
+        segments: How many tensors lie in the buffer, which Adasum projects on their own, and whose
+            shards a parameter-server shuffle places on the ranks.
+        device: Of `auto`: "cpu" or "cuda".
+
+    Raises:
+        ValueError: The specification is unknown, is `auto` without a device, or is a library's
+            algorithm, whose steps are not known; or the schedule is for other ranks.
+    """
+    check_op(op)
+    if isinstance(spec, Schedule):
+        return cost_of(walk(spec, topology, (op,)), nbytes, rates, topology, segments)
+    chosen = range_for(spec, topology, nbytes, device, op)
+    found = schedule_for(chosen, topology, op, segments)
+    rounds = walk(found, topology, (op,) if chosen.inner is None else ("sum", op))
+    return cost_of(rounds, nbytes, rates, topology, segments)
+
+
+def check_op(op: str) -> None:
+    """Raise ValueError for an operator that the model does not price."""
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+
+
+def range_for(
+    text: str, topology: Topology, nbytes: float | None, device: str | None, op: str
+) -> AllReduceSpec:
+    """Return the range of a specification for a buffer, or what `auto` stands for by messages.
+
+    Args:
+        text: The specification, whose limits count elements of 4 bytes.
+        topology: Where the ranks are.
+        nbytes: Length of each rank's buffer; may be None for one range that is not `auto`.
+        device: "cpu" or "cuda"; may be None unless the range is `auto`.
+        op: "sum" or "adasum".
+
+    Raises:
+        ValueError: `text` is no specification, or goes by what is None.
+    """
+    specs = parse_all_reduce_spec(text)
+    if nbytes is None and (len(specs) > 1 or specs[0].outer == "auto"):
+        raise ValueError(f"specification {text!r} goes by size: give nbytes")
+    validation.nbytes(nbytes or 0)
+    size = int(nbytes or 0)
+    spec = replace(spec_for(specs, size // 4), limit=-1)
+    if spec.outer != "auto":
+        return spec
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'auto goes by device: device must be "cpu" or "cuda", got {device!r}')
+    if op == "adasum":
+        return tree_algorithm(device, size, topology.size)
+    return sum_algorithm(device, size, topology)
+
+
+def schedule_for(
+    spec: AllReduceSpec, topology: Topology, op: str = "sum", segments: int = 1
+) -> Schedule:
+    """Return the schedule of a range; ValueError if a level is a library's algorithm."""
+    if spec.inner is not None and algorithm(spec.inner).is_library:
+        raise ValueError(f"{spec.inner!r} is no schedule, so its steps are not known")
+    # Only a shuffle asks how many tensors there are.
+    tensors = min(segments, topology.size) if spec.is_round_robin else 1
+    return schedule_of(
+        spec, topology, one_tree=op == "adasum", round_robin=RoundRobin(tensors=tensors)
+    )
+
+
+class Round(NamedTuple):
+    """What all ranks do in a step, or to exchange the dot products that a step needs.
+
+    Attributes:
+        step: The number of the step.
+        load: [ranks, columns], see `_COLUMNS`.
+        reduction: "sum" or "adasum".
+        dots: Whether shares are of the partial products, not of the buffer.
+        passes: How often received bytes are read, relative to a reduction in pairs.
+    """
+
+    step: int
+    load: Floats
+    reduction: str
+    dots: bool = False
+    passes: float = 1.0
+
+
+class _Messages(NamedTuple):
+    """The messages of one step, an entry each.
+
+    share is a fraction of the buffer; ways says how many received messages make one reduction with
+    this one, 0 for a copy.
+    """
+
+    source: Ints
+    target: Ints
+    share: Floats
+    ways: Floats
+
+
+class _Walked:
+    """A step of all ranks: its messages, row by row, and what its reductions need."""
+
+    def __init__(self) -> None:
+        self.rows = array("d")
+        self.groups: list[tuple[int, ...]] = []
+        self.phase = 0
+        self.by_tree = False
+        self.digits: tuple[int, ...] = ()
+
+    def messages(self) -> _Messages:
+        source, target, share, ways = np.array(self.rows).reshape(-1, 4).T
+        return _Messages(source.astype(np.int64), target.astype(np.int64), share, ways)
+
+
+@lru_cache(maxsize=64)
+def walk(
+    schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("sum",)
+) -> tuple[Round, ...]:
+    """Return what the ranks of `topology` do, one round after the other, walking every rank.
+
+    reductions: "sum" or "adasum" by phase of the steps; the last is for all later phases.
+    """
+    if schedule.size != topology.size:
+        raise ValueError(f"schedule is for {schedule.size} ranks, topology has {topology.size}")
+    rounds: list[Round] = []
+    for number, step in _in_lockstep(schedule):
+        reduction = reductions[min(step.phase, len(reductions) - 1)]
+        messages, adasum = step.messages(), reduction == "adasum"
+        # Adasum of n vectors is n - 1 reductions of pairs, or two passes by a Gram matrix; a sum of
+        # n is one pass.
+        load = _load(messages, topology, in_pairs=adasum and not step.by_tree)
+        if rounds and np.array_equal(load, rounds[-1].load):
+            # A ring has thousands of steps that are alike: keep one table.
+            load = rounds[-1].load
+        others = int(messages.ways.max(initial=0))
+        passes = _passes(others) if adasum and step.by_tree else 1.0
+        rounds.append(Round(number, load, reduction, passes=passes))
+        # Ranks that hold whole segments by themselves exchange no dot products.
+        if adasum and not schedule.whole_segments:
+            exchanges = _tables(step, others + 1) if step.by_tree else _dots(step.groups)
+            for exchange in exchanges:
+                rounds.append(Round(number, _load(exchange, topology), "sum", dots=True))
+    others = schedule.size - 1
+    if schedule.gathered and others:
+        load = np.zeros((schedule.size, _COLUMNS))
+        load[:, _REDUCE:] = others if reductions[-1] == "adasum" else 1, others
+        rounds.append(Round(rounds[-1].step, load, reductions[-1]))
+    return tuple(rounds)
+
+
+def _in_lockstep(schedule: Schedule) -> Iterator[tuple[int, _Walked]]:
+    steps: dict[int, _Walked] = defaultdict(_Walked)
+    # Rank after rank, so that no more than one rank's steps are held.
+    for rank in range(schedule.size):
+        for number, step in enumerate(schedule.steps(rank)):
+            found = steps[number]
+            found.phase = max(found.phase, step.phase)
+            if step.tree:
+                found.by_tree, found.digits = True, step.digits
+            if step.group and step.group[0] == rank:
+                found.groups.append(step.group)
+            spans = [recv[1:3] for recv in step.recvs if recv.action is not Action.COPY]
+            ways = Counter(spans)
+            for peer, start, stop, action, _ in step.recvs:
+                reduced = 0 if action is Action.COPY else ways[start, stop]
+                found.rows.extend((peer, rank, (stop - start) / schedule.parts, reduced))
+    yield from steps.items()
+
+
+def _load(messages: _Messages, topology: Topology, *, in_pairs: bool = False) -> Floats:
+    """Return each rank's load; in_pairs: every received message is a reduction of its own."""
+    size, local = topology.size, topology.local_size
+    source, target, share, ways = messages
+    load = np.zeros((size, _COLUMNS))
+    ends = np.divmod(np.unique(source * size + target), size)
+    within = source // local == target // local
+    one_within = ends[0] // local == ends[1] // local
+    for start, its, pairs in ((_INTRA, within, one_within), (_INTER, ~within, ~one_within)):
+        for way, ranks in ((0, source), (2, target)):
+            load[:, start + way] = np.bincount(ends[way // 2][pairs], minlength=size)
+            load[:, start + way + 1] = np.bincount(ranks[its], share[its], size)
+    reduced = ways > 0
+    count = np.ones(int(reduced.sum())) if in_pairs else 1.0 / ways[reduced]
+    load[:, _REDUCE] = np.bincount(target[reduced], count, size)
+    load[:, _REDUCE + 1] = np.bincount(target[reduced], share[reduced], size)
+    return load
+
+
+def _passes(others: int) -> float:
+    """Return what a Gram matrix and a blend of a vector with others read and write a byte received.
+
+    It is in units of a reduction in pairs, which reads both twice and writes one: of n vectors
+    (2 n + 1) / 5 for n - 1 that are received.
+    """
+    return (2 * others + 3) / (5 * others) if others else 1.0
+
+
+def _dots(groups: Sequence[tuple[int, ...]]) -> Iterator[_Messages]:
+    """Yield what sums partial products in all groups at once, by recursive doubling in each."""
+    in_turn = [
+        [each._replace(source=ranks[each.source], target=ranks[each.target]) for each in doubling]
+        for group in groups
+        for ranks, doubling in [(np.array(group), _doubling(len(group)))]
+    ]
+    for together in zip_longest(*in_turn):
+        parts = zip(*(each for each in together if each is not None), strict=True)
+        yield _Messages(*map(np.concatenate, parts))
+
+
+@lru_cache(maxsize=32)
+def _doubling(size: int) -> list[_Messages]:
+    return [step.messages() for _, step in _in_lockstep(recursive_doubling.all_reduce(size))]
+
+
+def _tables(step: _Walked, operands: int) -> Iterator[_Messages]:
+    """Yield what gathers the Gram matrices of groups and makes coefficients of them.
+
+    They travel by one exchange of each rank with all others, or one for each digit.
+    """
+    for length in sorted({len(group) for group in step.groups} - {1}):
+        groups = np.array([group for group in step.groups if len(group) == length])
+        radices = step.digits or (length,)
+        stride = 1
+        for number, radix in enumerate(radices, 1):
+            rows = groups.reshape(-1, radix, stride).swapaxes(1, 2).reshape(-1, radix)
+            pairs = np.argwhere(~np.eye(radix, dtype=bool)).T
+            source, target = (rows[:, ends].reshape(-1) for ends in pairs)
+            launches = _SUM_LAUNCHES if number < len(radices) else _COEFFICIENTS_LAUNCHES
+            # Two float64 numbers an entry.
+            share = np.full(source.size, operands**2 * 16 / _DOTS_BYTES)
+            yield _Messages(source, target, share, np.full(source.size, (radix - 1) / launches))
+            stride *= radix
+
+
+def cost_of(
+    rounds: Sequence[Round],
+    nbytes: float,
+    rates: LinkRates,
+    topology: Topology,
+    segments: int = 1,
+) -> Cost:
+    """Return the cost of rounds; `segments` tensors, which Adasum projects on their own."""
+    seconds, memory, moved = rates.call, 0.0, np.zeros((topology.size, 4))
+    for each in rounds:
+        # An idle step costs nothing.
+        seconds += rates.host if each.load.any() else 0.0
+        moving, reducing = times_of(each, nbytes, rates, topology, segments)
+        seconds += float((moving + reducing).max())
+        size = _DOTS_BYTES * segments if each.dots else nbytes
+        moved += size * each.load[:, [1, 3, 5, 7]]
+        if not each.dots:
+            memory = max(memory, float(each.load[:, _REDUCE + 1].max()) * nbytes)
+    steps = rounds[-1].step + 1 if rounds else 0
+    nodes = moved[:, 2:].reshape(topology.num_nodes, -1, 2).sum(1)
+    intra, _, inter, _ = moved.sum(0).tolist()
+    return Cost(seconds, steps, intra, inter, float(moved[:, :2].max()), float(nodes.max()), memory)
+
+
+def times_of(
+    each: Round, nbytes: float, rates: LinkRates, topology: Topology, segments: int = 1
+) -> tuple[Floats, Floats]:
+    """Return how long each rank's messages of a round take, and then its reductions."""
+    size, load = _DOTS_BYTES * segments if each.dots else nbytes, each.load
+    intra, inter = (
+        np.maximum(*(rate.seconds(load[:, i], size * load[:, i + 1]) for i in (start, start + 2)))
+        for start, rate in ((_INTRA, rates.intra), (_INTER, rates.inter))
+    )
+    if rates.nic is not None:
+        shared = load[:, [_INTER + 1, _INTER + 3]].reshape(topology.num_nodes, -1, 2).sum(1).max(1)
+        queued = rates.inter.alpha + rates.nic * size * shared.repeat(topology.local_size)
+        inter = np.where(inter > 0, np.maximum(inter, queued), 0.0)
+    rate: Rate = getattr(rates, each.reduction)
+    read = each.passes * size * load[:, _REDUCE + 1]
+    return np.maximum(intra, inter), rate.seconds(load[:, _REDUCE], read)
