@@ -31,9 +31,9 @@ from bench.collectives import answer, ranks
 from bench.collectives import cost_model as model
 from bench.collectives.ranks import OPS
 from bench.collectives.row import Row, header, line
-from collectives.bench import DTYPES, add_flags, dtype_of, finish, sizes_of, started
 from collectives.execution.phases import phases_of
 from collectives.schedules.spec import parse_all_reduce_spec, spec_for
+from collectives.tools.bench import DTYPES, add_flags, dtype_of, finish, sizes_of, started
 
 TORCH = "torch"
 UNORDERED = "no order"

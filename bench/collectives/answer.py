@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.bench import mean, roundings_of
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.registry import algorithm
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
+from collectives.tools.bench import mean, roundings_of
 
 # A rank, the average of a node's ranks, or a pair of trees.
 Tree = Any

@@ -29,9 +29,9 @@ from bench import shapes
 from bench.collectives import answer, ranks
 from bench.collectives.ranks import OPS
 from bench.kernels.timing import Times
-from collectives.bench import started
 from collectives.fused_buffer import FusedBuffer
 from collectives.schedules.spec import parse_all_reduce_spec
+from collectives.tools.bench import started
 
 # The LeNet of examples/train_digits.py: what small messages cost.
 _LENET: list[shapes.Shape] = [

@@ -4,7 +4,7 @@
 
 All ranks measure at once, as in an all-reduce. Where every node has one rank, or where there is one
 node, the rates within and between nodes are the same. The last line is the command that prices
-algorithms by them and prints the best specification.
+algorithms by them.
 """
 
 from __future__ import annotations

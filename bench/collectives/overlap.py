@@ -21,7 +21,7 @@ import collectives
 from adasum import DistributedOptimizer
 from bench.collectives import ranks
 from bench.collectives.ranks import OPS
-from collectives.bench import started
+from collectives.tools.bench import started
 
 WARM_UP = 2
 

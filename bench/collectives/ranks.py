@@ -16,7 +16,7 @@ import torch.distributed as dist
 import collectives
 from adasum import Adasum
 from bench import provenance
-from collectives.bench import finish
+from collectives.tools.bench import finish
 from collectives.tree_order import in_order
 
 OPS: dict[str, collectives.Reducer] = {

@@ -15,7 +15,7 @@ import torch
 import collectives
 from bench.collectives.ranks import OPS, in_turns, make_parser, slowest, write
 from bench.kernels.timing import Times
-from collectives.bench import started
+from collectives.tools.bench import started
 
 SIZES = (4 * 1024, 1024 * 1024)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bench.kernels.timing import Times
-from collectives.bench import bandwidths
+from collectives.tools.bench import bandwidths
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class Schedule(plain.Schedule):
             if not each.load.any():
                 continue
             moved, reduced = times_of(each, nbytes, rates, topology, segments)
-            messages = "dot products" if each.dots else "messages"
+            messages, ends = "dot products" if each.dots else "messages", []
             for rank in range(self.size):
                 node, begin = topology.node_of(rank), clock
                 parts = {"host": rates.host, messages: moved[rank], "reduction": reduced[rank]}
@@ -154,8 +154,9 @@ class Schedule(plain.Schedule):
                         yield from _slice(node, rank, name, begin, begin + float(seconds))
                     begin += float(seconds)
                 yield _at("E", node, rank, begin)
+                ends.append(begin)
             # The next step begins when the last rank is ready.
-            clock += rates.host + float((moved + reduced).max())
+            clock = max(ends)
 
 
 def schedule(

@@ -150,7 +150,8 @@ def test_imports_of_the_packages_only_point_down() -> None:
 
 def test_tools_are_imported_by_the_modules_listed_only() -> None:
     tools = {module for module in MODULES if wing_of(module) == "collectives.tools"}
-    assert {module for module in set(MODULES) - tools if graph_of(MODULES)[module] & tools} == IMPORTS_TOOLS
+    imported = graph_of(MODULES)
+    assert {module for module in set(MODULES) - tools if imported[module] & tools} == IMPORTS_TOOLS
 
 
 def test_import_of_the_packages_imports_no_tool() -> None:

@@ -97,9 +97,10 @@ def test_second_start_and_wrong_arguments_raise_and_other_ranks_write_nothing(
             hvd.start_timeline(str(tmp_path / "one.json"))
             with pytest.raises(ValueError, match=r"one\.json: call stop_timeline\(\) first"):
                 hvd.start_timeline(tmp_path / "two.json")
+            with ThreadPoolExecutor() as pool:
+                stopped = pool.submit(hvd.stop_timeline)
             with pytest.raises(RuntimeError, match="in the thread that called start_timeline"):
-                with ThreadPoolExecutor() as pool:
-                    pool.submit(hvd.stop_timeline).result()
+                stopped.result()
             hvd.stop_timeline()
 
     run_threads(2, job)

@@ -74,16 +74,16 @@ def test_what_no_library_takes_goes_by_a_schedule(monkeypatch: pytest.MonkeyPatc
         "on the host": chosen(of, tensor(BUCKET, is_cuda=False)),
         "no library": chosen(without, tensor(BUCKET)),
     }
-    # What is no plain sum chooses by its own rule, of which there is one for all devices.
-    by_rule = {"operator of the user's": "xring", "on the host": "xring"}
-    assert answers == {name: by_rule.get(name, "rechd") for name in answers}
-    assert chosen(of, tensor(BUCKET >> 1, torch.int16)) == "rechd/rd"
+    # What is no plain sum chooses by its own rule, which is the same for all devices.
+    by_rule = {"maximum": "rechd", "operator of the user's": "xring", "on the host": "xring/xring"}
+    assert answers == {name: by_rule.get(name, "rechd/rd") for name in answers}
+    assert chosen(of, tensor(BUCKET << 2, torch.int16)) == "xring/xring"
     for nbytes, schedule in ((1 << 10, "rd"), (BUCKET, "direct")):
         assert chosen(of, tensor(nbytes), Adasum) == schedule
 
 
 @pytest.mark.parametrize(
-    ("config", "answer"), [("cpu:gloo,cuda:nccl", "collective"), ("cpu:gloo,cuda:gloo", "rd")]
+    ("config", "answer"), [("cpu:gloo,cuda:nccl", "collective"), ("cpu:gloo,cuda:gloo", "rechd")]
 )
 def test_bucket_goes_to_the_process_groups_nccl(
     monkeypatch: pytest.MonkeyPatch, config: str, answer: str

@@ -1,34 +1,70 @@
-"""What `auto` stands for, of sums, gathers and reductions to one rank."""
+"""What `auto` stands for, of sums, trees, gathers and reductions to one rank."""
 
 from __future__ import annotations
+
+from fractions import Fraction
 
 import pytest
 import torch
 
+from adasum import Adasum
 from collectives import Group, run_threads
+from collectives.cost import ASSUMED, LinkRates, Rate, estimate
+from collectives.execution.phases import auto_by_messages, auto_of, phases_of
 from collectives.schedules import binomial_tree, bruck, ring
 from collectives.schedules.auto import (
-    BRUCK_BYTES,
+    STEP_BYTES,
     TREE_BYTES,
     all_gather_schedule,
     reduce_schedule,
     sum_algorithm,
+    tree_algorithm,
 )
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.topology import Topology
+from collectives.tree_order import TreeSumReducer
 
 TOPOLOGIES = [
     Topology(size, local) for size in range(2, 18) for local in range(1, 9) if not size % local
 ]
+# TCP between hosts at 1 Gbit/s, by bench.collectives.link_rates on two cores of an AMD EPYC.
+TCP = LinkRates(
+    Rate(2.1e-4, 4.8e-10, 512 * 1024, 1.7e-9),
+    Rate(4.2e-4, 8.0e-9),
+    *[Rate(2e-5, 3.2e-11)] * 2,
+    nic=8.0e-9,
+    call=8.4e-4,
+)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_size_on_all_ranks_has_an_algorithm_that_runs_there(device: str) -> None:
+    tree_sum = TreeSumReducer()
     for topology in TOPOLOGIES:
         for power in range(0, 40, 3):
             spec = sum_algorithm(device, 1 << power, topology)
             assert spec.limit == -1
             assert schedule_of(spec, topology).size == topology.size
+            for op in (Adasum, tree_sum):
+                spec = auto_by_messages(op, device, 1 << power, topology)
+                assert phases_of(spec, op, topology).schedule is not None
+
+
+@pytest.mark.parametrize(("device", "rates", "most"), [("cpu", TCP, 2.3), ("cuda", ASSUMED, 2.3)])
+def test_auto_of_sums_is_near_the_best_schedule_by_the_cost_model(
+    device: str, rates: LinkRates, most: float
+) -> None:
+    for topology in TOPOLOGIES:
+        names = ["rd", "rechd", "xring"]
+        if 1 not in (topology.num_nodes, topology.local_size):
+            names += ["rechd/rd", "rechd/rechd", "xring/xring"]
+        for power in range(10, 29, 2):
+            chosen = str(sum_algorithm(device, 1 << power, topology))
+            prices = {
+                name: estimate(name, 1 << power, rates, topology).seconds
+                for name in {*names, chosen}
+            }
+            assert prices[chosen] <= most * min(prices.values()), (topology, power, chosen)
 
 
 def test_ranks_of_uneven_nodes_reduce_on_one_level() -> None:
@@ -42,6 +78,42 @@ def test_a_librarys_own_sum_has_the_callers_name() -> None:
         assert "nccl" not in str(sum_algorithm("cuda", 1 << 25, topology))
 
 
+def test_trees_of_few_ranks_meet_at_once_at_any_size() -> None:
+    for nbytes in (1, 1 << 30):
+        for size in range(3, 17):
+            assert {str(tree_algorithm(d, nbytes, size)) for d in STEP_BYTES} == {"direct"}
+            assert str(auto_of(Adasum, nbytes, size)) == Adasum.algorithm(nbytes, size) == "direct"
+    for size in (2, 17):
+        assert {str(tree_algorithm(d, 1 << 18, size)) for d in STEP_BYTES} == {"rd"}
+        assert str(tree_algorithm("cpu", 1 << 30, size)) == "vhdd"
+
+
+def _adasum(a: list[Fraction], b: list[Fraction], p: int, q: int) -> list[Fraction]:
+    """Adasum of two vectors of p and q ranks, exactly."""
+    (aa, ab), (bb, _) = (
+        [sum(x * y for x, y in zip(one, other, strict=True)) for other in (one, rest)]
+        for one, rest in ((a, b), (b, a))
+    )
+    left, right = 1 - Fraction(p, p + q) * ab / aa, 1 - Fraction(q, p + q) * ab / bb
+    return [left * x + right * y for x, y in zip(a, b, strict=True)]
+
+
+@pytest.mark.parametrize("delta", [1e-2, 1e-3, 1e-4])
+def test_auto_of_small_adasum_is_exact_where_the_second_level_nearly_cancels(delta: float) -> None:
+    """Ranks 0 and 1 are near x, ranks 2 and 3 near -x: `rd` would round what cancels."""
+    generator = torch.Generator().manual_seed(0)
+    x, *own = torch.randn(5, 40, generator=generator, dtype=torch.float64)
+    vectors = [((1 if rank < 2 else -1) * x + delta * own[rank]).float() for rank in range(4)]
+    exact = [[Fraction(value) for value in vector.tolist()] for vector in vectors]
+    pairs = _adasum(*exact[:2], 1, 1), _adasum(*exact[2:], 1, 1)
+    expected = torch.tensor([float(value) for value in _adasum(*pairs, 2, 2)], dtype=torch.float64)
+    found = run_threads(4, lambda group: group.all_reduce(vectors[group.rank].clone(), Adasum))
+    error = (found[0].double() - expected).norm() / expected.norm()
+    # The coefficients are float64's: only the last blend rounds, each element by half an eps of
+    # what it adds up, which here is twice the result.
+    assert error <= 4 * torch.finfo(torch.float32).eps
+
+
 @pytest.mark.parametrize("topology", [Topology(8, 8), Topology(6, 1), Topology(1, 1)])
 def test_all_gather_on_links_that_are_alike_takes_log_n_steps_of_any_length(
     topology: Topology,
@@ -51,10 +123,10 @@ def test_all_gather_on_links_that_are_alike_takes_log_n_steps_of_any_length(
 
 
 def test_all_gather_of_many_bytes_on_two_levels_is_a_ring() -> None:
-    topology, most = Topology(16, 4), BRUCK_BYTES["cpu"]
+    topology, most = Topology(16, 4), STEP_BYTES["cpu"]
     assert all_gather_schedule("cpu", most, topology) is bruck.all_gather(16)
     assert all_gather_schedule("cpu", most + 1, topology) is ring.all_gather(16)
-    assert all_gather_schedule("cuda", most + 1, topology) is bruck.all_gather(16)
+    assert all_gather_schedule("cuda", 1 << 40, topology) is bruck.all_gather(16)
 
 
 def test_reduce_goes_by_a_tree_up_to_where_its_memory_counts() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import collectives
-from collectives import bench
+from collectives.tools import bench
 from tests.processes.harness import run_ranks
 
 SIZE = 3

@@ -18,13 +18,13 @@ from adasum import Adasum
 from collectives import Action, Collective, Schedule, Step, Sum, Transfer
 from collectives.cost import ASSUMED, LinkRates, Rate, estimate
 from collectives.execution.phases import phases_of
-from collectives.schedules.__main__ import main
-from collectives.schedules.drawing import Message, messages
 from collectives.schedules.registry import ORDERED, SCHEDULES
 from collectives.schedules.schedule import steps_of
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
+from collectives.tools.commands import schedules as main
+from collectives.tools.drawing import Message, messages
 
 RATES = LinkRates(
     *(Rate(3e-6, 2e-12), Rate(1.4e-5, 2e-11), Rate(2e-6, 1e-12), Rate(7e-6, 3e-12)),
@@ -215,18 +215,6 @@ def test_schedule_that_is_not_right_yet_is_drawn_and_listed() -> None:
         collectives.verify(mine)
 
 
-def test_schedule_is_drawn_on_axes() -> None:
-    figures = pytest.importorskip("matplotlib.figure")
-    axes = figures.Figure().subplots()
-    schedule = collectives.schedule("rechd", 6)
-    assert schedule.draw(axes) is axes
-    with pytest.raises(TypeError, match="axes must be axes of matplotlib, got str"):
-        schedule.draw("ring.svg")
-    ends = {(*text.xyann, *text.xy) for text in axes.texts}
-    assert ends == {(m.step + 0.06, m.source, m.step + 0.94, m.target) for m in messages(schedule)}
-    assert [label.get_text() for label in axes.get_yticklabels()] == [f"rank {r}" for r in range(6)]
-
-
 def test_sizes_and_devices_choose_the_schedule() -> None:
     def name(spec: str, **options: Any) -> str:
         return collectives.schedule(spec, 8, **options).name
@@ -235,7 +223,7 @@ def test_sizes_and_devices_choose_the_schedule() -> None:
     assert name("rd:1k:xring#2", nbytes=4100) == "xring#2"
     assert name("auto", nbytes=1 << 20, device="cpu") == "rechd"
     assert name("auto", nbytes=1 << 20, device="cuda") == "rd"
-    assert name("auto", nbytes=1 << 30, device="cpu", op="adasum") == "vhdd"
+    assert name("auto", nbytes=1 << 30, device="cpu", op="adasum") == "direct"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.fakes.lines import Lines
 class Nccl:
     """The module `cupy.cuda.nccl`: bytes go through queues, at once; the stream notes them."""
 
-    NCCL_UINT8, NCCL_FLOAT32, NCCL_SUM = 1, 7, 0
+    NCCL_UINT8, NCCL_FLOAT32, NCCL_BFLOAT16, NCCL_SUM = 1, 7, 9, 0
 
     class NcclError(RuntimeError): ...
 
@@ -74,7 +74,8 @@ class _Communicator:
     def allReduce(
         self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int
     ) -> None:
-        values = memory(recvbuf, count * 4)
+        dtype = {7: torch.float32, 9: torch.bfloat16}[datatype]
+        values = memory(recvbuf, count * dtype.itemsize)
         machine.access("a sum of NCCL's", Stream.by_handle[stream], [values], [values])
         others = [peer for peer in range(self._size) if peer != self._rank]
         lines, mine = self._nccl._lines, values.numpy().tobytes()
@@ -82,7 +83,7 @@ class _Communicator:
             lines["sum", self._name, self._rank, peer].put(mine)
         for peer in others:
             data = lines["sum", self._name, peer, self._rank].get(timeout=20)
-            values.view(torch.float32).add_(torch.frombuffer(bytearray(data), dtype=torch.float32))
+            values.view(dtype).add_(torch.frombuffer(bytearray(data), dtype=dtype))
 
     def check_async_error(self) -> None: ...
     def destroy(self) -> None: ...
