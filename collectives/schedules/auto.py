@@ -53,10 +53,10 @@ def sum_algorithm(
         name = "rechd/rd"
     elif two_levels:
         name = "rechd/rechd" if ordered else "xring/xring"
-    elif power or nbytes < step // 4 * size or (ordered and size not in TREE_RANKS):
-        name = "rechd"
+    elif ordered:
+        name = "direct" if size in TREE_RANKS and (device == "cuda" or not power) else "rechd"
     else:
-        name = "direct" if ordered else "xring"
+        name = "rechd" if power or nbytes < step // 4 * size else "xring"
     return parse_all_reduce_spec(name)[0]
 
 

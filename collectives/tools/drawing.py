@@ -171,8 +171,8 @@ def _grid(at: _Layout) -> Iterator[str]:
     for node in range(at.nodes if at.nodes > 1 else 0):
         y, height = at.row(node * at.local) - _ROW / 2 - _CAPTION, at.local * _ROW + _CAPTION
         place = f'x="6" y="{y + 2:g}" width="{at.right:g}" height="{height - 4:g}"'
-        yield f'<rect class="node" {place} rx="4"/>'
-        yield _text(_MARGIN, y + 18, f"node {node}", "small")
+        caption = _text(_MARGIN, y + 18, f"node {node}", "small")
+        yield f'<rect class="node" {place} rx="4"/>{caption}'
     first, last = at.row(0) - _MARGIN, at.row(at.size - 1) + _MARGIN
     for step in range(at.steps + 1):
         yield _line(at.x(step), first, at.x(step), last, 0.5, "grid")
