@@ -20,7 +20,6 @@ from collectives.schedules.partition import split_bounds
 from collectives.schedules.registry import algorithm
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
-from collectives.tools.bench import mean, roundings_of
 
 # A rank, the average of a node's ranks, or a pair of trees.
 Tree = Any
@@ -53,6 +52,30 @@ def inputs(count: int, dtype: torch.dtype, rank: int, seed: int) -> Tensor:
     common = torch.Generator().manual_seed(seed)
     values = torch.randn(count, generator=common)
     return values.add_(torch.randn(count, generator=own)).to(dtype)
+
+
+def mean(parts: Sequence[Tensor], dtype: torch.dtype, divisor: int) -> tuple[Tensor, Tensor]:
+    """Return the sum of float64 tensors over `divisor`, and how far rounding may take it.
+
+    Summed in any order, a value rounds n - 1 times, each time by eps of at most the sum of the
+    magnitudes, and once more where it is divided (before or after). eps is twice the error of
+    rounding to nearest, which bounds one rounding of any kind.
+    """
+    roundings = len(parts) - 1 + (divisor > 1)
+    value, magnitude = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
+    for part in parts:
+        value += part
+        magnitude += part.abs()
+    eps, least = roundings_of(dtype)
+    return value / divisor, roundings * (eps * magnitude + least) / divisor
+
+
+def roundings_of(dtype: torch.dtype) -> tuple[float, float]:
+    """Return eps, and what one rounding may lose below the normal range."""
+    if not dtype.is_floating_point:
+        return 0.0, 0.0
+    finfo = torch.finfo(dtype)
+    return finfo.eps, finfo.smallest_normal * finfo.eps
 
 
 def tree_of(spec: AllReduceSpec, topology: Topology) -> Tree:

@@ -7,8 +7,8 @@
 size is a rank's buffer, reduced in place; time is the slowest rank's for a call, over all
 iterations; algbw is size / time, and busbw 2 (n - 1) / n of it, what each rank has to send, by
 which all numbers of ranks compare with the speed of the links (nccl-tests, doc/PERFORMANCE.md).
-#wrong counts elements of all ranks that are further from float64's answer than rounding explains;
-the status is 1 where there are any. An operator of your own, MODULE:NAME, is timed and not checked.
+#wrong counts elements of all ranks that are not the answer; the status is 1 if there are any. An
+operator of your own, MODULE:NAME, is timed and not checked.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from collectives.reducers import Average, Max, Min, Reducer, Sum
 from collectives.schedules.spec import parse_all_reduce_spec, parse_general_int
 
 DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.int8, torch.uint8, torch.int32, torch.int64),
-    )
+    name: getattr(torch, name)
+    for name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
 }
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 _OPS: dict[str, Reducer] = {"sum": Sum, "avg": Average, "max": Max, "min": Min}
+_ANSWERS: dict[str, Callable[..., Tensor]] = dict(
+    sum=torch.sum, avg=torch.mean, max=torch.amax, min=torch.amin
+)
 # Elements that are drawn, and checked, at a time.
 _BLOCK = 1 << 20
 
@@ -52,80 +52,49 @@ def bandwidths(size: int, seconds: float, ranks: int) -> tuple[float, float]:
     return algbw, algbw * 2 * (ranks - 1) / ranks
 
 
-def inputs(count: int, dtype: torch.dtype, rank: int) -> Iterator[Tensor]:
+def _inputs(count: int, dtype: torch.dtype, rank: int) -> Iterator[Tensor]:
     """Yield a rank's input on the CPU in blocks, the same in every process.
 
-    Integers are so small that no sum of 64 ranks leaves 8 bits.
+    Numbers are so small that every dtype holds the sums of 64 ranks exactly, in any order.
     """
     generator = torch.Generator().manual_seed(1_000_003 * count + rank)
+    low, high = (-2, 3) if dtype.is_floating_point else (0, 2)
     for start in range(0, count, _BLOCK):
         shape = (min(_BLOCK, count - start),)
-        if dtype.is_floating_point:
-            yield torch.randn(shape, generator=generator).to(dtype)
-        else:
-            yield torch.randint(0, 2, shape, generator=generator).to(dtype)
+        yield torch.randint(low, high, shape, generator=generator).to(dtype)
 
 
-def mean(parts: Sequence[Tensor], dtype: torch.dtype, divisor: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of float64 tensors over `divisor`, and how far rounding may take it.
-
-    Summed in any order, a value rounds n - 1 times, each time by eps of at most the sum of the
-    magnitudes, and once more where it is divided (before or after). eps is twice the error of
-    rounding to nearest, which bounds one rounding of any kind.
-    """
-    roundings = len(parts) - 1 + (divisor > 1)
-    value, magnitude = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
-    for part in parts:
-        value += part
-        magnitude += part.abs()
-    eps, least = roundings_of(dtype)
-    return value / divisor, roundings * (eps * magnitude + least) / divisor
-
-
-def roundings_of(dtype: torch.dtype) -> tuple[float, float]:
-    """Return eps, and what one rounding may lose below the normal range."""
-    if not dtype.is_floating_point:
-        return 0.0, 0.0
-    finfo = torch.finfo(dtype)
-    return finfo.eps, finfo.smallest_normal * finfo.eps
-
-
-def count_wrong(result: Tensor, op: str, ranks: int) -> int:
-    """Return how many elements of a rank's result are further off than rounding explains."""
-    count, wrong = result.numel(), 0
-    blocks = zip(*(inputs(count, result.dtype, rank) for rank in range(ranks)), strict=True)
+def _count_wrong(result: Tensor, op: str, ranks: int) -> int:
+    """Return how many elements of a rank's result are not float64's answer, rounded."""
+    count, dtype, wrong = result.numel(), result.dtype, 0
+    blocks = zip(*(_inputs(count, dtype, rank) for rank in range(ranks)), strict=True)
     for block, parts in enumerate(blocks):
-        terms = [part.double() for part in parts]
-        if op in ("sum", "avg"):
-            value, bound = mean(terms, result.dtype, ranks if op == "avg" else 1)
-        else:
-            stacked = torch.stack(terms)
-            value = stacked.amax(0) if op == "max" else stacked.amin(0)
-            bound = torch.zeros_like(value)
+        terms = torch.stack([part.double() for part in parts])
+        value = _ANSWERS[op](terms, 0)
+        # An average rounds twice: float16 is divided by a power of two first, all by the rest.
+        eps = 2 * torch.finfo(dtype).eps if op == "avg" else 0.0
         found = result[block * _BLOCK :][: len(value)].cpu().double()
         # A NaN is never near.
-        wrong += int(((found - value).abs() <= bound).logical_not().sum())
+        wrong += int(((found - value).abs() <= eps * value.abs()).logical_not().sum())
     return wrong
 
 
-def measure(
+def _measure(
     group: Any, device: torch.device, algorithm: str, op: str, count: int, args: Any
 ) -> tuple[float, int | None]:
-    """Time and check one all-reduce; all ranks of the group must call it.
+    """Return the slowest rank's seconds of a call, and the wrong elements of all ranks.
 
-    Returns:
-        The slowest rank's seconds of a call, and how many elements of all ranks were wrong in
-        `args.check` calls, None where they were not checked.
+    All ranks of the group must call it. None were counted if the operator is the user's.
     """
-    dtype, reducer = DTYPES[args.datatype], operator_of(op)
-    blocks = [*inputs(count, dtype, group.rank), torch.empty(0, dtype=dtype)]
+    dtype, reducer = DTYPES[args.datatype], _operator_of(op)
+    blocks = [*_inputs(count, dtype, group.rank), torch.empty(0, dtype=dtype)]
     source = torch.cat(blocks).to(device)
     tensor, wrong, seconds = source.clone(), 0, 0.0
     checks = args.check if op in _OPS else 0
     for _ in range(checks):
         tensor.copy_(source)
         group.all_reduce(tensor, reducer, algorithm=algorithm)
-        wrong += count_wrong(tensor, op, group.size)
+        wrong += _count_wrong(tensor, op, group.size)
     for times in (args.warmup_iters, args.iters):
         tensor.copy_(source)
         finish(device)
@@ -146,7 +115,7 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def operator_of(name: str) -> Reducer:
+def _operator_of(name: str) -> Reducer:
     """Return the operator of a name, or of MODULE:NAME; ValueError if there is none."""
     if name in _OPS:
         return _OPS[name]
@@ -161,7 +130,7 @@ def operator_of(name: str) -> Reducer:
 
 
 def dtype_of(name: str) -> str:
-    """Return torch's name of a dtype, nccl-tests' being others; ValueError if there is none."""
+    """Return torch's name of a dtype of nccl-tests; ValueError if there is none."""
     name = _ALIASES.get(name, name)
     if name not in DTYPES:
         raise ValueError(f"-d must be one of {', '.join([*DTYPES, *_ALIASES])}, got {name}")
@@ -170,18 +139,18 @@ def dtype_of(name: str) -> str:
 
 def sizes_of(args: argparse.Namespace) -> list[int]:
     """Return the sizes in bytes that -b, -e and -f ask for; ValueError names a wrong flag."""
-    sizes = []
+    ends = []
     for flag, text in (("-b", args.minbytes), ("-e", args.maxbytes)):
         try:
-            sizes.append(parse_general_int(text.upper()))
+            ends.append(parse_general_int(text.upper()))
         except ValueError as error:
             raise ValueError(f"{flag}: {error}") from None
-    (least, most), sizes = sizes, sizes[:1]
-    if least > most:
+    if ends[0] > ends[1]:
         raise ValueError(f"-b must not be more than -e, got {args.minbytes} and {args.maxbytes}")
     if args.stepfactor < 2 or args.iters < 1 or args.warmup_iters < 0 or args.check < 0:
         raise ValueError("-f must be at least 2, -n at least 1, -w and -c not negative")
-    while sizes[-1] * args.stepfactor <= most:
+    sizes = ends[:1]
+    while sizes[-1] * args.stepfactor <= ends[1]:
         sizes.append(sizes[-1] * args.stepfactor)
     return sizes
 
@@ -239,7 +208,7 @@ def run(group: Any, device: torch.device, args: Any, say: Callable[[str], object
     itemsize = DTYPES[args.datatype].itemsize
     for size, op, name in product(sizes_of(args), ops, names):
         count = size // itemsize
-        seconds, wrong = measure(group, device, name, op, count, args)
+        seconds, wrong = _measure(group, device, name, op, count, args)
         both = bandwidths(count * itemsize, seconds, group.size)
         total += wrong or 0
         busbws.append(both[1])
@@ -252,7 +221,7 @@ def run(group: Any, device: torch.device, args: Any, say: Callable[[str], object
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run on every rank, or start ranks; rank 0 prints. Return 1 where an element was wrong."""
+    """Run on every rank, or start ranks; rank 0 prints. Return 1 if an element was wrong."""
     parser = argparse.ArgumentParser(prog="python -m collectives.bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False
@@ -266,14 +235,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(args)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
-    if args.ranks is None and "WORLD_SIZE" not in os.environ:
-        parser.error("needs ranks: --ranks 2 starts them on this host, or use torchrun")
     if args.ranks is not None:
         return _start(args.ranks, sys.argv[1:] if argv is None else argv)
     with started(parser, args.device) as (group, device):
         try:
             for op, name in product(args.op.split(","), args.algorithm.split(",")):
-                group.check_algorithm(name, operator_of(op))
+                group.check_algorithm(name, _operator_of(op))
             say = print if group.rank == 0 else lambda text: None
             return int(run(group, device, args, say) > 0)
         except ValueError as error:
@@ -288,15 +255,18 @@ def _check(args: argparse.Namespace) -> None:
     args.datatype = dtype_of(args.datatype)
     sizes_of(args)
     for op in args.op.split(","):
-        operator_of(op).check(DTYPES[args.datatype])
+        _operator_of(op).check(DTYPES[args.datatype])
         if op == "avg" and not DTYPES[args.datatype].is_floating_point:
             raise ValueError("-o avg needs a floating -d: averages of integers are rounded")
     for name in args.algorithm.split(","):
         parse_all_reduce_spec(name)
-    if args.ranks is not None and args.ranks < 2:
-        raise ValueError(f"--ranks must be at least 2, got {args.ranks}")
-    if args.ranks is not None and "WORLD_SIZE" in os.environ:
-        raise ValueError("--ranks starts ranks, and this is one of a launcher's: leave it out")
+    launched = "WORLD_SIZE" in os.environ
+    if args.ranks is None and not launched:
+        raise ValueError("needs ranks: --ranks 2 starts them on this host, or use torchrun")
+    if args.ranks is not None and (args.ranks < 2 or launched):
+        raise ValueError(
+            f"--ranks must be at least 2, and left out under a launcher, got {args.ranks}"
+        )
 
 
 def _start(ranks: int, argv: Sequence[str]) -> int:
@@ -308,7 +278,3 @@ def _start(ranks: int, argv: Sequence[str]) -> int:
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, "-m", *launch, "-m", "collectives.bench", *flags]
     return subprocess.call(command, env={**threads, **os.environ})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,7 @@ from collectives.schedules.spec import parse_general_int
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
-from collectives.tools.cost import ASSUMED, OPS, LinkRates, Rate, estimate
+from collectives.tools.cost import ASSUMED, OPS, LinkRates, estimate
 from collectives.tools.lab import Schedule, schedule
 
 _SCHEDULES = """Draw, list, price, prove and simulate the schedule that a specification stands for.
@@ -115,23 +115,44 @@ def cost(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--local", type=int, help="ranks a node (8, of several nodes 1)")
     parser.add_argument("--bytes", default="64M", help="of a rank's buffer, such as 256M (64M)")
     parser.add_argument("--op", default="all", choices=[*OPS, "all"])
-    parser.add_argument(
-        "--algorithms", metavar="SPEC,...", help='such as "auto,xring#2,rechd/vhdd"'
-    )
+    parser.add_argument("--algorithms", metavar="SPEC,...", help='such as "auto,rechd/vhdd"')
     for name, about in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
         text = f"{about}: inside a node and between nodes, or one for both"
-        parser.add_argument(f"--{name}", metavar="INTRA[,INTER]", help=text)
+        parser.add_argument(f"--{name}", type=_pair, metavar="INTRA[,INTER]", help=text)
     parser.add_argument("--gamma", type=float, help="seconds a byte of a sum; Adasum's are 1.9")
     parser.add_argument("--host", type=float, metavar="SECONDS", help="of the host, a step")
     args = parser.parse_args(argv)
+    if args.local is None:
+        args.local = 8 if args.nodes is None else 1
+    args.nodes = 1 if args.nodes is None else args.nodes
     try:
-        topology, rates = _machine(args)
+        for option in ("nodes", "local", "segments"):
+            validation.integer(f"--{option}", getattr(args, option), 1)
+        topology = Topology(args.nodes * args.local, args.local)
         ops = OPS if args.op == "all" else (args.op,)
         names = args.algorithms.split(",") if args.algorithms else None
-        nbytes = parse_general_int(args.bytes)
+        nbytes, rates = parse_general_int(args.bytes), _rates(args)
         print(*costs(topology, rates, nbytes, ops, names, args.segments, args.device), sep="\n")
     except ValueError as error:
         parser.error(str(error))
+
+
+def _pair(text: str) -> tuple[float, float]:
+    first, *rest = map(float, text.split(","))
+    (last,) = rest or [first]
+    return first, last
+
+
+def _rates(args: argparse.Namespace) -> LinkRates:
+    rates = ASSUMED
+    for part in ("alpha", "beta"):
+        if pair := getattr(args, part):
+            intra, inter = rates.intra._replace(**{part: pair[0]}), {part: pair[1]}
+            rates = replace(rates, intra=intra, inter=rates.inter._replace(**inter))
+    if args.gamma is not None:
+        plain, adasum = rates.sum._replace(beta=args.gamma), 1.9 * args.gamma
+        rates = replace(rates, sum=plain, adasum=rates.adasum._replace(beta=adasum))
+    return rates if args.host is None else replace(rates, host=args.host)
 
 
 def costs(
@@ -146,7 +167,7 @@ def costs(
     """Return a Markdown table, by operator, the fastest first."""
     lines = [
         f"{topology.num_nodes} nodes of {topology.local_size} ranks, {_bytes(nbytes)} a rank",
-        _rates_line(rates),
+        f"{'assumed' if rates == ASSUMED else 'given'} rates: {rates}",
         "",
         "| op | algorithm | time | steps | between nodes | busiest node | peak memory |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
@@ -185,56 +206,13 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _machine(args: argparse.Namespace) -> tuple[Topology, LinkRates]:
-    if args.local is None:
-        args.local = 8 if args.nodes is None else 1
-    args.nodes = 1 if args.nodes is None else args.nodes
-    for option in ("nodes", "local", "segments"):
-        validation.integer(f"--{option}", getattr(args, option), 1)
-    intra, inter = ASSUMED.intra, ASSUMED.inter
-    for part in ("alpha", "beta"):
-        if text := getattr(args, part):
-            inside, between = _one_or_two(f"--{part}", text)
-            intra, inter = intra._replace(**{part: inside}), inter._replace(**{part: between})
-    rates = replace(ASSUMED, intra=intra, inter=inter)
-    if args.host is not None:
-        rates = replace(rates, host=args.host)
-    if args.gamma is not None:
-        plain, adasum = rates.sum._replace(beta=args.gamma), 1.9 * args.gamma
-        rates = replace(rates, sum=plain, adasum=rates.adasum._replace(beta=adasum))
-    return Topology(args.nodes * args.local, args.local), rates
-
-
-def _one_or_two(option: str, text: str) -> tuple[float, float]:
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if len(values) not in (1, 2):
-        raise ValueError(f"{option} must be one or two numbers, got {text!r}")
-    return values[0], values[-1]
-
-
-def _rates_line(rates: LinkRates) -> str:
-    kind = "assumed" if rates == ASSUMED else "given"
-    parts = [
-        f"{name} {rate.alpha * 1e6:.4g} µs + "
-        + (f"{1e-9 / rate.beta:.4g} GB/s" if rate.beta else "no time a byte")
-        for name, rate in vars(rates).items()
-        if isinstance(rate, Rate)
-    ]
-    return f"{kind}: {', '.join(parts)}, host {rates.host * 1e6:.4g} µs a step"
-
-
 def _seconds(value: float) -> str:
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if value * factor >= 1:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value * 1e6:.3g} µs"
+    factor, unit = next(
+        (each for each in ((1.0, "s"), (1e3, "ms")) if value * each[0] >= 1), (1e6, "µs")
+    )
+    return f"{value * factor:.3g} {unit}"
 
 
 def _bytes(value: float) -> str:
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if value >= 1 << (10 * power):
-            return f"{value / (1 << (10 * power)):.4g} {unit}"
-    return f"{value:.4g} B"
+    power = min(4, max(0, int(value).bit_length() - 1) // 10)
+    return f"{value / (1 << (10 * power)):.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -11,12 +11,10 @@ several are taken one by one.
 from __future__ import annotations
 
 import math
-from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -28,13 +26,12 @@ from collectives.schedules.algorithm import RoundRobin
 from collectives.schedules.auto import sum_algorithm, tree_algorithm
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.registry import algorithm
-from collectives.schedules.schedule import Action, Schedule
+from collectives.schedules.schedule import Action, Schedule, steps_of
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.schedules.topology import Topology
 
 __all__ = ["ASSUMED", "OPS", "Cost", "LinkRates", "Rate", "estimate"]
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 OPS = ("sum", "adasum")
@@ -97,15 +94,12 @@ class LinkRates:
     host: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             numbers = (value.alpha, value.beta, value.far) if isinstance(value, Rate) else (value,)
             if any(n is not None and not (n >= 0 and math.isfinite(n)) for n in numbers):
-                raise ValueError(
-                    f"{field.name} must be finite seconds and not negative, got {value}"
-                )
+                raise ValueError(f"{name} must be finite seconds and not negative, got {value}")
             if isinstance(value, Rate) and not value.knee > 0:
-                raise ValueError(f"{field.name} must have a knee of more than 0 bytes, got {value}")
+                raise ValueError(f"{name} must have a knee of more than 0 bytes, got {value}")
 
 
 ASSUMED = LinkRates(
@@ -197,15 +191,8 @@ def range_for(
 ) -> AllReduceSpec:
     """Return the range of a specification for a buffer, or what `auto` stands for by messages.
 
-    Args:
-        text: The specification, whose limits count elements of 4 bytes.
-        topology: Where the ranks are.
-        nbytes: Length of each rank's buffer; may be None for one range that is not `auto`.
-        device: "cpu" or "cuda"; may be None unless the range is `auto`.
-        op: "sum" or "adasum".
-
-    Raises:
-        ValueError: `text` is no specification, or goes by what is None.
+    nbytes may be None for one range that is not `auto`, and device unless the range is `auto`; else
+    that is a ValueError. Limits count elements of 4 bytes.
     """
     specs = parse_all_reduce_spec(text)
     if nbytes is None and (len(specs) > 1 or specs[0].outer == "auto"):
@@ -253,32 +240,16 @@ class Round(NamedTuple):
     passes: float = 1.0
 
 
-class _Messages(NamedTuple):
-    """The messages of one step, an entry each.
-
-    share is a fraction of the buffer; ways says how many received messages make one reduction with
-    this one, 0 for a copy.
-    """
-
-    source: Ints
-    target: Ints
-    share: Floats
-    ways: Floats
-
-
+@dataclass
 class _Walked:
-    """A step of all ranks: its messages, row by row, and what its reductions need."""
+    """A step of all ranks; `operands` meet at most in a reduction."""
 
-    def __init__(self) -> None:
-        self.rows = array("d")
-        self.groups: list[tuple[int, ...]] = []
-        self.phase = 0
-        self.by_tree = False
-        self.digits: tuple[int, ...] = ()
-
-    def messages(self) -> _Messages:
-        source, target, share, ways = np.array(self.rows).reshape(-1, 4).T
-        return _Messages(source.astype(np.int64), target.astype(np.int64), share, ways)
+    load: Floats
+    phase: int = 0
+    operands: int = 1
+    by_tree: bool = False
+    digits: tuple[int, ...] = ()
+    groups: list[tuple[int, ...]] = field(default_factory=list)
 
 
 @lru_cache(maxsize=64)
@@ -292,23 +263,20 @@ def walk(
     if schedule.size != topology.size:
         raise ValueError(f"schedule is for {schedule.size} ranks, topology has {topology.size}")
     rounds: list[Round] = []
-    for number, step in _in_lockstep(schedule):
-        reduction = reductions[min(step.phase, len(reductions) - 1)]
-        messages, adasum = step.messages(), reduction == "adasum"
-        # Adasum of n vectors is n - 1 reductions of pairs, or two passes by a Gram matrix; a sum of
-        # n is one pass.
-        load = _load(messages, topology, in_pairs=adasum and not step.by_tree)
+    for number, step in _steps_of(schedule, topology, reductions).items():
+        reduction, passes, load = _of_phase(reductions, step.phase), 1.0, step.load
         if rounds and np.array_equal(load, rounds[-1].load):
             # A ring has thousands of steps that are alike: keep one table.
             load = rounds[-1].load
-        others = int(messages.ways.max(initial=0))
-        passes = _passes(others) if adasum and step.by_tree else 1.0
+        if step.by_tree and reduction == "adasum":
+            # A Gram matrix and a blend of n vectors read and write (2 n + 1) / 5 as much a byte
+            # received as a reduction in pairs, which reads two vectors twice and writes one.
+            passes = (2 * step.operands + 1) / (5 * max(1, step.operands - 1))
         rounds.append(Round(number, load, reduction, passes=passes))
         # Ranks that hold whole segments by themselves exchange no dot products.
-        if adasum and not schedule.whole_segments:
-            exchanges = _tables(step, others + 1) if step.by_tree else _dots(step.groups)
-            for exchange in exchanges:
-                rounds.append(Round(number, _load(exchange, topology), "sum", dots=True))
+        if reduction == "adasum" and not schedule.whole_segments:
+            exchange = _tables if step.by_tree else _dots
+            rounds += [Round(number, each, "sum", True) for each in exchange(step, topology)]
     others = schedule.size - 1
     if schedule.gathered and others:
         load = np.zeros((schedule.size, _COLUMNS))
@@ -317,88 +285,77 @@ def walk(
     return tuple(rounds)
 
 
-def _in_lockstep(schedule: Schedule) -> Iterator[tuple[int, _Walked]]:
-    steps: dict[int, _Walked] = defaultdict(_Walked)
+def _of_phase(reductions: Sequence[str], phase: int) -> str:
+    return reductions[min(phase, len(reductions) - 1)]
+
+
+def _steps_of(
+    schedule: Schedule, topology: Topology, reductions: Sequence[str]
+) -> dict[int, _Walked]:
+    found: dict[int, _Walked] = defaultdict(lambda: _Walked(np.zeros((topology.size, _COLUMNS))))
     # Rank after rank, so that no more than one rank's steps are held.
     for rank in range(schedule.size):
         for number, step in enumerate(schedule.steps(rank)):
-            found = steps[number]
-            found.phase = max(found.phase, step.phase)
-            if step.tree:
-                found.by_tree, found.digits = True, step.digits
-            if step.group and step.group[0] == rank:
-                found.groups.append(step.group)
-            spans = [recv[1:3] for recv in step.recvs if recv.action is not Action.COPY]
-            ways = Counter(spans)
+            its, shares, spans = found[number], Counter[int](), Counter[tuple[int, int]]()
+            its.phase, its.by_tree = max(its.phase, step.phase), its.by_tree or bool(step.tree)
+            its.digits = its.digits or step.digits
+            if step.group[:1] == (rank,):
+                its.groups.append(step.group)
             for peer, start, stop, action, _ in step.recvs:
-                reduced = 0 if action is Action.COPY else ways[start, stop]
-                found.rows.extend((peer, rank, (stop - start) / schedule.parts, reduced))
-    yield from steps.items()
+                shares[peer] += stop - start
+                spans[start, stop] += action is not Action.COPY
+            for peer, share in shares.items():
+                _add_message(its.load, topology, peer, rank, share / schedule.parts)
+            # Adasum of n vectors is n - 1 reductions of pairs, or by a tree one; so is a sum of n.
+            in_pairs = _of_phase(reductions, step.phase) == "adasum" and not step.tree
+            for (start, stop), others in spans.items():
+                its.operands = max(its.operands, others + 1)
+                its.load[rank, _REDUCE] += others if in_pairs else min(others, 1)
+                its.load[rank, _REDUCE + 1] += others * (stop - start) / schedule.parts
+    return found
 
 
-def _load(messages: _Messages, topology: Topology, *, in_pairs: bool = False) -> Floats:
-    """Return each rank's load; in_pairs: every received message is a reduction of its own."""
-    size, local = topology.size, topology.local_size
-    source, target, share, ways = messages
-    load = np.zeros((size, _COLUMNS))
-    ends = np.divmod(np.unique(source * size + target), size)
-    within = source // local == target // local
-    one_within = ends[0] // local == ends[1] // local
-    for start, its, pairs in ((_INTRA, within, one_within), (_INTER, ~within, ~one_within)):
-        for way, ranks in ((0, source), (2, target)):
-            load[:, start + way] = np.bincount(ends[way // 2][pairs], minlength=size)
-            load[:, start + way + 1] = np.bincount(ranks[its], share[its], size)
-    reduced = ways > 0
-    count = np.ones(int(reduced.sum())) if in_pairs else 1.0 / ways[reduced]
-    load[:, _REDUCE] = np.bincount(target[reduced], count, size)
-    load[:, _REDUCE + 1] = np.bincount(target[reduced], share[reduced], size)
-    return load
+def _add_message(load: Floats, topology: Topology, source: int, target: int, share: float) -> None:
+    local = topology.local_size
+    column = _INTRA if source // local == target // local else _INTER
+    load[source, column : column + 2] += 1, share
+    load[target, column + 2 : column + 4] += 1, share
 
 
-def _passes(others: int) -> float:
-    """Return what a Gram matrix and a blend of a vector with others read and write a byte received.
-
-    It is in units of a reduction in pairs, which reads both twice and writes one: of n vectors
-    (2 n + 1) / 5 for n - 1 that are received.
-    """
-    return (2 * others + 3) / (5 * others) if others else 1.0
-
-
-def _dots(groups: Sequence[tuple[int, ...]]) -> Iterator[_Messages]:
-    """Yield what sums partial products in all groups at once, by recursive doubling in each."""
-    in_turn = [
-        [each._replace(source=ranks[each.source], target=ranks[each.target]) for each in doubling]
-        for group in groups
-        for ranks, doubling in [(np.array(group), _doubling(len(group)))]
-    ]
-    for together in zip_longest(*in_turn):
-        parts = zip(*(each for each in together if each is not None), strict=True)
-        yield _Messages(*map(np.concatenate, parts))
+def _dots(step: _Walked, topology: Topology) -> Iterable[Floats]:
+    """Return what sums partial products in all groups at once, by recursive doubling in each."""
+    loads: dict[int, Floats] = defaultdict(lambda: np.zeros((topology.size, _COLUMNS)))
+    for group in step.groups:
+        doubling = recursive_doubling.all_reduce(len(group))
+        for place, rank in enumerate(group):
+            for number, each in enumerate(steps_of(doubling, place)):
+                for recv in each.recvs:
+                    _add_message(loads[number], topology, group[recv.peer], rank, 1.0)
+                    loads[number][rank, _REDUCE:] += recv.action is not Action.COPY
+    return loads.values()
 
 
-@lru_cache(maxsize=32)
-def _doubling(size: int) -> list[_Messages]:
-    return [step.messages() for _, step in _in_lockstep(recursive_doubling.all_reduce(size))]
-
-
-def _tables(step: _Walked, operands: int) -> Iterator[_Messages]:
-    """Yield what gathers the Gram matrices of groups and makes coefficients of them.
+def _tables(step: _Walked, topology: Topology) -> Iterable[Floats]:
+    """Return what gathers the Gram matrices of groups and makes coefficients of them.
 
     They travel by one exchange of each rank with all others, or one for each digit.
     """
-    for length in sorted({len(group) for group in step.groups} - {1}):
-        groups = np.array([group for group in step.groups if len(group) == length])
-        radices = step.digits or (length,)
-        stride = 1
-        for number, radix in enumerate(radices, 1):
-            rows = groups.reshape(-1, radix, stride).swapaxes(1, 2).reshape(-1, radix)
-            pairs = np.argwhere(~np.eye(radix, dtype=bool)).T
-            source, target = (rows[:, ends].reshape(-1) for ends in pairs)
-            launches = _SUM_LAUNCHES if number < len(radices) else _COEFFICIENTS_LAUNCHES
-            # Two float64 numbers an entry.
-            share = np.full(source.size, operands**2 * 16 / _DOTS_BYTES)
-            yield _Messages(source, target, share, np.full(source.size, (radix - 1) / launches))
+    loads: dict[int, Floats] = defaultdict(lambda: np.zeros((topology.size, _COLUMNS)))
+    # Two float64 numbers an entry.
+    share = step.operands**2 * 16 / _DOTS_BYTES
+    for group in (group for group in step.groups if len(group) > 1):
+        stride, radices = 1, step.digits or (len(group),)
+        for number, radix in enumerate(radices):
+            last = number == len(radices) - 1
+            launches = _COEFFICIENTS_LAUNCHES if last else _SUM_LAUNCHES
+            for place, rank in enumerate(group):
+                first = place - place // stride % radix * stride
+                for peer in group[first : first + radix * stride : stride]:
+                    if peer != rank:
+                        _add_message(loads[number], topology, peer, rank, share)
+                loads[number][rank, _REDUCE:] += launches, (radix - 1) * share
             stride *= radix
+    return loads.values()
 
 
 def cost_of(

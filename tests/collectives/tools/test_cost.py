@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from adasum import Adasum
-from collectives.cost import LinkRates, Rate, estimate
+from collectives.cost import ASSUMED, LinkRates, Rate, estimate
 from collectives.execution.phases import auto_by_messages
 from collectives.schedules import binomial_tree, ring
 from collectives.schedules.auto import sum_algorithm
@@ -25,7 +25,7 @@ def _flat(text: str, size: int, nbytes: float, op: str = "sum", segments: int = 
     return estimate(text, nbytes, RATES, Topology(size, size), op, segments).seconds
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 64, 256])
+@pytest.mark.parametrize("size", [2, 4, 8, 64, 128])
 def test_one_level_costs_what_its_arithmetic_says(size: int) -> None:
     nbytes = float(1 << 20)
     (alpha, beta), (call, gamma) = RATES.intra[:2], RATES.sum[:2]
@@ -230,7 +230,7 @@ def test_one_rank_costs_nothing() -> None:
         assert _flat(text, 1, 1e6) == 0
 
 
-@pytest.mark.parametrize("size", [64, 1024])
+@pytest.mark.parametrize("size", [64, 512])
 def test_many_ranks_take_logarithmic_steps_and_all_bytes(size: int) -> None:
     nbytes, levels = float(1 << 28), size.bit_length() - 1
     topology = Topology(size, 8)
@@ -295,7 +295,7 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(command)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "4 nodes of 8 ranks, 1 MiB a rank"
-    assert lines[1].startswith("assumed: intra 3.4 µs + 450 GB/s")
+    assert lines[1] == f"assumed rates: {ASSUMED}"
     sums = [line for line in lines if line.startswith("| sum |")]
     assert len(sums) == 16
     assert any("| rechd/rechd |" in line for line in sums)
@@ -305,17 +305,17 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     main([*command, "--alpha", "1e-6", "--beta", "0,0", "--algorithms", "rd"])
     out = capsys.readouterr().out
     # Five steps of 1 µs, a launch of 3 µs and the host's 60 µs each; to sum 1 MiB takes 0.94 µs.
-    assert "given: " in out and "| sum | rd | 325 µs | 5 |" in out
+    assert "given rates: " in out and "| sum | rd | 325 µs | 5 |" in out
     main([*command, "--alpha", "1e-6", "--beta", "0,0", "--algorithms", "rd", "--host", "0"])
     out = capsys.readouterr().out
-    assert ", host 0 µs a step" in out and "| sum | rd | 24.7 µs | 5 |" in out
+    assert ", host=0.0)" in out and "| sum | rd | 24.7 µs | 5 |" in out
 
     main([*command, "--gamma", "1e-9", "--beta", "0,0", "--algorithms", "rd", "--op", "adasum"])
-    assert "adasum 7.5 µs + 0.5263 GB/s" in capsys.readouterr().out
+    assert "adasum=Rate(alpha=7.5e-06, beta=1.9e-09" in capsys.readouterr().out
 
     for wrong, text in (
         (["--bytes", "1x"], "'1x' is not a positive integer"),
-        (["--alpha", "1,2,3"], "--alpha must be one or two numbers"),
+        (["--alpha", "1,2,3"], "argument --alpha: invalid _pair value: '1,2,3'"),
         (["--nodes", "-2"], "--nodes must be at least 1"),
         (["--nodes", "0"], "--nodes must be at least 1"),
         (["--host", "-1"], "host must be finite seconds and not negative"),
