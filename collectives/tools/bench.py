@@ -38,10 +38,13 @@ DTYPES = {
     for name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
 }
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
-_OPS: dict[str, Reducer] = {"sum": Sum, "avg": Average, "max": Max, "min": Min}
-_ANSWERS: dict[str, Callable[..., Tensor]] = dict(
-    sum=torch.sum, avg=torch.mean, max=torch.amax, min=torch.amin
-)
+# Each with what makes the answer.
+_OPS: dict[str, tuple[Reducer, Callable[..., Tensor]]] = {
+    "sum": (Sum, torch.sum),
+    "avg": (Average, torch.mean),
+    "max": (Max, torch.amax),
+    "min": (Min, torch.amin),
+}
 # Elements that are drawn, and checked, at a time.
 _BLOCK = 1 << 20
 
@@ -70,7 +73,7 @@ def _count_wrong(result: Tensor, op: str, ranks: int) -> int:
     blocks = zip(*(_inputs(count, dtype, rank) for rank in range(ranks)), strict=True)
     for block, parts in enumerate(blocks):
         terms = torch.stack([part.double() for part in parts])
-        value = _ANSWERS[op](terms, 0)
+        value = _OPS[op][1](terms, 0)
         # An average rounds twice: float16 is divided by a power of two first, all by the rest.
         eps = 2 * torch.finfo(dtype).eps if op == "avg" else 0.0
         found = result[block * _BLOCK :][: len(value)].cpu().double()
@@ -118,7 +121,7 @@ def finish(device: torch.device) -> None:
 def _operator_of(name: str) -> Reducer:
     """Return the operator of a name, or of MODULE:NAME; ValueError if there is none."""
     if name in _OPS:
-        return _OPS[name]
+        return _OPS[name][0]
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)

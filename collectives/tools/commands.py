@@ -24,10 +24,9 @@ _SCHEDULES = """Draw, list, price, prove and simulate the schedule that a specif
     python -m collectives.schedules verify rechd/vhdd 8 --nodes 2
     python -m collectives.schedules trace direct 4 --op adasum --bytes 16M -o run.json
 
-draw: an SVG. table: each rank's messages by step. cost: time, steps, bytes and memory by the cost
-model, of several specifications with commas. verify: a proof for all ranks. trace: the run that the
-cost model has in mind; ui.perfetto.dev opens it. Rates are assumptions about H100 nodes:
-`python -m collectives.cost` takes others.
+draw: an SVG. table: each rank's messages by step. cost: the cost model's table, of specifications
+with commas, at the assumed rates of H100 nodes. verify: a proof for all ranks. trace: the run that
+the cost model has in mind; ui.perfetto.dev opens it.
 """
 _COST = """What every algorithm would cost on a machine, by the cost model, as a table.
 
@@ -35,10 +34,9 @@ _COST = """What every algorithm would cost on a machine, by the cost model, as a
     python -m collectives.cost --nodes 2 --alpha 3e-6,20e-6 --beta 2e-12,1e-10 --op adasum
     python -m collectives.cost --nodes 2 --local 4 --algorithms auto,rd:16k:rechd,xring#4
 
-Rates are seconds and seconds a byte; unless given they are assumptions about H100 nodes, which the
-heading repeats; the ranks are 8 on one node. A two-level algorithm with Adasum averages inside
-nodes: that computes something else than Adasum over all ranks, so its time is no reason to prefer
-it. NCCL's own sum has no schedule here, and no price.
+Rates are seconds and seconds a byte, by default assumptions about H100 nodes; the ranks are 8 on
+one node. A two-level algorithm averages inside nodes before Adasum, which is another result than
+Adasum over all ranks. NCCL's own sum has no schedule here, and no price.
 """
 # A rank of `psgpu` or `direct` sends to all others, and a ring takes that many steps: with more
 # ranks those rows take long to price.
@@ -65,23 +63,23 @@ def schedules(argv: Sequence[str] | None = None) -> None:
         text = COMMANDS[args.command](args)
     except (ValueError, ScheduleError) as error:
         parser.error(f"{args.command} {args.spec} {args.size}: {error}")
-    if args.output is None:
-        sys.stdout.write(text)
-        return
     try:
-        args.output.write_text(text, encoding="utf-8")
+        if args.output is None:
+            sys.stdout.write(text)
+        else:
+            args.output.write_text(text, encoding="utf-8")
     except OSError as error:
         parser.error(f"argument -o: {error}")
 
 
-def _schedule(args: argparse.Namespace) -> Schedule:
-    size, nbytes, device = args.size, args.nbytes, args.device
-    return schedule(args.spec, size, args.nodes, op=args.op, nbytes=nbytes, device=device)
+def _schedule(args: argparse.Namespace, spec: str | None = None) -> Schedule:
+    options = {"op": args.op, "nbytes": args.nbytes, "device": args.device}
+    return schedule(spec or args.spec, args.size, args.nodes, **options)
 
 
 def _priced(args: argparse.Namespace) -> str:
     names = args.spec.split(",")
-    found = [_schedule(argparse.Namespace(**vars(args) | {"spec": name})) for name in names]
+    found = [_schedule(args, name) for name in names]
     topology = Topology(args.size, args.size // args.nodes)
     lines = costs(topology, ASSUMED, args.nbytes, (args.op,), names, args.segments, args.device)
     pairs = zip(names, found, strict=True)

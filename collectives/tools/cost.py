@@ -174,8 +174,7 @@ def estimate(
     check_op(op)
     if isinstance(spec, Schedule):
         return cost_of(walk(spec, topology, (op,)), nbytes, rates, topology, segments)
-    chosen = range_for(spec, topology, nbytes, device, op)
-    found = schedule_for(chosen, topology, op, segments)
+    chosen, found = schedule_for(spec, topology, nbytes, device, op, segments)
     rounds = walk(found, topology, (op,) if chosen.inner is None else ("sum", op))
     return cost_of(rounds, nbytes, rates, topology, segments)
 
@@ -186,40 +185,36 @@ def check_op(op: str) -> None:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
 
 
-def range_for(
-    text: str, topology: Topology, nbytes: float | None, device: str | None, op: str
-) -> AllReduceSpec:
-    """Return the range of a specification for a buffer, or what `auto` stands for by messages.
+def schedule_for(
+    text: str,
+    topology: Topology,
+    nbytes: float | None,
+    device: str | None,
+    op: str,
+    segments: int = 1,
+) -> tuple[AllReduceSpec, Schedule]:
+    """Return the range of a specification for a buffer, of `auto` by messages, and its schedule.
 
     nbytes may be None for one range that is not `auto`, and device unless the range is `auto`; else
-    that is a ValueError. Limits count elements of 4 bytes.
+    that is a ValueError, as is a library's algorithm. Limits count elements of 4 bytes.
     """
     specs = parse_all_reduce_spec(text)
     if nbytes is None and (len(specs) > 1 or specs[0].outer == "auto"):
         raise ValueError(f"specification {text!r} goes by size: give nbytes")
     validation.nbytes(nbytes or 0)
     size = int(nbytes or 0)
-    spec = replace(spec_for(specs, size // 4), limit=-1)
-    if spec.outer != "auto":
-        return spec
-    if device not in ("cpu", "cuda"):
+    spec, one_tree = replace(spec_for(specs, size // 4), limit=-1), op == "adasum"
+    if spec.outer == "auto" and device not in ("cpu", "cuda"):
         raise ValueError(f'auto goes by device: device must be "cpu" or "cuda", got {device!r}')
-    if op == "adasum":
-        return tree_algorithm(device, size, topology.size)
-    return sum_algorithm(device, size, topology)
-
-
-def schedule_for(
-    spec: AllReduceSpec, topology: Topology, op: str = "sum", segments: int = 1
-) -> Schedule:
-    """Return the schedule of a range; ValueError if a level is a library's algorithm."""
+    if spec.outer == "auto" and one_tree:
+        spec = tree_algorithm(str(device), size, topology.size)
+    elif spec.outer == "auto":
+        spec = sum_algorithm(str(device), size, topology)
     if spec.inner is not None and algorithm(spec.inner).is_library:
         raise ValueError(f"{spec.inner!r} is no schedule, so its steps are not known")
     # Only a shuffle asks how many tensors there are.
-    tensors = min(segments, topology.size) if spec.is_round_robin else 1
-    return schedule_of(
-        spec, topology, one_tree=op == "adasum", round_robin=RoundRobin(tensors=tensors)
-    )
+    tensors = RoundRobin(min(segments, topology.size) if spec.is_round_robin else 1)
+    return spec, schedule_of(spec, topology, one_tree=one_tree, round_robin=tensors)
 
 
 class Round(NamedTuple):

@@ -17,7 +17,6 @@ from collectives.tools.cost import (
     LinkRates,
     check_op,
     cost_of,
-    range_for,
     schedule_for,
     times_of,
     walk,
@@ -199,8 +198,7 @@ def schedule(
     """
     topology = topology_of(size, nodes)
     check_op(op)
-    chosen = range_for(spec, topology, nbytes, device, op)
-    found = schedule_for(chosen, topology, op)
+    chosen, found = schedule_for(spec, topology, nbytes, device, op)
     made = {each.name: getattr(found, each.name) for each in fields(found)}
     # Two levels on one node reduce only inside it, and average Adasum's operands there.
     inside = chosen.inner is not None and nodes == 1

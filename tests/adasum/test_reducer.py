@@ -113,10 +113,11 @@ def test_adasum_with_a_nan_keeps_it_in_its_segment() -> None:
         assert relative_error(kept, torch.cat([want[:130], want[900:]])) <= tolerance(torch.float32)
 
 
-def test_algorithm_by_size_is_rd_then_direct_of_3_to_16_ranks() -> None:
+def test_algorithm_is_direct_of_3_to_16_ranks_and_by_size_of_others() -> None:
     for size in range(2, 20):
-        assert Adasum.algorithm(1024, size) == "rd"
-        assert Adasum.algorithm(1 << 24, size) == ("direct" if 3 <= size <= 16 else "vhdd")
+        for nbytes, of_others in ((1024, "rd"), (1 << 24, "vhdd")):
+            expected = "direct" if 3 <= size <= 16 else of_others
+            assert Adasum.algorithm(nbytes, size) == expected
     assert Adasum.needs_one_tree
 
 

@@ -17,7 +17,7 @@ def test_report_of_many_ranks_names_their_number_and_hosts() -> None:
     transport = ThreadWorld(4).transport(2)
     text = report(transport, "auto", [0, 0, 1, 1], Topology(4, 2))
     assert text.startswith("rank 2 of 4 on 2 host(s): ")
-    assert "sums of CPU tensors by rd at 4 KiB, rechd at 1 MiB, xring at 64 MiB; " in text
+    assert "by rd at 4 KiB, xring/xring at 1 MiB, xring/xring at 64 MiB; " in text
 
 
 def test_missing_compiled_kernels_are_a_warning_unless_torch_is_asked_for(
