@@ -44,7 +44,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     if _current is not None:
         raise ValueError(f"a timeline is recorded for {_current[1]}: call stop_timeline() first")
     if recording():
-        raise ValueError("a torch.profiler is running, which has the reductions in its own timeline")
+        raise ValueError("a torch.profiler is running: its own timeline has the reductions")
     # Now, while the caller can still do something about it.
     with open(path, "wb"):
         pass
