@@ -131,7 +131,7 @@ def back(steps: Iterable[Step]) -> Iterator[Step]:
 class Schedule:
     """A collective over `size` ranks on a buffer of `chunks` nearly equal pieces.
 
-    What its fields mean is said where users get it, at `collectives.Schedule` (lab.py).
+    What its fields mean is said where users get it, at `collectives.Schedule` (tools/lab.py).
     """
 
     name: str

@@ -40,7 +40,7 @@ Adasum over all ranks. NCCL's own sum has no schedule here, and no price.
 """
 # A rank of `psgpu` or `direct` sends to all others, and a ring takes that many steps: with more
 # ranks those rows take long to price.
-_MOST_RANKS = 256
+_MOST_RANKS = 64
 
 
 def schedules(argv: Sequence[str] | None = None) -> None:

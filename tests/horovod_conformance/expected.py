@@ -42,7 +42,7 @@ DIFFERENT = {
 
 SKIPPED = {
     "test_broadcast_state_gpu": "Horovod skips it always",
-    "test_timeline_api": "Horovod skips it always; tests/collectives/test_timeline.py has our own",
+    "test_timeline_api": "Horovod skips it always; tests/collectives/test_trace.py has our own",
     "test_gpu_required": "wants a GPU, and tests nothing else",
     "test_horovod_allreduce_cpu_gpu_error": "wants a GPU",
     "test_horovod_allreduce_multi_gpu": "wants two GPUs a rank",
