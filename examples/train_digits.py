@@ -6,8 +6,8 @@
 
 Every rank has its own share of each epoch's shuffled examples, `BATCH` of them a step, so n ranks
 take one n-th of the steps. The learning rate is for one rank whatever the number of ranks.
---trace writes a timeline of each rank's reductions, for chrome://tracing or ui.perfetto.dev, by
-bucket, operator, algorithm and bytes.
+--trace writes torch.profiler's timeline of each rank, for chrome://tracing or ui.perfetto.dev, with
+its reductions by bucket.
 `compare_digits.py` runs this file for Sum, Average and Adasum at several numbers of ranks.
 """
 
