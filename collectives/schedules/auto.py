@@ -8,6 +8,8 @@ go by `direct`, which rounds once, on up to 16 ranks.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from collectives.reducers import TREE_RANKS
 from collectives.schedules import binomial_tree, bruck, ring
 from collectives.schedules.schedule import Schedule
@@ -25,6 +27,8 @@ pays for more steps.
 TREE_BYTES = 1 << 20
 
 
+# Every call asks, and few differ.
+@lru_cache(maxsize=256)
 def sum_algorithm(
     device: str,
     nbytes: int,
