@@ -298,6 +298,9 @@ class CallQueue:
             # What an earlier call left on a stream may have ended meanwhile.
             self._transport.check_streams()
             result = function()
+            if self.closed and self._failure is not None and self._transport.size > 1:
+                # A signal's handler has closed the transport: not all may have come.
+                raise TransportError(f"{call.kind}: {describe(self._failure)}")
         except CollectiveMismatchError as error:
             self._record.failed(call, error)
             raise
@@ -310,6 +313,8 @@ class CallQueue:
                 # Of an earlier call: a rank that got its error has ended since, and that error
                 # alone says why this call's peers never came.
                 raise CollectiveMismatchError(self._unraised) from error
+            if self.closed and isinstance(error, Exception) and self._failure is not error:
+                raise TransportError(f"{call.kind}: {describe(self._failure)}") from error
             raise
         finally:
             self._in_call = False
