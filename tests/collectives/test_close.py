@@ -244,7 +244,9 @@ def test_close_in_a_signals_handler_leaves_the_call_right_or_ends_it_in_an_error
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(job, 1)
             mine = job(0)
-            assert {mine, other.result(30.0)} <= {"right", "told"} and closed
+            assert other.result(30.0) in ("right", "told") and closed
+        # Where the communication thread carries the call out, the handler waits for that.
+        assert mine == "told" or later
     finally:
         signal.signal(signal.SIGUSR1, before)
 
