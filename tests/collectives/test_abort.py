@@ -12,6 +12,7 @@ import torch
 from collectives import CollectiveError, Group, TransportError, run_threads
 from collectives.execution.call import Call
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
+from tests.collectives.queues import hold
 
 # Far more than the 0.1 s after which a wait looks whether it was interrupted, on a busy machine.
 SOON = 10.0
@@ -140,8 +141,11 @@ def test_abort_of_a_started_request_is_raised_by_wait() -> None:
         request = group.all_reduce_init(torch.ones(3))
         ended.wait(SOON)
         if group.rank == 0:
+            # Else the peer might need nothing of this rank any more.
+            gate = hold(group)
             request.start()
             group.abort("mid-way")
+            gate.set()
             with pytest.raises(TransportError, match="mid-way"):
                 request.wait()
             request.close()
