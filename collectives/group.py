@@ -60,11 +60,7 @@ class Group:
             hosts do not have equally many consecutive ranks.
 
     Attributes:
-        transport: As given; so is `timeout`.
-        rank: This rank's number.
-        size: How many ranks there are.
-        local_rank: This rank's number on its host, of `local_size`.
-        topology: The nodes that algorithms see.
+        rank: This rank's number, of `size`; on its host `local_rank`, of `local_size`.
         hosts: By rank, a number for its host; the same on all ranks.
 
     Examples:
@@ -131,13 +127,7 @@ class Group:
         self._runner.check(parse_all_reduce_spec(algorithm), op, [])
 
     def reduces_by_tree(
-        self,
-        tensors: Tensor | Sequence[Tensor],
-        op: Reducer,
-        *,
-        segments: Sequence[int] | None = None,
-        packed: bool = False,
-        algorithm: str | None = None,
+        self, tensors: Tensor | Sequence[Tensor], op: Reducer, **options: Any
     ) -> bool:
         """Return whether an all-reduce hands `op` all ranks' operands of all tensors at once.
 
@@ -145,12 +135,8 @@ class Group:
         list of tensors of grouped_all_reduce. Sends nothing; the same on all ranks, and for later
         calls as long as the tensors lie where they do.
         """
-        arguments = self._arguments
-        if isinstance(tensors, Tensor):
-            call = arguments.all_reduce(tensors, op, segments, algorithm=algorithm)
-        else:
-            call = arguments.grouped_all_reduce(tensors, op, packed=packed, algorithm=algorithm)
-        return self._calls.reduces_by_tree(call)
+        kind = "all_reduce" if isinstance(tensors, Tensor) else "grouped_all_reduce"
+        return self._calls.reduces_by_tree(getattr(self._arguments, kind)(tensors, op, **options))
 
     def all_reduce(
         self,
@@ -170,10 +156,8 @@ class Group:
             async_op: See the class.
             **options: `algorithm`, a specification such as "xring#2", "rd:16k:rechd" or
                 "rechd/vhdd" (`collectives.schedules.spec`), "auto" unless given; `name`, see the
-                class; `prescale` and `postscale`, factors applied before and after the reduction.
-                Integers are multiplied by them in float64 and truncated to integers; what the dtype
-                cannot hold has no defined value. A factor that takes 1 beyond the dtype's range, of
-                float16 and bfloat16 beyond float32's, is a ValueError.
+                class; `prescale` and `postscale`, factors applied before and after the reduction:
+                integers are multiplied by them in float64 and truncated.
                 `order="tree"`, of Sum and Average: every element is the balanced tree over the
                 ranks, ((0 + 1) + (2 + 3)) + ..., whatever the algorithm, size, offset, packing and
                 transport; each addition rounds to the tensor's dtype, or with
@@ -516,12 +500,11 @@ class Group:
     def split(self, ranks: Sequence[int]) -> Group | None:
         """Return a group of some of the ranks, whose rank i is `ranks[i]` here; None on the others.
 
-        Every rank of this group calls it, with the same ranks in the same order; Adasum and
-        all_gather of the new group use that order. The groups' messages are separate, so both may
-        be used at the same time from different threads. The exception is CUDA tensors over NCCL,
-        which requires the same order of all work on a device: there calls of both groups with
+        Every rank of this group calls it, with the same ranks in the same order, which is that of
+        the new group. Both groups may be used at the same time from different threads, but for CUDA
+        tensors over NCCL, whose work on a device must have one order: there calls of both with
         `async_op` run in the order in which they are made. The new group has this one's timeout and
-        hosts. It is closed with this one, or by its own close().
+        is closed with this one, or by its own close().
 
         Examples:
             >>> def pairs(group):
@@ -560,12 +543,13 @@ class Group:
     def abort(self, reason: str = "") -> None:
         """Make the group unusable at once, from any thread; a second time does nothing.
 
-        Calls that are under way or queued raise TransportError, as does every later one. On the
-        peers the call under way, or the next one, raises an error that names this rank and the
-        `reason`. Over gloo, which cannot tell them, their calls end by the timeout. Groups split
-        from this one are aborted, too. close() still has to be called.
+        Calls that are under way or queued raise TransportError, as does every later one, and the
+        flight record is written. On the peers the call under way, or the next one, raises an error
+        that names this rank and the `reason`; over gloo, which cannot tell them, at the timeout.
+        Groups split from this one are aborted, too. close() still has to be called.
         """
         validation.instance("reason", reason, str, "a str")
+        reason = reason.encode(errors="replace").decode()
         said = f"{self.transport.me} called abort()" + (f": {reason}" if reason else "")
         # A copy: another thread may close a part meanwhile, which removes it from the list.
         for part in list(self._parts):
