@@ -20,7 +20,7 @@ import torch
 import kernels
 from adasum.optimizer.distributed_mixin import DistributedMixin
 from collectives import validation
-from collectives.schedules.orders import tree_text
+from collectives.schedules.algorithm import tree_text
 
 __all__ = ["bits_of"]
 

@@ -24,7 +24,7 @@ from adasum.ddp import HookState, require_state
 from adasum.modes import outside_modes
 from adasum.optimizer.consistency.parameter_check import require_equal_parameters
 from adasum.real_pairs import as_reals
-from collectives import Group, Operands, Reducer, Sum
+from collectives import Group, Needs, Operands, Reducer, Sum
 
 _logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ class _Hook:
 
     def _operator(self) -> Reducer:
         op = self.state.op
-        if not op.needs_one_tree or self.shards.size == 1:
+        if Needs.ONE_TREE not in op.needs or self.shards.size == 1:
             return op
         if self.over_shards is None or self.over_shards.op is not op:
             self.over_shards = _OverShards(op, self.shards)
@@ -259,11 +259,9 @@ class _OverShards(Reducer):
     steps and need the same sums.
     """
 
-    needs_one_tree = True
-
     def __init__(self, op: Reducer, shards: Group) -> None:
         self.name = op.name
-        self.operands = op.operands
+        self.needs = op.needs
         self.reads_tree = op.reads_tree
         self.op = op
         self._shards = shards
@@ -296,9 +294,6 @@ class _OverShards(Reducer):
             if operands.tree
             else replace(operands, sum_partials=sum_partials)
         )
-
-    def add_tables(self, tables: Tensor) -> Tensor:
-        return self.op.add_tables(tables)
 
     def prescale(self, dtype: torch.dtype, size: int) -> float:
         return self.op.prescale(dtype, size)

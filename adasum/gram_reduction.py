@@ -4,9 +4,9 @@ Every vector of the tree is a linear combination v = sum_i c_i g_i of the ranks'
 dot product that it asks for is c^T G c' with G = (g_i . g_j), the Gram matrix of a segment. So the
 tree is replayed on coefficient vectors, and the vectors are blended once.
 
-Where a rank's vectors may cancel too far for float64, its table has sums of two float64 numbers.
-Each rank decides for its own slice, and its table is as good as the sum of all asks for, whatever
-the others hold (`docs/direct.md`). So tables are exchanged once, and no host looks at them.
+If a rank's vectors may cancel too far for float64, its table has sums of two float64 numbers. Each
+rank decides for its own slice, whatever the others hold (`docs/direct.md`), so tables are exchanged
+once, and no host looks at them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def reduce_tree(
 ) -> None:
     """Write each piece's parts, joined by a tree, to its `out`; pieces may cut segments.
 
-    take: called with all segments' Gram matrices, if anybody wants them.
+    take: called with all segments' Gram matrices, if given.
     """
     if take is None and operands.gather_partials is None and len(operands.pieces) == 1:
         (parts, out, _), (piece,) = operands.pieces[0], clipped(operands, segments)
@@ -81,21 +81,6 @@ def bind_tree(
     return run
 
 
-def add_gram_matrices(tables: Tensor) -> Tensor:
-    """Return the sum of sums of two, [ranks, ..., 2]: high and low, to about 96 bits.
-
-    The leading bits of all high parts, down to one place that the largest of them gives, are added
-    without rounding, so that nothing is lost but in what is left of them and in the low parts.
-    Source: the extraction of Rump, Ogita and Oishi, "Accurate floating-point summation", SISC 2008.
-    """
-    high, low = tables.unbind(-1)
-    # A sum with this is a multiple of one unit, of which the sum of all has less than 2^53.
-    scale = torch.linalg.vector_norm(high, float("inf"), dim=0) * (2 * len(high))
-    leading = (high + scale) - scale
-    rest = (high - leading) + low
-    return torch.stack([leading.sum(0), rest.sum(0)], -1)
-
-
 class _Replay:
     """Finds each part's coefficient in every segment from the pieces' Gram matrices.
 
@@ -104,8 +89,8 @@ class _Replay:
         pieces: Its pieces.
         count: The number of segments.
         tree: How the parts are joined.
-        take: Is given the Gram matrices, if anybody wants them.
-        planned: Whether it runs many times, on the host by a plan of all ranks' tables.
+        take: Called with the Gram matrices, if given.
+        planned: Whether it runs many times, by a plan.
 
     Attributes:
         coefficients: float64 [count, n].
@@ -125,18 +110,17 @@ class _Replay:
         parts, self._device = len(tree) + 1, device_of(operands)
         self._shape = count, parts, parts, 2
         self.coefficients = torch.zeros(count, parts, dtype=torch.float64, device=self._device)
-        # How far vectors cancel is found for those alone who want to know.
         self._spread = None if take is None else self.coefficients.new_empty(count)
         self._planned, self._take = planned, take
         self._plan: Callable[[], Tensor] | None = None
         self._tables = self.coefficients
-        # The table of a plan with one piece, into whose rows the matrices are written.
+        # A plan with one piece writes its matrices into this table.
         self._table: Tensor | None = None
         if planned and len(pieces) == 1:
             self._table = self.coefficients.new_zeros(self._shape)
 
     def rows_of(self, piece: ClippedPiece) -> Tensor | None:
-        """Return where the piece's matrices go, if they need not be added to other pieces'."""
+        """Return where the piece's matrices go, if it is the only piece."""
         return None if self._table is None else self._table[piece.touched]
 
     def __call__(self, grams: Sequence[Tensor]) -> None:

@@ -75,9 +75,7 @@ def add_up(
     *,
     precise: bool = False,
 ) -> Tensor:
-    """Return the float64 table of all segments, `shape`, of the pieces' rows for those they touch.
-
-    Rows are added where pieces share a segment. Its shape is the same wherever the pieces are cut.
+    """Return the float64 table of all segments, `shape`, the sum of the pieces' rows.
 
     precise: whether the last dimension holds sums of two, high and low.
     """
@@ -87,7 +85,7 @@ def add_up(
         return tables[0] if len(tables) == 1 else torch.cat([*tables])
     table = torch.zeros(shape, dtype=torch.float64, device=device)
     if len(tables) == 1:
-        # As a plan writes them there; to add infinity to zero in two parts would make it NaN.
+        # Adding infinity to zero in two parts would make it NaN.
         table[pieces[0].touched] = tables[0]
         return table
     for piece, mine in zip(pieces, tables, strict=True):

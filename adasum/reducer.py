@@ -15,18 +15,18 @@ from torch import Tensor
 from typing_extensions import Self
 
 import kernels
-from adasum.gram_reduction import Tree, add_gram_matrices, bind_tree, reduce_tree
+from adasum.gram_reduction import Tree, bind_tree, reduce_tree
 from adasum.observer import GramObserver, ObservedGram, Observer
 from adasum.pieces import ClippedPiece, add_up, are_whole, clip, clipped, device_of, segments_of
 from adasum.real_pairs import real_dtype, real_operands
-from collectives import Group, Operands, Reducer
+from collectives import Group, Needs, Operands, Reducer
 from collectives.schedules.folding import balanced_tree
 from kernels.validation import EQUAL, tracing
 
 if TYPE_CHECKING:
     from kernels.gpu.node_kernels import Node
 
-# Of more than these the products of all pairs are more than a program's registers hold.
+# The products of all pairs of more ranks do not fit in a program's registers.
 _NODE_RANKS = 8
 
 
@@ -35,25 +35,23 @@ class AdasumReducer(Reducer):
 
     `adasum(a, b) = (1 - p/(p+q) a.b/|a|^2) a + (1 - q/(p+q) a.b/|b|^2) b`
 
-    with p the ranks whose vectors make a, and q those that make b. Where they are equally many, as
-    always with a power of two of ranks outside a line, that is `(1 - a.b / 2|a|^2) a + (1 - a.b
-    / 2|b|^2) b`, bit for bit. So parallel vectors of n ranks give their mean, whatever n and the
-    order: of a = s x, the mean of p, and b = t x, the mean of q, it is (p s + q t)/(p + q) x.
-    Orthogonal ones give their sum.
+    with p the number of ranks whose vectors make a, and q of those that make b. If p = q, as always
+    with a power of two of ranks outside a line, that is `(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2)
+    b`, bit for bit. So parallel vectors give their mean over all ranks, whatever n and the order,
+    and orthogonal ones their sum.
 
     For float16, bfloat16, float32 and float64; dot products and norms are float64. A complex vector
-    counts as one of twice as many reals: a.b is Re<a, b>. Symmetric, but not associative: the order
-    of the ranks is part of the answer (adjacent ranks pair first).
+    counts as twice as many reals: a.b is Re<a, b>. Symmetric, but not associative: the order of the
+    ranks is part of the answer (adjacent ranks pair first).
 
-    Of more than two vectors with a tree it takes one Gram matrix a segment: `gram_reduction.py`.
+    More than two vectors with a tree take one Gram matrix per segment: `gram_reduction.py`.
 
-    On a GPU a pair takes two launches, dots and combination, also where one cooperative launch
-    would do: that one waits until all of its programs are resident, maybe for NCCL's kernel, which
-    waits for another rank's, which waits likewise.
+    On a GPU a pair takes two launches, dots and combination. One cooperative launch would wait
+    until all of its programs are resident, perhaps for NCCL's kernel, which waits for another rank.
 
     Args:
-        weighted: False takes every pair as p = q, as Horovod's Adasum of a power of two of ranks
-            does: three parallel vectors then weigh 1/4, 1/4 and 1/2.
+        weighted: False takes every pair as p = q, as Horovod's Adasum does: three parallel vectors
+            then weigh 1/4, 1/4 and 1/2.
 
     Attributes:
         weighted: As given.
@@ -69,7 +67,7 @@ class AdasumReducer(Reducer):
     name = "Adasum"
     weighted = True
     averages = True
-    needs_one_tree = True
+    needs = Needs.ONE_TREE
     reads_tree = True
     replays = True
     reduces_in_shared_memory = True
@@ -92,10 +90,9 @@ class AdasumReducer(Reducer):
         return observed
 
     def take_gram(self) -> ObservedGram | None:
-        """Return the Gram matrices of what an observed copy has reduced since the last call.
+        """Return the Gram matrices of an observed copy's last reduction; None if it made none.
 
-        None where the reduction made none. On CUDA for the current stream, which has waited for the
-        reduction.
+        On CUDA for the current stream, which has waited for the reduction.
         """
         gram, self._gram = self._gram, None
         if gram is not None and gram.products.is_cuda:
@@ -117,7 +114,7 @@ class AdasumReducer(Reducer):
             )
 
     def reads_tree_of(self, dtype: torch.dtype) -> bool:
-        """Return whether it is narrower than float64, whose own rounding would be left of G."""
+        """Return whether it is narrower than float64, in which Gram matrices would be rounded."""
         return real_dtype(dtype) != torch.float64
 
     def reduce(self, operands: Operands) -> None:
@@ -145,12 +142,8 @@ class AdasumReducer(Reducer):
                         left, right, inside, weights=weights, out=last, cooperative=False
                     )
 
-    def add_tables(self, tables: Tensor) -> Tensor:
-        """Return the sum of all ranks' precise Gram matrices."""
-        return add_gram_matrices(tables)
-
     def bind(self, operands: Operands) -> Callable[[], None]:
-        """Return what does `reduce(operands)` any number of times, by plans of `kernels`."""
+        """Return a function that does `reduce(operands)` any number of times, by kernels' plans."""
         overridden = type(self).reduce is not AdasumReducer.reduce
         by_tree = bool(operands.tree)
         in_pairs = all(len(piece.parts) == 2 for piece in operands.pieces)
@@ -184,7 +177,7 @@ class AdasumReducer(Reducer):
     ) -> Callable[[], None] | None:
         """Bind the launch that joins all ranks' vectors by the balanced tree, of at most 8 ranks.
 
-        Not of float64, and not where the Gram matrices are asked for, which it does not keep.
+        None for float64, and for an observed copy, since it does not keep Gram matrices.
         """
         overridden = type(self).reduce is not AdasumReducer.reduce
         narrow = flat.dtype in kernels.DTYPES and self.reads_tree_of(flat.dtype)
@@ -194,7 +187,7 @@ class AdasumReducer(Reducer):
         return node.bind_adasum(flat.numel(), flat.dtype, tree, segments, offset)
 
     def _keeper(self, operands: Operands) -> Callable[[ObservedGram], None] | None:
-        """Return what keeps the Gram matrices of ranks' own vectors, not of what others made."""
+        """Return a function that keeps Gram matrices, if they are of the ranks' own vectors."""
         ranks = sum(operands.tree[-1][2:])
         own = ranks == len(operands.tree) + 1
         return self._keep_gram if own and self._original is not None else None
@@ -208,13 +201,13 @@ class AdasumReducer(Reducer):
 
 
 def _weights(leaves: Sequence[int], k: int) -> tuple[float, float]:
-    """Return the weights of the first k parts, reduced, and of the next one: the ranks of both."""
+    """Return how many ranks the first k parts stand for, and how many the next one."""
     p, q = (sum(leaves[:k]), leaves[k]) if leaves else (1, 1)
     return EQUAL if p == q else (float(p), float(q))
 
 
 def _reduce_cut(operands: Operands, segments: tuple[int, ...], leaves: Sequence[int]) -> None:
-    """Reduce pieces that may cut segments, whose dot products other ranks may have parts of."""
+    """Reduce pieces that may cut segments: other ranks may have parts of the dot products."""
     pieces: list[ClippedPiece] = []
     dots: list[Tensor] = []
     # A piece's dot products are taken before the next piece is looked at, which waits for it.

@@ -44,7 +44,7 @@ from collectives.initialize import (
     run_threads,
     shutdown,
 )
-from collectives.reducers import Average, Max, Min, Operands, Piece, Product, Reducer, Sum
+from collectives.reducers import Average, Max, Min, Needs, Operands, Piece, Product, Reducer, Sum
 from collectives.requests import Request
 from collectives.schedules.orders import order_of
 from collectives.schedules.partition import split_bounds
@@ -75,6 +75,7 @@ __all__ = [
     "Group",
     "Max",
     "Min",
+    "Needs",
     "Operands",
     "Packing",
     "Piece",

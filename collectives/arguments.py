@@ -101,7 +101,7 @@ class Arguments:
             segments = validation.segments(segments, tensor.numel())
         op, compared = self._reduction("run", [tensor], op, **options)
         compared["segments"] = segments
-        known = verified(schedule, self._transport.rank, self._transport.size)
+        known = verified(schedule, self._transport.size)
         require_carries(known, op, tensor.dtype)
         del compared["algorithm"]
         # In the algorithm's place. Ranks compare a hash of the steps: functions cannot be compared.

@@ -313,8 +313,9 @@ class CallQueue:
                 # Of an earlier call: a rank that got its error has ended since, and that error
                 # alone says why this call's peers never came.
                 raise CollectiveMismatchError(self._unraised) from error
-            if self.closed and isinstance(error, Exception) and self._failure is not error:
-                raise TransportError(f"{call.kind}: {describe(self._failure)}") from error
+            failure = self._failure
+            if self.closed and isinstance(error, Exception) and failure not in (None, error):
+                raise TransportError(f"{call.kind}: {describe(failure)}") from error
             raise
         finally:
             self._in_call = False

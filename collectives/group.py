@@ -17,11 +17,10 @@ from collectives.compiling import untraced
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call import Call
 from collectives.execution.operations import symmetric_empty
-from collectives.owners import owners
+from collectives.execution.owners import owners
 from collectives.recorder import GroupRecord
 from collectives.reducers import Reducer, Sum
 from collectives.requests import Request
-from collectives.schedules import to_owners
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
@@ -271,7 +270,7 @@ class Group:
         arguments are those of all_reduce.
 
         Examples:
-            >>> schedule = collectives.schedule("swing", 4)
+            >>> schedule = collectives.schedule("rechd", 4)
             >>> collectives.run_threads(4, lambda group: group.run(schedule, torch.ones(2)))[0]
             tensor([4., 4.])
         """
@@ -294,17 +293,18 @@ class Group:
         """Reduce each tensor onto its owner alone, in place; return the owners.
 
         What the other ranks' tensors hold afterwards has no meaning. `op` is one that reduce takes,
-        or Adasum or another that reads trees, whose results then have the bits of an all-reduce by
-        auto. If `owners` are given, the rank that owns each tensor, tensors of one dtype and device
-        travel together, packed; if not, owners are chosen by bytes, in list order. The other
-        arguments are those of all_reduce.
+        with the bits of an all-reduce by rd or rechd; or Adasum or another that reads trees, which
+        is all-reduced by auto. If `owners` are given, the rank that owns each tensor, tensors of
+        one dtype and device travel together, packed, except for those of a FusedBuffer sorted by
+        owner. If not, owners are chosen by bytes, in list order, and tensors are reduced one after
+        another, with extra memory for one tensor. Other arguments are those of all_reduce.
         """
         call = self._arguments.reduce_to_owners(tensors, op, owners, **options)
         return self._run(call, async_op)
 
     def owners_order(self) -> tuple[int, ...]:
         """Return the ranks in the order in which reduce_to_owners needs their tensors in memory."""
-        return to_owners.order(self.size)
+        return tuple(range(self.size))
 
     def broadcast_from_owners(
         self,

@@ -1,12 +1,13 @@
-"""The operators of a reduction, but for Adasum, which is in the adasum package."""
+"""The operators of a reduction, except Adasum, which is in the adasum package."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Flag, auto
 from functools import partial, reduce
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,27 +16,48 @@ from collectives._own_packages import require_ours
 if TYPE_CHECKING:
     from kernels.gpu.node_kernels import Node
 
-__all__ = ["Average", "Max", "Min", "Operands", "Piece", "Product", "Reducer", "Sum"]
+__all__ = ["Average", "Max", "Min", "Needs", "Operands", "Piece", "Product", "Reducer", "Sum"]
 
 kernels = require_ours("kernels")
 
 _SMALL_BYTES = 64 * 1024
 _RING_BYTES = 4 * 1024 * 1024
-# Up to this size latency decides: log2 n exchanges of the whole vector (rd), or none in shared
-# memory, are faster than an exchange of slices.
+# Up to this size latency decides, and rd's exchanges of whole vectors are faster than slices.
 _SMALL_TREE_BYTES = 256 * 1024
 TREE_RANKS = range(3, 17)
 """How many ranks' operands meet at once with a tree, by `auto` and in a reduce_scatter: two are one
 pair, and the tables of more than these have more numbers than are worth it."""
 
 
+class Needs(Flag):
+    """What an operator needs of the algorithm that carries it, and what an algorithm meets.
+
+    Attributes:
+        ANY_ORDER: Nothing more than pairs, in any order and onto any rank, as a sum.
+        ONE_TREE: One expression tree for all elements of a segment, since the result depends on
+            whole segments, as Adasum's does.
+        ALL_OPERANDS: All ranks' operands in one reduction, in rank order, as a trimmed mean.
+        BALANCED_TREE: The balanced tree over all ranks for every element. Given all operands at
+            once, the operator's `reduce` makes that tree itself.
+
+    Examples:
+        >>> collectives.Needs.ONE_TREE in hvd.Adasum.needs
+        True
+    """
+
+    ANY_ORDER = 0
+    ONE_TREE = auto()
+    ALL_OPERANDS = auto()
+    BALANCED_TREE = auto()
+
+
 class Piece(NamedTuple):
     """The same elements of two or more vectors.
 
     Attributes:
-        parts: 1-D tensors of equal length, in the order of the reduction; of an operator that needs
-            all operands, those of all ranks in rank order.
-        out: Where the result goes: one of them, or other memory.
+        parts: 1-D tensors of equal length, in the order of the reduction; for an operator that
+            needs all operands, those of all ranks in rank order.
+        out: Where the result goes: one of the parts, or other memory.
         start: Where they begin in the whole buffer, in elements.
     """
 
@@ -49,25 +71,23 @@ class Operands:
     """All that one rank reduces in a step.
 
     Attributes:
-        pieces: The parts of the vectors that this rank holds. They may still be arriving, one after
-            the other: reading a piece from the sequence waits for it, so work on the first overlaps
-            the transfer of the second.
+        pieces: The parts of the vectors that this rank holds. They may still be arriving: reading a
+            piece from the sequence waits for it, so that work on the first overlaps the transfer
+            of the second.
         numel: Length of the whole buffer.
         segments: Element boundaries (0, ..., numel) over the whole buffer; None for one segment.
         sum_partials: Sums a float64 tensor in place over the ranks that together hold both vectors.
-            All get the same bits, and all must call it equally often. None where this rank holds
-            the vectors by itself, in one piece or in several.
+            All get the same bits, and all must call it equally often. None if this rank holds the
+            vectors by itself, in one piece or in several.
         leaves: How many ranks stand behind each part of every piece, in the order of the parts;
-            empty where equally many do.
+            empty if equally many do.
         tree: How more than two parts are joined, for a reducer that reads trees; empty: from the
             left. (left, right, p, q), by index into the parts of a piece, puts what `left` and
-            `right` make in the place of `left`; p and q ranks stand behind both. The last one's
+            `right` make in the place of `left`; p and q ranks stand behind them. The last join's
             `left` is the result.
-        gather_partials: With a tree: takes this rank's float64 table, returns all ranks' that
-            together hold the vectors, [ranks, ...] in ascending order; of many ranks fewer tables,
-            each a sum of `Reducer.add_tables`. All that hold the same vectors get the same bits,
-            and all must call it equally often with tables of one shape. None where this rank holds
-            the vectors by itself.
+        gather_partials: With a tree: takes this rank's float64 table, returns the tables of all
+            ranks that together hold the vectors, [ranks, ...] in ascending order. All must call it
+            equally often, with tables of one shape. None if this rank holds the vectors by itself.
     """
 
     pieces: Sequence[Piece]
@@ -80,35 +100,25 @@ class Operands:
 
 
 class Reducer:
-    """An operator on buffers: a binary one, in any order or in that of a tree, or one of all ranks.
-
-    One rank's operand alone is its own result: `reduce` is not called for it.
+    """An operator on buffers. With one rank `reduce` is not called: an operand is its own result.
 
     Attributes:
         name: How errors and traces call it; ranks whose operators have other names make other
             calls, so it names the settings, too.
-        operands: What `reduce` is given. "pair": two operands or more, which may be results of
-            earlier reductions. "all": those of all ranks at once, as a trimmed mean needs them. An
-            algorithm can carry such an operator where its record says `all_at_once`.
-        needs_one_tree: Whether every element of a segment must be reduced by the same expression
-            tree, as the result depends on whole segments. An algorithm can carry such an operator
-            where its record has an `order`.
-        reads_tree: Whether, where it needs one tree, its `reduce` takes more than two parts with
-            `Operands.tree`. An algorithm can hand it such operands where its record is `by_tree`.
-        ordered: Whether every element must be the balanced tree over all ranks. Of all ranks'
-            operands at once `reduce` then makes that tree by itself, element by element. An
-            algorithm can carry such an operator where its record `makes_tree`.
-        order_options: What ranks compare of that order, beside the operator's name.
+        needs: What an algorithm must do to carry it. An algorithm that does less is a ValueError.
+        reads_tree: Whether `reduce` takes more than two parts with `Operands.tree`, if it needs one
+            tree.
+        order_options: What ranks compare of its order, in addition to its name.
         averages: Whether equal operands on all ranks give that operand, as an average does and a
-            sum does not; None where nobody has said so. Training asks: a difference of parameters
-            can be reduced only by what averages.
-        replays: Whether all that `reduce` and `finish` do on a GPU is to put work on the current
-            stream, the same for the same operands, so that a request may capture it in a CUDA graph
-            and call neither again. A class says so for itself: it does not count for subclasses.
-        reduces_in_shared_memory: Whether `reduce` needs nothing but the vectors, so that ranks that
-            share memory may reduce there without messages: it takes each segment by itself and
-            communicates only by calling `sum_partials` once where that is given, with a row for
-            each segment, or with a tree `gather_partials`.
+            sum does not; None if not known. Training asks: a difference of parameters can be
+            reduced only by an operator that averages.
+        replays: Whether on a GPU `reduce` and `finish` only put work on the current stream, the
+            same for the same operands, so that a request may capture it in a CUDA graph and call
+            neither again. It does not count for subclasses, which declare it themselves.
+        reduces_in_shared_memory: Whether `reduce` needs only the vectors, so that ranks that share
+            memory may reduce there without messages: it takes each segment by itself and
+            communicates only by calling `sum_partials` once if that is given, with a row for each
+            segment, or with a tree `gather_partials`.
 
     Examples:
         >>> class Largest(collectives.Reducer):
@@ -124,10 +134,8 @@ class Reducer:
     """
 
     name = "Reducer"
-    operands: Literal["pair", "all"] = "pair"
-    needs_one_tree = False
+    needs = Needs.ANY_ORDER
     reads_tree = False
-    ordered = False
     order_options: Mapping[str, Any] = MappingProxyType({})
     averages: bool | None = None
     replays = False
@@ -137,9 +145,14 @@ class Reducer:
         return self.name
 
     @property
+    def ordered(self) -> bool:
+        """Whether every element must be the balanced tree over all ranks."""
+        return self.needs is not Needs.ANY_ORDER and Needs.BALANCED_TREE in self.needs
+
+    @property
     def associative(self) -> bool:
         """Whether ranks may reduce any part of the operands, in any order, onto any rank."""
-        return self.operands == "pair" and not (self.needs_one_tree or self.ordered)
+        return self.needs is Needs.ANY_ORDER
 
     def check(self, dtype: torch.dtype) -> None:
         """Check that the operator has a meaning on a dtype.
@@ -154,20 +167,20 @@ class Reducer:
         return self.reads_tree
 
     def algorithm(self, nbytes: int, size: int) -> str:
-        """Return what `auto` stands for with `nbytes` over `size` ranks, by these numbers only.
+        """Return what `auto` stands for with `nbytes` over `size` ranks, only by these numbers.
 
         It is one range of a specification, of an algorithm that can carry the operator. For plain
         sums, and for operators that read trees and do not override this, `auto` also goes by the
         device (`schedules/auto.py`).
         """
         small = nbytes <= (_SMALL_TREE_BYTES if self.reads_tree else _SMALL_BYTES)
-        if self.operands == "all":
+        if Needs.ALL_OPERANDS in self.needs:
             return "bruck" if small else f"psgpu#{size}"
         if self.reads_tree and size in TREE_RANKS:
             return "direct"
         if small:
             return "rd"
-        return "vhdd" if self.needs_one_tree else "rechd"
+        return "vhdd" if Needs.ONE_TREE in self.needs else "rechd"
 
     def reduce(self, operands: Operands) -> None:
         """Write the parts of every piece, reduced, to its `out`, which may be one of them.
@@ -177,29 +190,22 @@ class Reducer:
         """
         raise NotImplementedError
 
-    def add_tables(self, tables: torch.Tensor) -> torch.Tensor:
-        """Return the sum of float64 tables, [ranks, ...], as `Operands.gather_partials` needs it.
-
-        Only a reducer that reads trees is asked. Every rank must make the same bits of the same.
-        """
-        return tables.sum(0)
-
     def bind(self, operands: Operands) -> Callable[[], None]:
-        """Return what does `reduce(operands)` any number of times.
+        """Return a function that does `reduce(operands)` any number of times.
 
         The tensors hold other values each time, all of which have arrived. Unless overridden it
-        calls `reduce`. One that is overridden, to plan what repeats, leaves that to `reduce` where
-        a subclass has its own, as Adasum's does. The caller lets autograd know what was written.
+        calls `reduce`. An override that plans the work must fall back to `reduce` in subclasses
+        that override that, as Adasum's does. The caller tells autograd what was written.
         """
         return partial(self.reduce, operands)
 
     def bind_on_node(
         self, node: Node, flat: torch.Tensor, offset: int, segments: Sequence[int] | None
     ) -> Callable[[], None] | None:
-        """Return what reduces all ranks' vectors on GPUs that share memory, all of it.
+        """Return a function that reduces all ranks' vectors on GPUs that share memory, in full.
 
-        It puts one launch on the current stream. None, as unless overridden, where there is no such
-        kernel: the vectors then go by messages.
+        It puts one launch on the current stream. None, unless overridden: there is no such kernel,
+        and the vectors go by messages.
 
         Args:
             node: The memory, and what launches there.
@@ -218,12 +224,12 @@ class Reducer:
 
 
 def _dtypes(*names: str) -> frozenset[torch.dtype]:
-    """Return those of the dtypes that this torch has."""
+    """Return the dtypes that this version of torch has."""
     return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
 
 
-# What torch computes with, as tables: to ask torch itself would be an operation that the user's
-# modes see, and may make fail. Tests compare them with every dtype that torch has.
+# Tables, since asking torch would be an operation that the user's modes see and may make fail.
+# Tests compare them with every dtype that torch has.
 _REAL = _dtypes("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64")
 ORDERED = _REAL | _dtypes("uint8", "bool")
 _COMPLEX = _dtypes("complex32", "complex64", "complex128")
@@ -243,7 +249,7 @@ _HALVES = _dtypes("float16", "complex32")
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return a complex tensor's memory as pairs of reals, any other tensor as it is.
 
-    Times a real factor that torch takes for a complex one infinity has a part that is NaN.
+    Infinity times a real factor, which torch takes for a complex one, has a part that is NaN.
     """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -280,8 +286,8 @@ class SumReducer(Reducer):
             if out.is_complex():
                 # torch multiplies the second one by a complex 1, which makes infinity NaN.
                 parts, out = tuple(map(as_real, parts)), as_real(out)
-            # torch sums integers. On the CPU it also adds two floating-point tensors: the bits are
-            # the same, and kernels' checks cost more than a small sum.
+            # torch adds integers, and two tensors on the CPU: the bits are the same, and kernels'
+            # checks cost more than a small sum.
             if out.dtype in kernels.DTYPES and (len(parts) > 2 or not out.is_cpu):
                 kernels.sum_n(parts, out=out)
             else:
@@ -291,12 +297,11 @@ class SumReducer(Reducer):
 class AverageReducer(SumReducer):
     """The sum divided once, at the end, by the number of ranks n.
 
-    float16, and complex32, is divided by P before the sum, the least power of two not below n, and
-    by n/P at the end: the sum of what is finite cannot overflow, but for rounding beside the
-    largest values. As long as x/P is a normal number nothing is lost; below, up to log2 P bits of
-    x. Complex numbers are divided as pairs of reals.
+    float16 and complex32 are divided by P before the sum, the least power of two not below n, and
+    by n/P at the end, so that the sum of finite numbers cannot overflow, except by rounding next to
+    the largest. Nothing is lost while x/P is a normal number; below, up to log2 P bits of x.
 
-    Integers are divided exactly and truncated towards zero, as C divides; their sum may overflow.
+    Integers are divided exactly and truncated towards zero, as in C; their sum may overflow.
     """
 
     name = "Average"
@@ -348,13 +353,13 @@ def fold(
 
 
 def is_plain_sum(op: Reducer) -> bool:
-    """Return whether a library's sum can stand for `op`'s reductions, no subclass's."""
+    """Return whether a library's sum can do `op`'s reductions; not those of a subclass."""
     return type(op) in (SumReducer, AverageReducer)
 
 
 Sum = SumReducer()
 Average = AverageReducer()
-# A NaN is the Max and the Min of whatever it meets. By Max ranks also compare a call's arguments.
+# The Max or Min of NaN and anything is NaN.
 Max = ElementwiseReducer("Max", torch.maximum, ORDERED)
 Min = ElementwiseReducer("Min", torch.minimum, ORDERED)
 Product = ElementwiseReducer("Product", torch.mul, MULTIPLIED)

@@ -1,8 +1,7 @@
-"""Sum and Average whose every element is one tree over the ranks, whatever carries it.
+"""Sum and Average whose every element is one tree over the ranks, by whatever algorithm.
 
-The tree is balanced, ((0 · 1) · (2 · 3)) · ...: `Order.BALANCED`. Other algorithms add in orders
-that follow from where an element lies in the buffer, and from how the buffer is cut: so their bits
-change with a tensor's place in a bucket, with its size, and from all-reduce to reduce-scatter.
+The tree is balanced, ((0 · 1) · (2 · 3)) · ...: `Order.BALANCED`. Without it an element's bits may
+depend on its place in the buffer, on the buffer's size and on the collective.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 from collectives import validation
 from collectives.reducers import (
     AverageReducer,
+    Needs,
     Operands,
     Reducer,
     SumReducer,
@@ -24,27 +24,29 @@ from collectives.reducers import (
 )
 
 KEYS = frozenset({"order", "accumulate", "passes"})
-"""The options of a call that say its order."""
+"""The options of a call that name its order."""
 
-# Up to here what counts is how often ranks wait for each other.
+# Up to this size latency decides.
 _SMALL_BYTES = 256 * 1024
 
 
-class _TreeOrder(SumReducer):
-    """What both have in common.
+class _TreeSum(SumReducer):
+    """The sum by the balanced tree, each addition rounded to the buffer's dtype.
 
-    accumulate: The dtype that each addition is rounded to, float32; None for the tensors' own.
-    passes: How many leaves of the tree each rank has added before, by the same tree.
+    accumulate: The dtype that additions are made in instead, float32, so that only the result is
+    rounded to the buffer's; None for the buffer's own. passes: How many leaves of the tree each
+    rank has added before, by the same tree.
     """
 
-    ordered = True
+    replays = True
 
     def __init__(self, accumulate: torch.dtype | None = None, passes: int = 1) -> None:
         self.accumulate = accumulate
         self.passes = passes
-        # What is rounded once, at the end, has to meet at once.
+        self.needs = Needs.BALANCED_TREE
         if accumulate is not None:
-            self.operands = "all"
+            # Rounding once, at the end, takes all operands at once.
+            self.needs |= Needs.ALL_OPERANDS
         said = None if accumulate is None else str(accumulate)
         self.order_options = {"order": "tree", "accumulate": said, "passes": passes}
 
@@ -62,16 +64,16 @@ class _TreeOrder(SumReducer):
     def algorithm(self, nbytes: int, size: int) -> str:
         if nbytes > _SMALL_BYTES:
             return "direct"
-        return "oneshot" if self.operands == "all" else "rd"
+        return "oneshot" if self.accumulate is not None else "rd"
 
     def prescale(self, dtype: torch.dtype, size: int) -> float:
-        # Not even float16 is divided before the sum: by how much would depend on the ranks.
+        # The factor would depend on the number of ranks.
         return 1.0
 
     def reduce(self, operands: Operands) -> None:
         for parts, out, _ in operands.pieces:
             if not (out.is_floating_point() or out.is_complex()):
-                # The same in any order.
+                # Integers sum to the same in any order.
                 fold(torch.add, parts, out)
                 continue
             parts, out = tuple(map(as_real, parts)), as_real(out)
@@ -83,20 +85,10 @@ class _TreeOrder(SumReducer):
                 kernels.sum_n(parts, out=out, order="tree", accumulate=accumulate)
 
 
-class TreeSumReducer(_TreeOrder):
-    """The sum by the balanced tree.
-
-    Each addition rounds to the buffer's dtype; with `accumulate` all are made in that dtype, and
-    the last one alone rounds to the buffer's.
-    """
-
-    replays = True
-
-
-class TreeAverageReducer(_TreeOrder, AverageReducer):
+class _TreeAverage(_TreeSum, AverageReducer):
     """That sum divided once, at the end, by ranks times passes.
 
-    float16 is not divided before it, either: sums beyond 65504 overflow, except with accumulate.
+    float16 is not divided before the sum, which overflows beyond 65504 unless accumulated.
     """
 
     replays = True
@@ -106,9 +98,9 @@ class TreeAverageReducer(_TreeOrder, AverageReducer):
         super().finish(buffer, size * self.passes)
 
 
-_KINDS: dict[type[Reducer], Callable[..., _TreeOrder]] = {
-    SumReducer: TreeSumReducer,
-    AverageReducer: TreeAverageReducer,
+_KINDS: dict[type[Reducer], Callable[..., _TreeSum]] = {
+    SumReducer: _TreeSum,
+    AverageReducer: _TreeAverage,
 }
 _DTYPES = {None: None, torch.float32: torch.float32, str(torch.float32): torch.float32}
 
@@ -122,9 +114,9 @@ def in_order(
     """Return the operator that reduces as `op` does, in an order; `op` itself without one.
 
     Args:
-        op: Sum or Average, where there is an order.
-        order: "tree" or None; another is a ValueError.
-        accumulate: The dtype that is added in and rounded from once: torch.float32, or its name.
+        op: Sum or Average, if there is an order.
+        order: "tree" or None.
+        accumulate: The dtype of the additions: torch.float32, or its name.
         passes: How many leaves each rank has added.
     """
     if order is None:
@@ -134,7 +126,7 @@ def in_order(
     validation.instance("order", order, str, "'tree' or None")
     if order != "tree":
         raise ValueError(f"order must be 'tree' or None, got {order!r}")
-    if isinstance(op, _TreeOrder):
+    if isinstance(op, _TreeSum):
         raise ValueError("op has an order already: leave out order")
     kind = _KINDS.get(type(op))
     if kind is None:
@@ -147,7 +139,7 @@ def in_order(
     return _made(kind, _DTYPES[accumulate], passes)
 
 
-# One of a kind, as Sum and Average are: requests are kept by the operator.
+# One object per kind, as Sum and Average are: requests are kept by the operator.
 @lru_cache(maxsize=256)
-def _made(kind: Callable[..., _TreeOrder], accumulate: torch.dtype | None, passes: int) -> Reducer:
+def _made(kind: Callable[..., _TreeSum], accumulate: torch.dtype | None, passes: int) -> Reducer:
     return kind(accumulate, passes)

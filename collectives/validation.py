@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from collectives.reducers import COPIED, Reducer
+from collectives.reducers import COPIED, Needs, Reducer
 from kernels.validation import check_memory_of
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -293,12 +293,8 @@ def reducer(argument: str, value: object) -> None:
     """Check an instance of Reducer, such as Sum."""
     if not isinstance(value, Reducer):
         instance(argument, value, Reducer, "a Reducer such as collectives.Sum")
-    elif value.operands not in ("pair", "all"):
-        # Some algorithms compare with "pair" and others with "all", so that they would take a third
-        # value differently.
-        raise ValueError(
-            f"operands of {argument} {value} must be 'pair' or 'all', got {value.operands!r}"
-        )
+    elif not isinstance(value.needs, Needs):
+        raise TypeError(f"needs of {argument} {value} must be Needs, got {value.needs!r}")
 
 
 def timeout(value: float) -> None:

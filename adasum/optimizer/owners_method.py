@@ -22,7 +22,7 @@ from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.overflow import SharedOverflow
 from adasum.optimizer.owned_state import HAS, LACKS, assign_owners, gather_states
 from adasum.real_pairs import as_reals
-from collectives import Reducer, Sum
+from collectives import Needs, Reducer, Sum
 from collectives.reducers import Max
 from collectives.schedules.spec import parse_all_reduce_spec
 
@@ -79,7 +79,7 @@ class OwnersMethod(GradientMethod):
         self._adasum_to_owners = reduces_to_owners(op, reducer.algorithm)
         if self._adasum_to_owners and (op.associative or op.ordered):
             # While an observer watches, gradients are all-reduced, to the same bits.
-            reducer.algorithm = "rechd" if op.operands == "pair" else "direct"
+            reducer.algorithm = "direct" if Needs.ALL_OPERANDS in op.needs else "rechd"
         self._adasum_places = {rank: i for i, rank in enumerate(self._adasum_group.owners_order())}
         self._adasum_scattered = bool(self.state)
         self._assign_owners(self._adasum_parameters(), [])

@@ -17,17 +17,14 @@ from collectives.execution.phases import (
     AllReducePhases,
     auto_by_messages,
     auto_of,
-    climbs_in_levels,
     for_dtype,
     phases_of,
 )
 from collectives.execution.vectors import flatten, multiply, vector_of
 from collectives.execution.vendor import Libraries
-from collectives.reducers import Reducer, Sum, is_plain_sum
+from collectives.reducers import Needs, Reducer, Sum, is_plain_sum
 from collectives.schedules.algorithm import ONE_TENSOR, RoundRobin
 from collectives.schedules.auto import sum_algorithm
-from collectives.schedules.partition import split_bounds
-from collectives.schedules.reduced_slices import reduced_slices
 from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
@@ -39,8 +36,6 @@ from collectives.transport.process_groups import has_nccl
 
 Tensor = torch.Tensor
 Specs = tuple[AllReduceSpec, ...]
-# The first element, the one behind the last, and ranks.
-Held = tuple[int, int, tuple[int, ...]]
 # What gives its tensors back, and takes as many buffers at each start.
 _REPLAYED = ("all_reduce", "grouped_all_reduce", "run")
 
@@ -130,8 +125,7 @@ class Runner:
         *,
         schedule: Schedule | None = None,
         prescale: float | None = None,
-        gather: bool = True,
-    ) -> tuple[Held, ...]:
+    ) -> None:
         """Reduce a 1-D tensor over all ranks, in place.
 
         Args:
@@ -142,33 +136,22 @@ class Runner:
             schedule: What runs; what the options choose unless given.
             prescale: Factor of this rank's contribution; the options' and the operator's unless
                 given.
-            gather: Whether all ranks get the result. Else it may end where it was made, and other
-                elements have no meaning.
-
-        Returns:
-            Which ranks hold the result of which elements, in ascending order.
         """
         if prescale is None:
             prescale = options.prescale * op.prescale(flat.dtype, self.size)
         algorithm, phases = self._phases(flat, op, options, schedule)
         with call_span(label, op, algorithm, flat):
             multiply(flat, prescale * phases.prescale)
-            context, buffer, stop = self.context(label), flat, None
-            held: tuple[Held, ...] = ((0, flat.numel(), tuple(range(self.size))),)
+            context, buffer = self.context(label), flat
             if phases.library is not None or phases.host:
                 buffer = self._before_schedule(phases, flat, context)
             if phases.schedule is not None:
-                inner = op if op.ordered else Sum
-                reducers = (inner, op) if phases.two_levels else op
-                if not gather and buffer is flat and phases.library is None:
-                    stop, held = _held(phases.schedule, flat.numel())
-                segments = options.segments
-                execute(phases.schedule, buffer, reducers, context, segments=segments, stop=stop)
+                reducers = (op if op.ordered else Sum, op) if phases.two_levels else op
+                execute(phases.schedule, buffer, reducers, context, segments=options.segments)
             if buffer is not flat:
                 flat.copy_(buffer)
             op.finish(flat, self.size)
         multiply(flat, options.postscale)
-        return held
 
     def _phases(
         self, flat: Tensor, op: Reducer, options: AllReduceOptions, schedule: Schedule | None
@@ -178,17 +161,16 @@ class Runner:
             return "one rank", AllReducePhases()
         if schedule is not None:
             return schedule.name, AllReducePhases(schedule=schedule)
-        spec, topology = spec_for(options.specs, flat.numel()), self.topology
+        spec = spec_for(options.specs, flat.numel())
         if spec.outer == "auto":
             spec = self.choose(flat, op)
-            topology = self._nodes(op, flat.is_cuda)
         if op.reads_tree:
             spec = for_dtype(spec, op, flat.dtype)
         round_robin = ONE_TENSOR
         if spec.is_round_robin:
             round_robin = RoundRobin(_count(options.segments), self.first)
         self.first += 1
-        return spec, phases_of(spec, op, topology, round_robin)
+        return spec, phases_of(spec, op, self.topology, round_robin)
 
     def all_reduce_packed(
         self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions, label: str
@@ -210,15 +192,6 @@ class Runner:
             self.all_reduce(buffer, op, packed, label, prescale=1.0)
             vector.store(buffer, options.postscale)
 
-    def climbs_in_levels(self, call: Call) -> bool:
-        """Return whether a range of an all-reduce names an algorithm that does, on its tensors."""
-        return any(
-            climbs_in_levels(spec, call.op, tensor.dtype, self.topology)
-            for spec in AllReduceOptions.of(call).specs
-            if spec.outer != "auto"
-            for tensor in call.tensors
-        )
-
     def reduces_by_tree(
         self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions
     ) -> bool:
@@ -230,15 +203,12 @@ class Runner:
         vector = vector_of(tensors, options.segments)
         if vector is None:
             return False
-        spec, topology = spec_for(options.specs, vector.numel), self.topology
+        spec = spec_for(options.specs, vector.numel)
         if spec.outer == "auto":
             spec = self._auto_of(op, tensors[0].is_cuda, vector.nbytes)
-            topology = self._nodes(op, tensors[0].is_cuda)
         spec = for_dtype(spec, op, vector.dtype)
         record = algorithm(spec.outer)
-        if spec.inner is not None or not (record.all_at_once and record.by_tree):
-            return False
-        return not climbs_in_levels(spec, op, vector.dtype, topology)
+        return spec.inner is None and Needs.ALL_OPERANDS in record.meets and record.by_tree
 
     def replays(self, call: Call) -> bool:
         """Return whether a request's work is a schedule's and stays on one GPU's streams.
@@ -308,15 +278,6 @@ class Runner:
             return auto_of(op, nbytes, self.size)
         return auto_by_messages(op, "cuda" if on_gpu else "cpu", nbytes, self.topology)
 
-    def _nodes(self, op: Reducer, on_gpu: bool) -> Topology:
-        """Return the nodes that `auto` sees: of ranks that share memory one, if `op` reads trees.
-
-        All operands then meet at once, there and by messages, for the same bits.
-        """
-        if op.reads_tree and not on_gpu and self.transport.symmetric_memory is not None:
-            return Topology(self.size, self.size)
-        return self.topology
-
     def _library_for(self, flat: Tensor) -> str | None:
         """Return the name of NCCL's own sum where `auto` may take it, alike on all ranks."""
         dtype = flat.dtype.to_real() if flat.is_complex() else flat.dtype
@@ -359,13 +320,6 @@ def grouped_all_reduce(runner: Runner, call: Call) -> Sequence[Tensor]:
     for options, tensors in AllReduceOptions.of(call).by_range(call.tensors):
         runner.all_reduce_packed(tensors, call.op, options, call.label)
     return call.tensors
-
-
-def _held(schedule: Schedule, numel: int) -> tuple[int, tuple[Held, ...]]:
-    """Return how many steps reduce, and which ranks hold which elements of a buffer then."""
-    count, holders = reduced_slices(schedule)
-    bounds = split_bounds(numel, schedule.chunks)
-    return count, tuple([(bounds[start], bounds[stop], ranks) for start, stop, ranks in holders])
 
 
 def _count(segments: Sequence[int] | None) -> int:

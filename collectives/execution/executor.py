@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.lowering import LoweredStep, Reduction, lower, lower_evenly
 from collectives.execution.pipelining import PostedStep, post
-from collectives.reducers import Operands, Piece, Reducer, Sum
+from collectives.reducers import Needs, Operands, Piece, Reducer, Sum
 from collectives.schedules import recursive_doubling
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Schedule
@@ -28,22 +29,20 @@ def execute(
     segments: Sequence[int] | None = None,
     bounds: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
-    stop: int | None = None,
 ) -> None:
     """Run this rank's steps of `schedule` in place on `buffer` (1-D, contiguous).
 
     Args:
         schedule: What all ranks run.
         buffer: This rank's data.
-        reducer: What REDUCE means, one for all phases or one a phase.
-        call: Between which ranks, and for what.
+        reducer: What REDUCE means, one for all phases or one per phase.
+        call: The transport, and the call's label and timeout.
         segments: Element boundaries that operators work by; one segment unless given.
         bounds: Element boundaries of the schedule's chunks; nearly equal pieces unless given, of
-            whole segments where the schedule asks for them. With them a schedule that gathers
-            does no more than that.
+            whole segments if the schedule asks for them. With them a gathered schedule only
+            gathers.
         ranks: The transport's ranks that stand for the schedule's ranks 0, 1, ...; all of them
             unless given.
-        stop: How many steps to run; all unless given.
     """
     transport = call.transport
     members = tuple(range(transport.size) if ranks is None else ranks)
@@ -61,7 +60,7 @@ def execute(
         whole = tuple(segments) if segments is not None and schedule.whole_segments else None
         steps = lower_evenly(schedule, rank, buffer.numel(), whole, members)
     posts_ahead = transport.posts_ahead(buffer.device)
-    for step in steps[:stop]:
+    for step in steps:
         label = f"{step.name} of {call.label}"
         scratch = call.workspace.take(step.staged, buffer) if step.staged else buffer
         sends, recvs = [], []
@@ -92,52 +91,50 @@ def _reduce(
     call: CallContext,
     label: str,
 ) -> None:
-    """Reduce what a step receives, as it arrives. posted: None where all of it has arrived."""
-    numel = buffer.numel()
-    if not operator.needs_one_tree:
-        pieces: Sequence[Piece] = _pieces(step.reductions, recvs, buffer)
+    """Reduce what a step receives, as it arrives. posted: None if all of it has arrived."""
+    # Python's flags are slow: most operators have none.
+    needs = operator.needs
+    by_segment = needs is not Needs.ANY_ORDER and Needs.ONE_TREE in needs
+    sum_partials: Callable[[torch.Tensor], None] | None = None
+    gather_partials: Callable[[torch.Tensor], torch.Tensor] | None = None
+    kinds: list[tuple[tuple[int, ...], Sequence[Reduction]]] = [((), step.reductions)]
+    parted = True
+    if by_segment:
+        if step.tree and not operator.reads_tree:
+            raise ValueError(f"{label} hands over a tree, which {operator} does not read: use vhdd")
+        kinds, context = _alike(step, operator, label), replace(call, label=label)
+        if step.tree and len(step.group) > 1:
+            gather_partials = partial(_gather_partials, group=step.group, step=context)
+        elif len(step.group) != 1:
+            sum_partials = partial(_sum_partials, group=step.group, step=context)
+        # Whole segments are reduced when all of them have arrived.
+        parted = sum_partials is not None or bool(step.tree)
+    for leaves, reductions in kinds:
+        pieces: Sequence[Piece] = _pieces(reductions, recvs, buffer)
         if posted is not None:
-            pieces = posted.pieces(pieces, apart=step.sent_first)
-        operator.reduce(Operands(pieces, numel, segments, None))
-        return
-    context = replace(call, label=label)
-    sum_partials, gather_partials = None, None
-    if not step.tree:
-        sum_partials = _partial_sum(step.group, context)
-    elif operator.reads_tree:
-        gather_partials = _partial_gather(step, operator, context)
-    else:
-        raise ValueError(f"{label} hands over a tree, which {operator} does not read: use vhdd")
-    for leaves, reductions in _alike(step, operator, label):
-        pieces = _pieces(reductions, recvs, buffer)
-        if posted is not None:
-            # What is reduced whole, segment by segment, waits for all of it.
-            parted = sum_partials is not None or bool(step.tree)
             pieces = posted.pieces(pieces, apart=step.sent_first and parted)
+        tree = step.tree if by_segment else ()
         operator.reduce(
-            Operands(pieces, numel, segments, sum_partials, leaves, step.tree, gather_partials)
+            Operands(pieces, buffer.numel(), segments, sum_partials, leaves, tree, gather_partials)
         )
 
 
 def _alike(
     step: LoweredStep, operator: Reducer, label: str
-) -> Iterable[tuple[tuple[int, ...], Sequence[Reduction]]]:
+) -> list[tuple[tuple[int, ...], Sequence[Reduction]]]:
     """Return the step's reductions by the ranks behind their operands.
 
-    There are two kinds or more only in steps that reduce whole segments: those that share dot
-    products reduce one pair of vectors.
+    Only steps that reduce whole segments have two kinds or more.
     """
-    if not step.reductions:
-        return [((), ())]
     found: dict[tuple[int, ...], list[Reduction]] = {}
     for reduction in step.reductions:
         if reduction.leaves is None:
             raise ValueError(
                 f"{label} does not say how many ranks stand behind what it reduces, which "
-                f"{operator} weighs: run what verify.with_leaves makes of the schedule"
+                f"{operator} weighs: run the schedule that verify.with_leaves returns"
             )
         found.setdefault(reduction.leaves, []).append(reduction)
-    return found.items()
+    return list(found.items()) or [((), ())]
 
 
 def _reduce_gathered(
@@ -175,10 +172,11 @@ def _side_by_side(
 def _pieces(
     reductions: Sequence[Reduction], recvs: Sequence[Message], buffer: torch.Tensor
 ) -> tuple[Piece, ...]:
-    """Return what is reduced: for each range what is received, and the rank's own value."""
+    """Return the operands of each range: what is received, and the rank's own value."""
     pieces = []
     for before, after, low, high, _ in reductions:
         mine = buffer[low:high]
+        # Loops: a comprehension is a call.
         operands = []
         for number in before:
             operands.append(recvs[number].tensor)
@@ -189,63 +187,28 @@ def _pieces(
     return tuple(pieces)
 
 
-def _partial_sum(
-    group: tuple[int, ...], step: CallContext
-) -> Callable[[torch.Tensor], None] | None:
-    """Return what sums over `group` by recursive doubling; None where that is this rank alone.
-
-    Addition commutes, so all ranks get equal bits.
-    """
-    if len(group) == 1:
-        return None
-
-    def sum_partials(partials: torch.Tensor) -> None:
-        if not group:
-            raise ValueError(f"{step.label} names no group to sum over; use rd, rechd or vhdd")
-        # The step's own workspace holds what is being reduced.
-        call = replace(step, label=f"the dot products of {step.label}", workspace=Workspace())
-        schedule = recursive_doubling.all_reduce(len(group))
-        execute(schedule, partials.view(-1), Sum, call, ranks=group)
-
-    return sum_partials
+def _sum_partials(partials: torch.Tensor, group: tuple[int, ...], step: CallContext) -> None:
+    """Sum over `group` by recursive doubling: addition commutes, so all ranks get equal bits."""
+    if not group:
+        raise ValueError(f"{step.label} names no group to sum over; use rd, rechd or vhdd")
+    # The step's own workspace holds what is being reduced.
+    call = replace(step, label=f"the dot products of {step.label}", workspace=Workspace())
+    execute(recursive_doubling.all_reduce(len(group)), partials.view(-1), Sum, call, ranks=group)
 
 
-def _partial_gather(
-    lowered: LoweredStep, operator: Reducer, step: CallContext
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what gathers the tables of a step's group; None where that is this rank alone.
-
-    By digits it adds up all but the last one's, in one order on all ranks.
-    """
-    group = lowered.group
-    if len(group) < 2:
-        return None
-
-    def gather_partials(table: torch.Tensor) -> torch.Tensor:
-        stride, tables = 1, table.unsqueeze(0)
-        for radix in lowered.digits or (len(group),):
-            table = tables[0] if stride == 1 else operator.add_tables(tables)
-            mine = group.index(step.transport.rank)
-            first = mine - mine // stride % radix * stride
-            alike = group[first : first + radix * stride : stride]
-            tables = _exchange_tables(table, alike, step)
-            stride *= radix
-        return tables
-
-    return gather_partials
-
-
-def _exchange_tables(table: torch.Tensor, ranks: Sequence[int], step: CallContext) -> torch.Tensor:
-    """Return the tables of all `ranks`, in their order."""
+def _gather_partials(
+    table: torch.Tensor, group: tuple[int, ...], step: CallContext
+) -> torch.Tensor:
+    """Return the tables of all ranks of `group`, in their order."""
     transport = step.transport
-    mine = ranks.index(transport.rank)
+    mine = group.index(transport.rank)
     # The next rank first, so that not all begin with the first one.
-    others = (*range(mine + 1, len(ranks)), *range(mine))
-    tables = table.new_empty(len(ranks), *table.shape)
+    others = (*range(mine + 1, len(group)), *range(mine))
+    tables = table.new_empty(len(group), *table.shape)
     tables[mine] = table
     transport.exchange(
-        [Message(ranks[other], tables[mine].view(-1)) for other in others],
-        [Message(ranks[other], tables[other].view(-1)) for other in others],
+        [Message(group[other], tables[mine].view(-1)) for other in others],
+        [Message(group[other], tables[other].view(-1)) for other in others],
         f"the tables of {step.label}",
         step.timeout,
     )

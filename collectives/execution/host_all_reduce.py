@@ -23,7 +23,7 @@ import torch
 from collectives.execution.all_reduce import AllReduceOptions, Runner
 from collectives.execution.call import Call
 from collectives.execution.vectors import Vector, vector_of
-from collectives.reducers import TREE_RANKS, Operands, Piece, Reducer, Sum, is_plain_sum
+from collectives.reducers import TREE_RANKS, Needs, Operands, Piece, Reducer, Sum, is_plain_sum
 from collectives.schedules.folding import balanced_tree
 from collectives.schedules.partition import piece_bounds
 from collectives.schedules.registry import algorithm
@@ -52,9 +52,6 @@ def plan_host_all_reduce(runner: Runner, call: Call) -> HostAllReduce | None:
         return None
     if call.kind not in ("all_reduce", "grouped_all_reduce") or not call.tensors:
         return None
-    if op.reads_tree and runner.climbs_in_levels(call):
-        # Other bits than those of all operands at once.
-        return None
     options, tensors = AllReduceOptions.of(call), call.tensors
     if options.prescale != 1.0 or not all(tensor.is_cpu for tensor in tensors):
         return None
@@ -71,7 +68,7 @@ def plan_host_all_reduce(runner: Runner, call: Call) -> HostAllReduce | None:
     at_once = _at_once(spec, op, vector, size, small=small)
     if at_once is None:
         return None
-    if op.needs_one_tree and at_once:
+    if at_once and Needs.ONE_TREE in op.needs:
         # By name it has the bits of `direct` by messages, which takes its tables slice by slice.
         small = small and spec.outer == "auto"
     repeats = call.request is not None
@@ -83,23 +80,23 @@ def _at_once(
 ) -> bool | None:
     """Return whether the operator gets all operands at once, or in pairs; None for messages."""
     name = spec.outer
-    if op.ordered:
+    if op.needs is Needs.ANY_ORDER:
+        if name == "direct" and spec.inner is None:
+            return True
+        return False if str(spec) in ("auto", "rd", "rechd", "vhdd") else None
+    if Needs.BALANCED_TREE in op.needs:
         # Every algorithm that can carry it makes the same tree.
         return True
     if spec.inner is not None:
         return None
-    if op.needs_one_tree:
+    if Needs.ONE_TREE in op.needs:
         rows = 1 if vector.segments is None else len(vector.segments) - 1
         by_tree = op.reads_tree and op.reads_tree_of(vector.dtype)
         if by_tree and (name == "direct" or (name == "auto" and size in TREE_RANKS)):
             return True if rows * 16 * size * size <= TABLE_BYTES else None
         in_slices = size == 2 and name in ("auto", "rechd", "vhdd") and rows * 24 <= TABLE_BYTES
         return False if in_slices or (small and name in ("auto", "rd")) else None
-    if op.operands == "all":
-        return True if name == "auto" or algorithm(name).all_at_once else None
-    if name == "direct":
-        return True
-    return False if name in ("auto", "rd", "rechd", "vhdd") and spec.shards == 1 else None
+    return True if name == "auto" or Needs.ALL_OPERANDS in algorithm(name).meets else None
 
 
 @dataclass(eq=False)
@@ -130,7 +127,9 @@ class HostAllReduce:
         size, rank = self.memory.size, self.memory.rank
         self.prescale = self.op.prescale(self.vector.dtype, size)
         # Dot products depend on where slices are cut, and by messages slices are nearly equal.
-        line = 1 if self.op.needs_one_tree else _LINE // self.vector.dtype.itemsize
+        needs = self.op.needs
+        self.one_tree = needs is not Needs.ANY_ORDER and Needs.ONE_TREE in needs
+        line = 1 if self.one_tree else _LINE // self.vector.dtype.itemsize
         lines = -(-self.vector.numel // line)
         first, last = (0, lines) if self.whole else piece_bounds(lines, size, rank)
         self.slice = first * line, min(last * line, self.vector.numel)
@@ -140,7 +139,7 @@ class HostAllReduce:
     @property
     def by_tree(self) -> bool:
         """Whether the operator is handed all ranks' operands with their tree."""
-        return self.at_once and self.op.needs_one_tree
+        return self.at_once and self.one_tree
 
     @property
     def nbytes(self) -> int:
@@ -204,7 +203,7 @@ class HostAllReduce:
         if size > 2 and not self.whole and is_plain_sum(op):
             # The same bits in one pass, and in memory's bandwidth the same work is half as dear.
             return [self._bound(_TREE_SUM, operands)]
-        sums = tables.sum if op.needs_one_tree and not self.whole else None
+        sums = tables.sum if self.one_tree and not self.whole else None
         places, steps = list(parts), []
         between = self._between(target) if self.whole else parts
         for i, (left, right, *behind) in enumerate(balanced_tree(size)):

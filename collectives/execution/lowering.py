@@ -1,9 +1,4 @@
-"""Lowering: one rank's steps of a schedule as ranges of elements.
-
-A schedule counts in chunks and in ranks of its own; a lowered step says which elements go to which
-rank of the transport. It depends on nothing but the schedule, the rank and where chunks begin, so
-what was lowered last is kept.
-"""
+"""Lowering: one rank's steps of a schedule, in elements and in ranks of the transport."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from typing import NamedTuple
 from collectives.schedules.partition import Ranges, segment_bounds, split_bounds
 from collectives.schedules.schedule import Action, Schedule, Step, Tree, steps_of
 
-# Of the latest schedules and lengths. One of 1,024 ranks' rings takes a megabyte.
+# A ring of 1,024 ranks takes a megabyte.
 _MAX_ENTRIES = 128
 
 
@@ -31,11 +26,10 @@ class Reduction(NamedTuple):
     """Elements [low, high) of the buffer with what is received for them.
 
     Attributes:
-        before: Numbers of the step's receives, in the order of the reduction, up to the rank's own
-            value.
-        after: Those behind it.
-        leaves: How many ranks stand behind each operand, in the order of the reduction; None where
-            the schedule does not say.
+        before: Numbers of the step's receives that precede the rank's own value, in order.
+        after: Numbers of the receives that follow it.
+        leaves: How many ranks stand behind each operand, in order; None if the schedule does not
+            say.
     """
 
     before: tuple[int, ...]
@@ -49,10 +43,10 @@ class LoweredStep(NamedTuple):
     """A step in elements. Peers and group are ranks of the transport; the rest is as in a `Step`.
 
     Attributes:
-        name: What an error calls it.
+        name: For errors.
         staged: Elements that are received but must not be in the buffer yet.
-        sent_first: Whether what a part of a message is reduced into has been sent when that part
-            has arrived.
+        sent_first: Whether the elements that a part of a message is reduced into have been sent
+            when that part arrives.
     """
 
     name: str
@@ -64,14 +58,10 @@ class LoweredStep(NamedTuple):
     group: tuple[int, ...]
     phase: int
     tree: Tree
-    digits: tuple[int, ...]
 
 
 def chunk_bounds(schedule: Schedule, numel: int, segments: Sequence[int] | None) -> list[int]:
-    """Return the element boundaries of the schedule's chunks in a buffer of `numel` elements.
-
-    The chunks are nearly equal, and whole segments where the schedule asks for that.
-    """
+    """Return the element boundaries of nearly equal chunks, of whole segments if so scheduled."""
     if not schedule.whole_segments:
         return split_bounds(numel, schedule.chunks)
     return segment_bounds((0, numel) if segments is None else segments, schedule.chunks)
@@ -100,7 +90,7 @@ def lower_evenly(
     segments: tuple[int, ...] | None,
     members: tuple[int, ...],
 ) -> tuple[LoweredStep, ...]:
-    """Return the same steps where the schedule's chunks are those of `chunk_bounds`."""
+    """Return the same steps for the chunks of `chunk_bounds`."""
     return lower(schedule, rank, tuple(chunk_bounds(schedule, numel, segments)), members)
 
 
@@ -137,12 +127,11 @@ def _lower_step(
         group=tuple(members[r] for r in step.group),
         phase=step.phase,
         tree=step.tree,
-        digits=step.digits,
     )
 
 
 def _leaves(received: Sequence[tuple[int, int] | None], before: int) -> tuple[int, ...] | None:
-    """Return how many ranks stand behind each operand, of which `before` precede the own value."""
+    """Return how many ranks stand behind each operand; `before` of them precede the own value."""
     said = [leaves for leaves in received if leaves is not None]
     if len(said) < len(received):
         return None
@@ -151,7 +140,7 @@ def _leaves(received: Sequence[tuple[int, int] | None], before: int) -> tuple[in
 
 
 def sent_first(step: Step) -> bool:
-    """Whether what a part of a message is reduced into has been sent when that part arrives."""
+    """Return whether the elements that a message is reduced into are sent before it arrives."""
     sent = Ranges(each[1:3] for each in step.sends)
     received = {each[1:3] for each in step.recvs if each.action is not Action.COPY}
     return all(sent.overlapping(*each) <= (each in sent) for each in received)

@@ -21,10 +21,9 @@ from collectives.execution.all_reduce import (
     grouped_all_reduce,
 )
 from collectives.execution.call import Call
-from collectives.execution.owned_trees import reduce_trees_to_owners, send_to_owners
-from collectives.execution.owned_vectors import owned_vectors, owners_of
+from collectives.execution.owners import broadcast_from_owners, reduce_to_owners
 from collectives.execution.vectors import flatten, multiply
-from collectives.reducers import Reducer, Sum
+from collectives.reducers import Needs, Reducer, Sum
 from collectives.schedules import binomial_tree, bruck, direct, ring
 from collectives.schedules.auto import all_gather_schedule, reduce_schedule
 from collectives.schedules.partition import split_bounds
@@ -38,45 +37,16 @@ _NO_OUT = -1
 
 def _reduce(runner: Runner, call: Call) -> Tensor:
     (tensor,) = call.tensors
-    _reduce_onto(runner, call, tensor, call.options["dst"])
-    return tensor
-
-
-def _reduce_onto(runner: Runner, call: Call, tensor: Tensor, dst: int) -> None:
-    flat = flatten(tensor)
+    flat, dst = flatten(tensor), call.options["dst"]
     multiply(flat, runner.factor(call, flat.dtype))
-    if call.op.ordered:
+    if Needs.BALANCED_TREE in call.op.needs:
         schedule = direct.reduce(runner.size, dst)
     else:
         schedule = reduce_schedule(flat.nbytes, dst, runner.size)
     runner.execute(call, schedule, flat, call.op)
     if runner.rank == dst:
         runner.finish(call, flat)
-
-
-def _reduce_to_owners(runner: Runner, call: Call) -> list[int]:
-    chosen = owners_of(call, runner.size)
-    if not (call.op.associative or call.op.ordered):
-        reduce_trees_to_owners(runner, call, chosen)
-        return chosen
-    if call.options["owners"] is not None:
-        for vector in owned_vectors(runner, call, chosen):
-            vector.reduce()
-        return chosen
-    for tensor, owner in zip(call.tensors, chosen, strict=True):
-        _reduce_onto(runner, call, tensor, owner)
-    return chosen
-
-
-def _broadcast_from_owners(runner: Runner, call: Call) -> Sequence[Tensor]:
-    chosen = owners_of(call, runner.size)
-    if call.options["owners"] is not None:
-        for vector in owned_vectors(runner, call, chosen):
-            vector.broadcast()
-        return call.tensors
-    for tensor, owner in zip(call.tensors, chosen, strict=True):
-        runner.execute(call, binomial_tree.broadcast(runner.size, owner), flatten(tensor), Sum)
-    return call.tensors
+    return tensor
 
 
 def _broadcast(runner: Runner, call: Call) -> Tensor:
@@ -96,9 +66,7 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
     schedule = _reduce_scatter_schedule(op, size)
     if schedule is None:
         options = AllReduceOptions.of(call)._replace(specs=parse_all_reduce_spec("auto"))
-        held = runner.all_reduce(flat, op, options, call.label, gather=False)
-        slots = [(owner, *ends) for owner, ends in enumerate(pairwise(bounds))]
-        send_to_owners(runner, call, flat, held, slots)
+        runner.all_reduce(flat, op, options, call.label)
     else:
         multiply(flat, runner.factor(call, flat.dtype))
         runner.execute(call, schedule, flat, op, bounds)
@@ -116,12 +84,10 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
 
 
 def _reduce_scatter_schedule(op: Reducer, size: int) -> Schedule | None:
-    """Return what leaves each rank its piece; None where that is a part of an all-reduce."""
-    if op.associative:
+    """Return a schedule that leaves each rank its piece; None if only an all-reduce can."""
+    if not op.needs:
         return ring.reduce_scatter(size)
-    if op.ordered or (op.operands == "all" and not op.needs_one_tree):
-        return direct.reduce_scatter(size)
-    return None
+    return None if Needs.ONE_TREE in op.needs else direct.reduce_scatter(size)
 
 
 def _all_gather(runner: Runner, call: Call) -> Tensor:
@@ -221,8 +187,8 @@ OPERATIONS: dict[str, Callable[[Runner, Call], Any]] = {
     "grouped_all_reduce": grouped_all_reduce,
     "run": all_reduce,
     "reduce": _reduce,
-    "reduce_to_owners": _reduce_to_owners,
-    "broadcast_from_owners": _broadcast_from_owners,
+    "reduce_to_owners": reduce_to_owners,
+    "broadcast_from_owners": broadcast_from_owners,
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
     "all_gather_bytes": _all_gather_bytes,

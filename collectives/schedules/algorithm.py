@@ -1,4 +1,4 @@
-"""What the rest of the package knows of an all-reduce algorithm: its record."""
+"""The record of an all-reduce algorithm, and whether an algorithm can carry an operator."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from collectives.reducers import Needs
 from collectives.schedules.schedule import ScatterGather, Schedule, sharded
 from collectives.schedules.topology import Topology
 
+_SPELLED_OUT = 8
+
 
 class Order(Enum):
-    """The expression tree of a reduction whose order is part of its answer, as Adasum's is."""
+    """The expression tree of a reduction whose order is part of its result, as Adasum's is."""
 
     BALANCED = "as a balanced tree"
     LINE = "in rank order"
@@ -34,6 +37,18 @@ class Order(Enum):
         return joined[0]
 
 
+def tree_text(size: int) -> str:
+    """Return the balanced tree over so many ranks, as errors print it."""
+    if size > _SPELLED_OUT:
+        pairs = "((0·1)·(2·3))" if size == 1 << (size.bit_length() - 1) else "(0·1)"
+        return f"the balanced tree {pairs}·... over {size} ranks"
+    return _text(Order.BALANCED.tree(range(size)))
+
+
+def _text(tree: Any) -> str:
+    return str(tree) if isinstance(tree, int) else f"({'·'.join(map(_text, tree))})"
+
+
 class Shards(Enum):
     """How many shards (`name#k`) an algorithm takes at most."""
 
@@ -43,10 +58,10 @@ class Shards(Enum):
 
 
 class RoundRobin(NamedTuple):
-    """What an algorithm that places shards on the ranks in turn must know of a call.
+    """The part of a call that matters to an algorithm that places shards on the ranks in turn.
 
     Attributes:
-        tensors: How many the buffer holds.
+        tensors: How many tensors the buffer holds.
         first: The rank that the first shard goes to, modulo the number of ranks.
     """
 
@@ -58,14 +73,14 @@ ONE_TENSOR = RoundRobin()
 
 
 class Level(NamedTuple):
-    """The ranks that an all-reduce runs over: all of them, those of one node, or one a node.
+    """The ranks that an all-reduce runs over: all ranks, the ranks of a node, or one per node.
 
     Attributes:
+        size: Number of ranks.
         shards: As in `name#shards`.
-        topology: Where the ranks are; None where there is one a node.
+        topology: Where the ranks are; None for one rank per node.
         one_tree: Whether the operator needs the same expression tree for every element.
         round_robin: For algorithms that place shards on the ranks in turn.
-        at_once: Whether the operator needs all ranks' operands in one reduction.
     """
 
     size: int
@@ -73,28 +88,58 @@ class Level(NamedTuple):
     topology: Topology | None = None
     one_tree: bool = False
     round_robin: RoundRobin = ONE_TENSOR
-    at_once: bool = False
-
-
-class Needs(NamedTuple):
-    """What an operator needs of the algorithm that carries it.
-
-    Attributes:
-        one_tree: One expression tree for all elements of a segment.
-        at_once: All ranks' operands at once.
-        reads_tree: Nothing more where several operands meet, as it reads their tree.
-        ordered: The balanced tree for every element.
-    """
-
-    one_tree: bool = False
-    at_once: bool = False
-    reads_tree: bool = False
-    ordered: bool = False
 
 
 def by_size(make: Callable[[int], Schedule]) -> Callable[[Level], Schedule]:
-    """Return what makes the all-reduce of a level, in its shards, where that goes by size."""
+    """Return a function that makes the all-reduce of a level, in its shards, from its size."""
     return lambda level: sharded(make(level.size), level.shards)
+
+
+ALL = Needs.ONE_TREE | Needs.ALL_OPERANDS | Needs.BALANCED_TREE
+"""What an algorithm meets whose every reduction is of all ranks' operands, in rank order."""
+IN_A_TREE = Needs.ONE_TREE | Needs.BALANCED_TREE
+"""What an algorithm meets that reduces pairs by the balanced tree."""
+
+
+class Carrier(Protocol):
+    """An algorithm, or a schedule that was proved: `Algorithm`, `verify.Proof`."""
+
+    @property
+    def meets(self) -> Needs:
+        """The needs of an operator that it meets."""
+
+    @property
+    def by_tree(self) -> bool:
+        """Whether more than two operands meet with their tree."""
+
+
+def refusal(
+    carrier: Carrier, needs: Needs, reads_tree: bool, *, op: str = "it", size: int = 1
+) -> str:
+    """Return why an algorithm or schedule cannot carry an operator; "" if it can.
+
+    Args:
+        carrier: The algorithm or schedule.
+        needs: The operator's needs.
+        reads_tree: Whether the operator reads trees, of the tensors' dtype.
+        op: The operator's name in the text, whose subject is the algorithm.
+        size: Number of ranks.
+    """
+    lacks = needs & ~carrier.meets
+    if Needs.ALL_OPERANDS in lacks:
+        why = "which needs all ranks' operands at once, in rank order"
+    elif Needs.BALANCED_TREE in lacks:
+        why = f"which needs every element as {tree_text(size)} (order='tree')"
+    elif Needs.ONE_TREE in lacks:
+        why = (
+            "which needs one expression tree for all elements of a segment, and in each reduction "
+            "the group of ranks that hold the whole operands"
+        )
+    elif Needs.ONE_TREE in needs and carrier.by_tree and not reads_tree:
+        why = "which does not read the trees of operands that it hands over"
+    else:
+        return ""
+    return f"cannot carry {op}, {why}"
 
 
 @dataclass(frozen=True)
@@ -104,16 +149,15 @@ class Algorithm:
     Attributes:
         name: As in the specification.
         summary: What it does, as in the README's table.
-        order: The order of the ranks for an operator that needs one tree; None where the algorithm
+        order: The order of the ranks for an operator that needs one tree; None if the algorithm
             cannot carry such an operator.
-        all_at_once: Whether every reduction is of all ranks' operands at once, in rank order, of
-            a level that is `at_once`, so that it can carry an operator that needs them so.
-        by_tree: Whether more than two operands meet, whose tree a step says: an operator that needs
-            one tree must then read trees.
-        pairwise: Of one by_tree, the algorithm that reduces the same tree in pairs, for dtypes of
-            which the operator reads none.
+        meets: The needs of an operator that it meets.
+        by_tree: Whether more than two operands meet with their tree, which an operator that needs
+            one tree must then read.
+        pairwise: If by_tree, the algorithm that reduces the same tree in pairs, for dtypes whose
+            trees the operator does not read.
         schedule: Makes the all-reduce of a level; None for a library's own.
-        scatter_gather: Makes the same all-reduce in two parts, where it may stand inside a node.
+        scatter_gather: Makes the same all-reduce in two parts, if it may stand inside a node.
         outer: Whether it may stand across nodes.
         shards: How many shards it takes.
         on_host: Whether it reduces in host memory.
@@ -121,8 +165,8 @@ class Algorithm:
 
     name: str
     summary: str
-    order: Order | None
-    all_at_once: bool = False
+    order: Order | None = None
+    meets: Needs = Needs.ANY_ORDER
     by_tree: bool = False
     pairwise: str | None = None
     schedule: Callable[[Level], Schedule] | None = None
@@ -137,11 +181,6 @@ class Algorithm:
         return self.schedule is None
 
     @property
-    def makes_tree(self) -> bool:
-        """Whether every element is the balanced tree, or all operands meet, to be joined by it."""
-        return self.order is Order.BALANCED or self.all_at_once
-
-    @property
     def is_round_robin(self) -> bool:
         """Whether it places the shards of all tensors of a call on the ranks in turn."""
         return self.shards is Shards.PER_RANK
@@ -151,31 +190,16 @@ class Algorithm:
         """Whether it may stand inside a node: in two parts, or a library's."""
         return self.is_library or self.scatter_gather is not None
 
-    def carries(self, needs: Needs) -> bool:
-        """Whether its schedule can carry an operator with such needs over all ranks."""
-        whole = self.order is not None and (needs.reads_tree or not self.by_tree)
-        return (
-            not self.is_library
-            and (whole or not needs.one_tree)
-            and (self.all_at_once or not needs.at_once)
-            and (self.makes_tree or not needs.ordered)
-        )
-
-    def most_shards(self, size: int, local_size: int) -> int | None:
-        """Return the most shards that it takes, None for any number.
+    def check_shards(self, shards: int, size: int, local_size: int) -> None:
+        """Raise ValueError for fewer shards than 1, or more than it takes.
 
         size: Number of ranks that it runs over. local_size: Ranks of a node of the whole topology.
         """
-        if self.shards is Shards.PER_RANK:
-            return size
-        return local_size if self.shards is Shards.PER_LOCAL_RANK and size > 1 else None
-
-    def check_shards(self, shards: int, size: int, local_size: int) -> None:
-        """Raise ValueError for less than 1 shard, or more than `most_shards`."""
-        most = self.most_shards(size, local_size)
+        most = {Shards.PER_RANK: size, Shards.PER_LOCAL_RANK: local_size}.get(self.shards)
         if shards < 1:
             raise ValueError(f"{self.name} takes at least 1 shard, got {shards}")
-        if most is not None and shards > most:
+        # One rank takes any number of rings.
+        if most is not None and shards > most and (size > 1 or self.is_round_robin):
             raise ValueError(
                 f"{self.name} takes 1 to {most} shards, {self.shards.value}, got {shards}"
             )

@@ -36,9 +36,9 @@ def broadcast(size: int, root: int) -> Schedule:
 
 
 def _reduce_steps(size: int, root: int, rank: int) -> Iterator[Step]:
-    """Yield the steps by which `root` gets the reduction in the tree of `rd`, to the bit for sums.
+    """Yield the steps by which `root` gets the reduction in the tree of `rd`.
 
-    Leaves are those of folding, but that `root` stands for its pair itself.
+    Leaves are those of folding, except that `root` stands for its pair itself.
     """
     fold = Fold(size)
     pairs = 2 * fold.extra
@@ -63,10 +63,7 @@ def _reduce_steps(size: int, root: int, rank: int) -> Iterator[Step]:
 
 
 def _towards(peer: int, *, first: bool, receives: bool) -> Step:
-    """Return a rank's step with `peer`, after which one of them has what both had.
-
-    first: whether this rank's value is the left operand.
-    """
+    """Return a rank's step with `peer`; first: whether this rank's value is the left operand."""
     if not receives:
         return Step(sends=(Transfer(peer, 0, 1),))
     action = Action.REDUCE_RIGHT if first else Action.REDUCE_LEFT

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache, partial
 
-from collectives.schedules.algorithm import Algorithm, Order, by_size
+from collectives.schedules.algorithm import ALL, Algorithm, Order, by_size
 from collectives.schedules.schedule import Collective, Schedule, Step, Transfer
 
 
@@ -59,7 +59,7 @@ BRUCK = Algorithm(
     "bruck",
     "every rank gets all vectors, for tiny messages",
     Order.LINE,
-    all_at_once=True,
+    ALL,
     schedule=by_size(all_reduce),
     outer=False,
 )

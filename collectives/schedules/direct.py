@@ -6,24 +6,20 @@ extra memory, the slices of the n - 1 other ranks. Each rank sends n - 1 message
 where latency is all that counts `rd` is faster.
 
 An operator that reads trees is handed all n operands with the tree of `rd` and `vhdd`, for which it
-needs tables of all slices: one small exchange more, of every rank with every other, between the two
-steps. Adasum's are Gram matrices, since every vector of its tree is a linear combination of the
-ranks' vectors. Of more than 16 ranks, and where nodes and their ranks are powers of two, it climbs
-the tree in levels (`digits.py`): inside the nodes first, at most 8 operands at a time. Other
-operators take all operands in rank order. Sources: the direct algorithms of Thakur, Rabenseifner
-and Gropp, IJHPCA 2005; the Gram matrix is this library's own.
+needs tables of all slices: between the two steps every rank sends every other one its table. Adasum
+takes Gram matrices, since every vector of its tree is a linear combination of the ranks' vectors.
+Tables grow with the square of the ranks, so that `vhdd` is better for more than 16. Other operators
+take all operands in rank order. Sources: the direct algorithms of Thakur, Rabenseifner and Gropp,
+IJHPCA 2005; the Gram matrix is this library's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
 
-from collectives.schedules import digits
-from collectives.schedules.algorithm import Algorithm, Level, Order
-from collectives.schedules.folding import Fold, balanced_tree
-from collectives.schedules.partition import split_bounds
+from collectives.schedules.algorithm import ALL, Algorithm, Order, by_size
+from collectives.schedules.folding import balanced_tree
 from collectives.schedules.schedule import (
     Action,
     Collective,
@@ -32,13 +28,7 @@ from collectives.schedules.schedule import (
     Step,
     Transfer,
     back,
-    sharded,
 )
-
-# Ranks whose operands meet at once wherever they are alike.
-_MOST_AT_ONCE = 16
-# Of a digit: 8 ranks, of whose slices kernels read each once.
-_MOST_BITS = 3
 
 
 def _scatter(size: int, rank: int) -> Iterator[Step]:
@@ -103,39 +93,13 @@ def reduce(size: int, root: int) -> Schedule:
     return Schedule("direct reduce", size, size, Collective.REDUCE, steps, root=root)
 
 
-def _radices(level: Level) -> tuple[int, ...]:
-    """Return the digits by which a tree is climbed; none where all operands meet at once."""
-    size = level.size
-    local = 1 if level.topology is None else level.topology.local_size
-    if not level.one_tree or level.at_once:
-        return ()
-    leaves = Fold(size).leaves
-    # Of nodes of other sizes no level would be one node.
-    near = local if local < size == leaves else 1
-    if near == 1 and size <= _MOST_AT_ONCE:
-        return ()
-    return *radices_of(near), *radices_of(leaves // near)
-
-
-def radices_of(leaves: int) -> tuple[int, ...]:
-    """Return the digits of a power of two of leaves: as few and as equal as up to 8 can be."""
-    bits = leaves.bit_length() - 1
-    bounds = split_bounds(bits, -(-bits // _MOST_BITS)) if bits else [0]
-    return tuple(1 << (stop - start) for start, stop in pairwise(bounds))
-
-
-def _schedule(level: Level) -> Schedule:
-    radices = _radices(level)
-    return digits.all_reduce(level.size, radices) if radices else all_reduce(level.size)
-
-
 DIRECT = Algorithm(
     "direct",
     "each rank reduces its slice of all vectors at once, for Adasum by one Gram matrix",
     Order.BALANCED,
-    all_at_once=True,
+    ALL,
     by_tree=True,
     pairwise="vhdd",
-    schedule=lambda level: sharded(_schedule(level), level.shards),
+    schedule=by_size(all_reduce),
     scatter_gather=lambda level: scatter_gather(level.size).sharded(level.shards),
 )

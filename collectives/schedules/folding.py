@@ -9,7 +9,7 @@ Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 20
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -56,11 +56,7 @@ class Fold:
         return width + min(max(self.extra - (leaf - leaf % width), 0), width)
 
     def ranks_behind(self, leaf: int, distance: int) -> tuple[int, int]:
-        """Return how many ranks stand behind both operands of the level of `distance`.
-
-        These are the aligned blocks of so many leaves that `leaf` and its partner are in, the
-        leaf's own first.
-        """
+        """Return how many ranks stand behind the operands of the level of `distance`, own first."""
         return self.behind(leaf, distance), self.behind(leaf ^ distance, distance)
 
     def block(self, leaf: int, width: int) -> tuple[int, ...]:
@@ -68,7 +64,7 @@ class Fold:
         return _block(self, leaf - leaf % width, width)
 
 
-# All ranks of a block ask for it, and those of a large one hold as many numbers as there are ranks.
+# All ranks of a block share one tuple, which may be as long as there are ranks.
 @lru_cache(maxsize=256)
 def _block(fold: Fold, first: int, width: int) -> tuple[int, ...]:
     return tuple(fold.rank(leaf) for leaf in range(first, first + width))
@@ -78,17 +74,8 @@ def _block(fold: Fold, first: int, width: int) -> tuple[int, ...]:
 def balanced_tree(size: int) -> Tree:
     """Return the whole tree of `size` operands in rank order: pairs folded in, then the levels."""
     fold = Fold(size)
-    leaves = [(fold.rank(leaf), fold.behind(leaf, 1)) for leaf in range(fold.leaves)]
-    pairs = [(2 * i, 2 * i + 1, 1, 1) for i in range(fold.extra)]
-    return (*pairs, *joins(leaves))
-
-
-def joins(operands: Sequence[tuple[int, int]]) -> Tree:
-    """Return the balanced tree of a power of two of operands.
-
-    operands: Of each its number in the reduction, and how many ranks stand behind it.
-    """
-    found: list[tuple[int, int, int, int]] = []
+    operands = [(fold.rank(leaf), fold.behind(leaf, 1)) for leaf in range(fold.leaves)]
+    found = [(2 * i, 2 * i + 1, 1, 1) for i in range(fold.extra)]
     while len(operands) > 1:
         pairs = list(zip(operands[::2], operands[1::2], strict=True))
         found += [(left, right, p, q) for (left, p), (right, q) in pairs]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache, partial
 
-from collectives.schedules.algorithm import Algorithm, Order, by_size
+from collectives.schedules.algorithm import ALL, Algorithm, Order, by_size
 from collectives.schedules.schedule import Collective, Schedule, Step, Transfer
 
 
@@ -38,7 +38,7 @@ ONE_SHOT = Algorithm(
     "oneshot",
     "every rank sends its vector to all others, in one step",
     Order.LINE,
-    all_at_once=True,
+    ALL,
     schedule=by_size(all_reduce),
     outer=False,
 )

@@ -6,8 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from collectives import validation
-from collectives.reducers import Reducer, Sum
-from collectives.schedules.algorithm import Order
+from collectives.reducers import Needs, Reducer, Sum
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 from collectives.schedules.symbolic_step import Joins
@@ -15,22 +14,19 @@ from collectives.schedules.topology import Topology, topology_of
 from collectives.schedules.verify import verify
 from collectives.tree_order import in_order
 
-_SPELLED_OUT = 8
-
 
 def order_of(
     algorithm: str, size: int, op: Reducer = Sum, *, order: str | None = None, nodes: int = 1
 ) -> Any:
     """Return the expression tree of every element of an all-reduce.
 
-    A rank is its number, and a reduction of two operands a pair: of `rd` on 4 ranks
-    ((0, 1), (2, 3)). It is read off the schedule, which `verify` runs for all ranks on symbols: for
-    up to some hundred of them.
+    A rank is its number, and a reduction of two operands a pair. It is read off the schedule, which
+    `verify` runs for all ranks on symbols: for up to some hundred of them.
 
     Args:
         algorithm: One range of a specification, such as "rd", "xring#2" or "rechd/rd".
         size: Number of ranks.
-        op: The operator, whose way to join more than two operands at once is part of the answer.
+        op: The operator, which may join more than two operands at once.
         order: As in `Group.all_reduce`.
         nodes: Over how many nodes the ranks are spread evenly.
 
@@ -49,12 +45,12 @@ def order_of(
     specs = parse_all_reduce_spec(algorithm)
     if len(specs) > 1 or specs[0].outer == "auto":
         raise ValueError(f"algorithm must be one algorithm, such as 'rd', got {algorithm!r}")
-    return tree_of(specs[0], topology, joins_of(op), op.needs_one_tree)
+    return tree_of(specs[0], topology, joins_of(op), Needs.ONE_TREE in op.needs)
 
 
 def joins_of(op: Reducer) -> Joins:
     """Return how an operator joins more than two operands at once."""
-    if op.ordered:
+    if Needs.BALANCED_TREE in op.needs:
         return "tree"
     return "said" if op.reads_tree else "list"
 
@@ -70,15 +66,3 @@ def tree_of(spec: AllReduceSpec, topology: Topology, joins: Joins, one_tree: boo
             "orders: use one with one order, such as 'rd'"
         )
     return tree
-
-
-def tree_text(size: int) -> str:
-    """Return the balanced tree over so many ranks, as errors print it."""
-    if size > _SPELLED_OUT:
-        pairs = "((0·1)·(2·3))" if size == 1 << (size.bit_length() - 1) else "(0·1)"
-        return f"the balanced tree {pairs}·... over {size} ranks"
-    return _text(Order.BALANCED.tree(range(size)))
-
-
-def _text(tree: Any) -> str:
-    return str(tree) if isinstance(tree, int) else f"({'·'.join(map(_text, tree))})"

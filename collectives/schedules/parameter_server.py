@@ -5,13 +5,12 @@ ranks spread over the n ranks, a gather rank sends and receives (n + g - 2) / g 
 other rank the whole of it; a gather rank needs (n - 1) / g of it as extra memory, which `pscpu`
 takes on the host and `psgpu` on the device.
 
-Every tensor of a call has k shards, which are placed on all ranks in turn. Shards that lie in one
-buffer are joined to one region a gather rank, in g = min(n, k · tensors) regions of equal length:
-no rank gets more bytes than shard by shard, and each gets one message from each peer,
-not one a shard. Each call begins with the rank behind that of the call before.
+Every tensor of a call has k shards, which are placed on all ranks in turn. Shards in one buffer are
+joined to one region per gather rank, g = min(n, k · tensors) regions of equal length, so that each
+rank gets one message from each peer. Each call begins one rank after the call before.
 
 Each shard is reduced in one n-way pass in rank order, so every shard has the tree ((0 · 1) · 2) ·
-... whichever rank gathers it; for an operator that needs one tree, regions are whole segments.
+...; for an operator that needs one tree, regions are whole segments.
 Sources: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014; the
 shuffle all-reduce of the TensorFlow benchmarks.
 """
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from collectives.schedules.algorithm import Algorithm, Order, Shards
+from collectives.schedules.algorithm import ALL, Algorithm, Level, Order, Shards
 from collectives.schedules.schedule import Action, ScatterGather, Schedule, Step, Transfer, back
 
 
@@ -80,32 +79,28 @@ def all_reduce(
     first: int = 0,
 ) -> Schedule:
     """Return `pscpu` or `psgpu`; whole_segments is for operators that need one tree."""
-    parts = scatter_gather(
-        size, shards, name, whole_segments=whole_segments, tensors=tensors, first=first
-    )
+    options = {"whole_segments": whole_segments, "tensors": tensors, "first": first}
+    parts = scatter_gather(size, shards, name, **options)
     return replace(parts.all_reduce(), whole_segments=whole_segments)
 
 
 def _record(name: str, where: str, *, on_host: bool) -> Algorithm:
+    def options(level: Level) -> dict[str, int]:
+        tensors, first = level.round_robin
+        return {"tensors": tensors, "first": first % level.size}
+
+    def schedule(level: Level) -> Schedule:
+        one_tree = level.one_tree
+        return all_reduce(level.size, level.shards, name, whole_segments=one_tree, **options(level))
+
     return Algorithm(
         name,
         f"k shards of each tensor, on all ranks in turn, which reduce them in {where} memory",
         Order.LINE,
-        all_at_once=True,
-        schedule=lambda level: all_reduce(
-            level.size,
-            level.shards,
-            name,
-            whole_segments=level.one_tree,
-            tensors=level.round_robin.tensors,
-            first=level.round_robin.first % level.size,
-        ),
+        ALL,
+        schedule=schedule,
         scatter_gather=lambda level: scatter_gather(
-            level.size,
-            level.shards,
-            name,
-            tensors=level.round_robin.tensors,
-            first=level.round_robin.first % level.size,
+            level.size, level.shards, name, **options(level)
         ),
         shards=Shards.PER_RANK,
         on_host=on_host,

@@ -35,10 +35,9 @@ def piece_bounds(numel: int, pieces: int, index: int) -> tuple[int, int]:
 
 
 def segment_bounds(segments: Sequence[int], pieces: int) -> list[int]:
-    """Return the boundaries of consecutive pieces of whole segments, as equal as those allow.
+    """Return the boundaries of `split_bounds`, each moved to the nearest boundary of a segment.
 
-    Each boundary of `split_bounds` moves to the nearest one of a segment, so pieces may be empty.
-    segments: Element boundaries (0, ..., numel), not descending.
+    segments: Element boundaries (0, ..., numel), not descending. Pieces may be empty.
     """
     bounds = []
     for ideal in split_bounds(segments[-1], pieces):
@@ -50,7 +49,7 @@ def segment_bounds(segments: Sequence[int], pieces: int) -> list[int]:
 
 
 class Ranges:
-    """Half-open (start, stop), each once; made so that looking one up costs a logarithm."""
+    """Half-open (start, stop), each once; a look-up costs a logarithm."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         self._ranges = {*ranges}
@@ -62,5 +61,5 @@ class Ranges:
 
     def overlapping(self, start: int, stop: int) -> int:
         """Return how many have a number in common with [start, stop)."""
-        # All that begin before its end, less those that have ended before it begins.
+        # Those that begin before its end, less those that have ended before it begins.
         return bisect_left(self._starts, stop) - bisect_right(self._stops, start)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from collectives.schedules.algorithm import Algorithm, Order, by_size
+from collectives.schedules.algorithm import IN_A_TREE, Algorithm, Order, by_size
 from collectives.schedules.folding import Fold, fold_in, on_leaves
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer, back
 
@@ -43,5 +43,9 @@ def all_reduce(size: int) -> Schedule:
 
 
 RD = Algorithm(
-    "rd", "recursive doubling, for small messages", Order.BALANCED, schedule=by_size(all_reduce)
+    "rd",
+    "recursive doubling, for small messages",
+    Order.BALANCED,
+    IN_A_TREE,
+    schedule=by_size(all_reduce),
 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from collectives.schedules.algorithm import Algorithm, Order, by_size
+from collectives.schedules.algorithm import IN_A_TREE, Algorithm, Order, by_size
 from collectives.schedules.folding import Fold, fold_in, on_leaves
 from collectives.schedules.schedule import Action, ScatterGather, Schedule, Step, Transfer, back
 
@@ -65,6 +65,7 @@ RECHD = Algorithm(
     "rechd",
     "recursive halving and doubling",
     Order.BALANCED,
+    IN_A_TREE,
     schedule=by_size(all_reduce),
     scatter_gather=lambda level: scatter_gather(level.size).sharded(level.shards),
 )
@@ -73,5 +74,6 @@ VHDD = Algorithm(
     "vhdd",
     "the same steps, named for Adasum",
     Order.BALANCED,
+    IN_A_TREE,
     schedule=by_size(lambda size: all_reduce(size, "vhdd")),
 )

@@ -1,11 +1,11 @@
 """All all-reduce algorithms by the names of the specification string.
 
-An algorithm is added by one line here; its names, shards and tree are in the record beside its
-steps.
+An algorithm is added by one entry here; the record beside its steps has the rest.
 """
 
 from __future__ import annotations
 
+from collectives.reducers import Needs
 from collectives.schedules import (
     bruck,
     direct,
@@ -14,29 +14,28 @@ from collectives.schedules import (
     recursive_doubling,
     recursive_halving,
     ring,
-    swing,
 )
-from collectives.schedules.algorithm import Algorithm, Needs
+from collectives.schedules.algorithm import Algorithm, refusal
 
-_RECORDS = (
-    ring.XRING,
-    recursive_halving.RECHD,
-    recursive_halving.VHDD,
-    direct.DIRECT,
-    swing.SWING,
-    recursive_doubling.RD,
-    bruck.BRUCK,
-    one_shot.ONE_SHOT,
-    parameter_server.PSGPU,
-    parameter_server.PSCPU,
-    Algorithm(
-        "collective", "torch.distributed's own all_reduce, k pieces in flight", None, outer=False
-    ),
-    Algorithm("nccl", "NCCL's own all-reduce", None, outer=False),
-)
-
-ALGORITHMS: dict[str, Algorithm] = {record.name: record for record in _RECORDS}
-"""The records by name; `auto`, which chooses among them, is none."""
+ALGORITHMS: dict[str, Algorithm] = {
+    record.name: record
+    for record in (
+        ring.XRING,
+        recursive_halving.RECHD,
+        recursive_halving.VHDD,
+        direct.DIRECT,
+        recursive_doubling.RD,
+        bruck.BRUCK,
+        one_shot.ONE_SHOT,
+        parameter_server.PSGPU,
+        parameter_server.PSCPU,
+        Algorithm(
+            "collective", "torch.distributed's own all_reduce, k pieces in flight", outer=False
+        ),
+        Algorithm("nccl", "NCCL's own all-reduce", outer=False),
+    )
+}
+"""The records by name; `auto`, which chooses among them, has none."""
 
 SCHEDULES = tuple(name for name, record in ALGORITHMS.items() if not record.is_library)
 """The names that stand for a schedule, not for a library's own all-reduce."""
@@ -45,13 +44,13 @@ LIBRARIES = frozenset(ALGORITHMS) - frozenset(SCHEDULES)
 """The names that stand for a library's own all-reduce."""
 
 
-def carriers(needs: Needs) -> tuple[str, ...]:
-    """Return the names of the algorithms that can carry an operator with such needs."""
-    return tuple(name for name, record in ALGORITHMS.items() if record.carries(needs))
+def carriers(needs: Needs, reads_tree: bool = False) -> tuple[str, ...]:
+    """Return the names of the algorithms that can carry an operator over all ranks."""
+    return tuple(name for name in SCHEDULES if not refusal(ALGORITHMS[name], needs, reads_tree))
 
 
-ORDERED = carriers(Needs(one_tree=True, reads_tree=True))
-"""The names of those that carry an operator that needs one expression tree and reads trees."""
+ORDERED = carriers(Needs.ONE_TREE, reads_tree=True)
+"""The names of the algorithms that carry Adasum."""
 
 
 def algorithm(name: str) -> Algorithm:

@@ -1,17 +1,16 @@
 """Rings: every rank talks to its two neighbours only.
 
 `all_reduce` wins on large buffers: 2 (n - 1) steps in which every rank sends and receives
-2 (n - 1) / n of the buffer, the least any all-reduce can, with 1/n of it as extra memory. A chunk
-is summed along its ring from its owner's successor to its owner, so every chunk has another order
-and the schedule cannot carry an operator that is not associative. Source: Patarasuk and Yuan,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
+2 (n - 1) / n of the buffer, the least any all-reduce can, with 1/n of it as extra memory. Chunks
+are summed in different orders, so it cannot carry an operator that is not associative. Source:
+Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC
+2009.
 
-`linear_all_reduce` is the ring for such an operator: whole segments travel the line 0, 1, ...,
-n - 1 and the results travel on round the ring, chunk after chunk in a pipeline. With c chunks:
-c + 2n - 3 steps; ranks n - 2 and n - 1 send the buffer once, the others twice, and each receives
-what its predecessor sends; 1/c of the buffer as extra memory.
+`linear_all_reduce` carries such an operator: whole segments travel the line 0, 1, ..., n - 1 and
+the results travel on round the ring, chunk after chunk in a pipeline. With c chunks: c + 2n - 3
+steps; ranks n - 2 and n - 1 send the buffer once, the others twice; 1/c of it as extra memory.
 
-`reduce` is the line alone, towards its root: c + n - 2 steps, the buffer once over every link, 1/c
+`reduce` is only the line, towards its root: c + n - 2 steps, the buffer once over every link, 1/c
 of it as extra memory. Source of the pipelines: Sanders, Speck and Träff, "Two-tree algorithms for
 full bandwidth broadcast, reduction and scan", Parallel Computing 2009.
 """
@@ -22,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from collectives import validation
+from collectives.reducers import Needs
 from collectives.schedules.algorithm import Algorithm, Level, Order, Shards
 from collectives.schedules.schedule import (
     Action,
@@ -165,6 +165,7 @@ XRING = Algorithm(
     "xring",
     "k rings, reduce-scatter then all-gather",
     Order.LINE,
+    Needs.ONE_TREE,
     schedule=_schedule,
     scatter_gather=lambda level: scatter_gather(level.size, _orders(level)),
     shards=Shards.PER_LOCAL_RANK,

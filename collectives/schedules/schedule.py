@@ -15,21 +15,18 @@ from typing import NamedTuple
 
 from collectives import validation
 
-# Of a schedule: whoever runs it keeps a boundary for each.
+# A run keeps a boundary for each chunk.
 MAX_CHUNKS = 1 << 20
 
 Tree = tuple[tuple[int, int, int, int], ...]
-"""Joins of operands, numbered in the order of a reduction: (left, right, p, q) puts what `left` and
-`right` make in the place of `left`, with p ranks behind the left one and q behind the right one.
-The last one's `left` is the result. Empty: from left to right."""
+"""How the operands of a reduction are joined, as `Operands.tree`; empty: from left to right."""
 
 
 class Action(Enum):
     """What a receiver does with a message; LEFT and RIGHT say which operand the message is.
 
-    Several REDUCE receives of one range in one step are one n-way reduction from left to right:
-    the LEFT ones in the order listed, the receiver's own value, the RIGHT ones in the order listed.
-    With a `Step.tree` that is the order of the operands, and the tree says how they are joined.
+    Several REDUCE receives of one range in one step are one n-way reduction. Its operands are the
+    LEFT messages in the order listed, the receiver's own value, and the RIGHT messages.
 
     Examples:
         >>> collectives.Transfer(1, 0, 2, action=collectives.Action.REDUCE_LEFT).action
@@ -64,10 +61,10 @@ class Transfer(NamedTuple):
     Attributes:
         peer: The other rank.
         start: The first chunk.
-        stop: Behind the last chunk.
-        action: Of a receive.
-        leaves: Of a REDUCE receive: how many ranks stand behind the receiver's own value before the
-            step, and how many behind the message, by which Adasum weighs both. None where the
+        stop: One more than the last chunk.
+        action: For a receive.
+        leaves: For a REDUCE receive: how many ranks stand behind the receiver's own value before
+            the step, and how many behind the message, by which Adasum weighs both. None if the
             schedule does not say; `verify.with_leaves` finds out.
 
     Examples:
@@ -86,23 +83,19 @@ class Step(NamedTuple):
     """The messages that one rank exchanges at once.
 
     Attributes:
-        sends: What it sends.
-        recvs: What it receives.
+        sends: The messages that it sends.
+        recvs: The messages that it receives.
         group: The ranks, in ascending order, whose reductions of this step together cover the whole
             operands, so that a reducer can sum over all of both vectors (Adasum's dot products). A
-            rank that holds several whole vectors, or whole segments of them, is a group by itself.
-            Empty where the operands are not whole vectors (a ring reduces another pair in every
-            chunk): reducers that need such sums cannot use the step. What a rank with a group
-            reduces is one range, in ascending order where it comes in pieces.
+            rank that holds whole vectors, or whole segments of them, is a group by itself. Empty if
+            the operands are not whole vectors (a ring reduces another pair in every chunk):
+            operators that need such sums cannot use the step. A rank with a group reduces one
+            range, in ascending order if it comes in pieces.
         phase: Which of the run's reducers the REDUCE receives use. A two-level Adasum sums inside a
             node in phase 0 and runs Adasum across nodes in phase 1.
-        tree: How the operands of each of the step's reductions are joined, which is one for all of
-            them: for operators that read trees. Those that need no one tree join the operands, of
-            any number, from left to right. Ranks of a group have their operands in one order.
-        digits: With a tree: how the tables of a large group travel. A rank's place in the group is
-            a number of so many digits, of these radices, the first one that of neighbours. For
-            each digit in turn, ranks that differ in no other one exchange tables and add them up.
-            Empty: all of the group exchange theirs at once.
+        tree: How the operands of each of the step's reductions are joined, for operators that read
+            trees; others join any number of operands from left to right. Ranks of a group have
+            their operands in one order.
 
     Examples:
         >>> step = next(collectives.schedule("rd", 2).steps(0))
@@ -115,7 +108,6 @@ class Step(NamedTuple):
     group: tuple[int, ...] = ()
     phase: int = 0
     tree: Tree = ()
-    digits: tuple[int, ...] = ()
 
 
 IDLE = Step()
@@ -163,12 +155,8 @@ class Schedule:
             raise ValueError(f"replicas must divide size {self.size}, got {self.replicas}")
         if self.replicas > 1 and self.collective is not Collective.ALL_REDUCE:
             raise ValueError(f"replicas are for an all_reduce, not for a {self.collective.value}")
-        if self.gathered and (
-            self.collective is not Collective.ALL_REDUCE
-            or self.chunks % self.size
-            or self.replicas > 1
-            or self.whole_segments
-        ):
+        plain = self.collective is Collective.ALL_REDUCE and self.replicas == 1
+        if self.gathered and (self.chunks % self.size or self.whole_segments or not plain):
             raise ValueError(
                 "gathered is for an all_reduce of equally many chunks a rank, without replicas or "
                 f"whole_segments, got {self}"
@@ -185,8 +173,8 @@ def steps_of(schedule: Schedule, rank: int) -> tuple[Step, ...]:
 class ScatterGather:
     """An all-reduce of `size` ranks as a reduce-scatter and an all-gather.
 
-    The reduce-scatter leaves every region of the buffer reduced on one rank, its owner; the
-    all-gather sends it from there to the others. A two-level all-reduce runs another between them.
+    The reduce-scatter leaves every region of the buffer reduced on its owner; the all-gather sends
+    it from there to the others. A two-level all-reduce runs another all-reduce between them.
 
     Attributes:
         name: The algorithm's.
@@ -234,10 +222,8 @@ class ScatterGather:
 def sharded(schedule: Schedule, shards: int) -> Schedule:
     """Return the schedule on `shards` times the chunks, with every message in `shards` pieces.
 
-    All pieces of a message are sent at once, so that a transport with several channels to a peer
-    can use them. Bytes, steps and memory stay as they are; latency is paid for `shards` times the
-    messages. What a rank reduces in a step stays one range. A schedule of exactly one chunk a rank
-    is a ValueError.
+    All pieces of a message are sent at once, so that a transport can use several channels to a
+    peer. A schedule of exactly one chunk per rank is a ValueError.
     """
     if _is_one(shards):
         return schedule

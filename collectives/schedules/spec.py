@@ -34,14 +34,14 @@ _GENERAL_INT = re.compile(r"(-?[0-9]{1,19})([KkMGT]?)")
 class AllReduceSpec:
     """One range of a specification.
 
-    It equals, hashes and iterates as the tuple (alg, shards, limit) where inner_shards is 1, and
-    (alg, shards, limit, inner_shards) elsewhere.
+    It equals, hashes and iterates as the tuple (alg, shards, limit), and with inner_shards if that
+    is not 1.
 
     Attributes:
         alg: A name, or "inner/outer".
-        shards: Of the only level, or of the outer one.
+        shards: Shards of the only level, or of the outer one.
         limit: The largest element count that the range is for, -1 for no limit.
-        inner_shards: Of the inner level; 1 where there is none.
+        inner_shards: Shards of the inner level; 1 if there is none.
 
     Examples:
         >>> spec = collectives.AllReduceSpec("rechd/rd", shards=1, limit=-1)
@@ -56,7 +56,7 @@ class AllReduceSpec:
 
     @cached_property
     def inner(self) -> str | None:
-        """The algorithm inside a node; None where there is one level."""
+        """The algorithm inside a node; None if there is one level."""
         inner, slash, _ = self.alg.partition("/")
         return inner if slash else None
 
@@ -67,7 +67,7 @@ class AllReduceSpec:
 
     @cached_property
     def is_round_robin(self) -> bool:
-        """Whether an algorithm of it places shards on the ranks in turn."""
+        """Whether one of its algorithms places shards on the ranks in turn."""
         names = {self.outer, self.inner or self.outer}
         return any(ALGORITHMS[name].is_round_robin for name in names if name != "auto")
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from functools import reduce
 from typing import Any, Literal, TypeAlias
 
 from collectives.schedules.algorithm import Order
 from collectives.schedules.partition import Ranges
 from collectives.schedules.schedule import Action, Step, Transfer, Tree
 
-# As `Transfer.leaves`: None for a COPY, and where a receive's chunks differ in them.
+# As `Transfer.leaves`: None for a COPY, and if a receive's chunks differ in them.
 Leaves = tuple[int, int] | None
-
-
 # How a reduction joins more than two operands: as its step's tree says, from left to right without
-# one; from left to right whatever it says; or by the balanced tree.
+# one; always from left to right; or by the balanced tree.
 Joins: TypeAlias = Literal["said", "list", "tree"]
 
 
@@ -101,7 +100,7 @@ def run_step(
     where: str,
     joins: Joins = "said",
 ) -> list[Reductions]:
-    """Advance all ranks by one step; return every rank's reductions, add its receives' leaves."""
+    """Advance all ranks by one step; return their reductions, and append to their `leaves`."""
     mail = _send(steps, state, chunks, where)
     reductions: list[Reductions] = []
     for rank, step in enumerate(steps):
@@ -190,19 +189,18 @@ def _reduce(
         reductions[chunk] = tuple(expressions.shape(each, step.phase) for each in whole)
         if step.tree and joins == "said":
             mine[chunk] = _joined(whole, step.tree, step.phase, expressions, where)
-            continue
-        if joins == "tree":
+        elif joins == "tree":
             mine[chunk] = _folded(Order.BALANCED.tree(whole), step.phase, expressions, where)
-            continue
-        left = whole[0]
-        for right in whole[1:]:
-            left = expressions.reduce(left, right, step.phase, where)
-        mine[chunk] = left
+        else:
+            # Not by recursion: the line of a thousand ranks is as deep.
+            mine[chunk] = reduce(
+                lambda left, right: expressions.reduce(left, right, step.phase, where), whole
+            )
     return reductions
 
 
 def _folded(tree: Any, phase: int, expressions: Expressions, where: str) -> int:
-    """Return the node that nested pairs of nodes make."""
+    """Return the node of nested pairs of nodes."""
     if isinstance(tree, int):
         return tree
     left, right = (_folded(each, phase, expressions, where) for each in tree)
@@ -236,7 +234,7 @@ def _joined(
 def _leaves(
     mine: Sequence[int | None], received: Sequence[int | None], expressions: Expressions
 ) -> Leaves:
-    """Return how many inputs stand behind both of each pair of values; None where pairs differ."""
+    """Return how many inputs stand behind each pair of values; None if pairs differ."""
 
     def count(value: int | None) -> int:
         return 0 if value is None else expressions.ranks[value].bit_count()

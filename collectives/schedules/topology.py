@@ -18,8 +18,8 @@ class Topology:
         local_size: Ranks of a node.
         local_order: The local ranks in the order in which a ring visits them: those next to each
             other should be joined by the fastest links. 0, 1, 2, ... unless given.
-        uneven: The ranks of each real node, where those are no equal runs of consecutive ranks;
-            algorithms then see one rank a node, and two levels are an error. Else empty.
+        uneven: The ranks of each real node, if these are not equal runs of consecutive ranks:
+            algorithms then see one rank per node, and two levels are an error.
 
     Raises:
         TypeError: A field has another type; the text names it.
@@ -49,11 +49,7 @@ class Topology:
         object.__setattr__(self, "local_order", order)
 
     def require_even(self, algorithm: str) -> None:
-        """Raise ValueError, naming the nodes and their ranks, where two levels cannot be had.
-
-        Args:
-            algorithm: What an error calls the one that asks for them.
-        """
+        """Raise ValueError, naming nodes and ranks, if `algorithm` cannot have two levels."""
         if self.uneven:
             nodes = ", ".join(f"node {w} has {_text(own)}" for w, own in enumerate(self.uneven))
             raise ValueError(
@@ -93,7 +89,7 @@ class Topology:
 
 
 def topology_of(size: int, nodes: int) -> Topology:
-    """Return `size` ranks on equal nodes; TypeError or ValueError where they do not fill them."""
+    """Return `size` ranks on equal nodes; TypeError or ValueError if they do not fill them."""
     validation.integer("size", size, 1)
     validation.integer("nodes", nodes, 1)
     if size % nodes:

@@ -1,16 +1,14 @@
 """Two levels: reduce inside every node, all-reduce across nodes, share the result inside again.
 
 Wins where connections between nodes are slower than those inside them. The inner algorithm reduces
-each region of the buffer onto one owner a node; the owners of a region, one a node, all-reduce it
-by the outer schedule, all regions at once; the inner algorithm sends it from the owner to the rest
-of the node. A node exchanges with the others what one rank does in the outer schedule over
-num_nodes ranks. Steps are the sum of both levels'; a rank's bytes are the inner algorithm's on the
-whole buffer and the outer's on a region, and its extra memory is the larger of the two. A region is
-1/L of the buffer for `xring`, L = local_size; 1/P for `rechd`, P the largest power of two <= L; 1/k
-for `pscpu` and `psgpu` with k shards. Inner reductions are phase 0, outer ones phase 1, so that
-Adasum across nodes can follow a sum inside them. Sources: Mikami et al., "Massively distributed
-SGD: ImageNet/ResNet-50 training in a flash", arXiv 1811.05233 (2D-torus all-reduce); Maleki et al.,
-arXiv 2006.02924 (Adasum across nodes).
+each region of the buffer onto one owner per node; a region's owners, one per node, all-reduce it by
+the outer schedule, all regions at once; the inner algorithm sends it from the owner to the rest of
+the node. Steps are the sum of both levels'; a rank's bytes are the inner algorithm's on the whole
+buffer and the outer's on a region, and its extra memory is the larger of the two. A region is 1/L
+of the buffer for `xring`, L = local_size; 1/P for `rechd`, P the largest power of two <= L; 1/k for
+`pscpu` and `psgpu` with k shards. Inner reductions are phase 0, outer ones phase 1, so that Adasum
+across nodes can follow a sum inside them. Sources: Mikami et al., "Massively distributed SGD",
+arXiv 1811.05233 (2D-torus all-reduce); Maleki et al., arXiv 2006.02924 (Adasum across nodes).
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from collectives.schedules import ring
-from collectives.schedules.digits import tables_by
 from collectives.schedules.schedule import IDLE, Collective, ScatterGather, Schedule, Step, Transfer
 from collectives.schedules.topology import Topology
 
@@ -26,10 +23,8 @@ from collectives.schedules.topology import Topology
 def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule) -> Schedule:
     """Return `inner` on every node's local ranks around `outer` on the nodes.
 
-    inner: None where a library has done the inner all-reduce, so that the local ranks start with
+    inner: None if a library has done the inner all-reduce, so that the local ranks start with
     their node's sum: the schedule then has no phase 0 and ends with a ring all-gather in the node.
-    outer: Does not reduce whole buffers. The schedule wants whole segments where `outer` does, and
-    has groups where `outer` has them.
     """
     local_size, nodes = topology.local_size, topology.num_nodes
     node = inner or ring.scatter_gather(local_size, topology.node().ring_orders())
@@ -88,7 +83,6 @@ def _across(node: ScatterGather, outer: Schedule, rank: int, behind: int) -> Ite
     start = region * node.width * outer.chunks
     for step in outer.steps(at):
         group = tuple(w * node.size + owner for w in step.group for owner in owners)
-        held = len(owners), *(step.digits or (len(step.group),))
         yield Step(
             sends=_mapped(step.sends, local, node.size, start, node.width),
             recvs=_mapped(step.recvs, local, node.size, start, node.width, behind),
@@ -96,7 +90,6 @@ def _across(node: ScatterGather, outer: Schedule, rank: int, behind: int) -> Ite
             group=(rank,) if group and outer.whole_segments else group,
             phase=1,
             tree=tuple((left, right, p * behind, q * behind) for left, right, p, q in step.tree),
-            digits=tables_by(held) if step.tree else (),
         )
 
 

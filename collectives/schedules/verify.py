@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, zip_longest
-from math import prod
 from typing import Any
 
 from collectives import validation
+from collectives.reducers import Needs
 from collectives.schedules.algorithm import Order
 from collectives.schedules.schedule import Action, Collective, Schedule, Step
 from collectives.schedules.symbolic_step import (
@@ -31,32 +31,33 @@ LeafWeights = tuple[tuple[tuple[Leaves, ...], ...], ...]
 
 @dataclass(frozen=True)
 class Proof:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         steps: Number of steps.
-        phases: Number of reducers that the run takes, 0 where nothing is reduced.
-        one_tree: Whether all chunks end with one expression tree of the last phase, whose leaves
-            are what the earlier phases reduced in any order.
-        carries_adasum: Whether, besides, every reduction of the last phase names a group that holds
-            its whole operands, or whole segments of them, and as many ranks stand behind each chunk
-            of a message.
-        all_at_once: Whether every reduction is of all ranks' operands at once, in rank order.
+        phases: Number of reducers that the run takes, 0 if nothing is reduced.
+        meets: The needs of an operator (`Needs`) that the last phase meets. ONE_TREE: all chunks
+            end with one expression tree, whose leaves are what the earlier phases reduced in any
+            order; every reduction names a group that holds its whole operands, or whole segments of
+            them; and as many ranks stand behind each chunk of a message.
         by_tree: Whether a step of the last phase says a tree of its operands, which an operator
             that needs one tree must then read.
         leaves: How many ranks stand behind both operands of every REDUCE receive.
         tree: The expression of every element, nested pairs of ranks (of nodes, by replicas); None
-            where elements have different ones, or nothing is reduced.
+            if elements have different ones, or nothing is reduced.
     """
 
     steps: int
     phases: int
-    one_tree: bool
-    carries_adasum: bool
-    all_at_once: bool = False
+    meets: Needs
     by_tree: bool = False
     leaves: LeafWeights = field(default=(), repr=False, compare=False)
     tree: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def carries_adasum(self) -> bool:
+        """Whether Adasum can run on the schedule."""
+        return Needs.ONE_TREE in self.meets
 
 
 def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
@@ -64,14 +65,14 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
 
     Proved: every send has its receive in the same step and of the same chunks, and the reverse;
     no chunk is read before it is written, nor received into while it is being sent; every rank
-    ends with every contribution exactly once where the collective says so; all ranks hold the same
-    expression tree for a chunk; no phase reduces the result of a later one; what a rank reduces in
-    a step is equal or disjoint ranges; and every non-empty `group` holds the same whole operands in
-    one order, each chunk once, every rank's part of it in one range: a pair of them, or any number
-    where the group is one rank or says one tree of them. A tree joins each operand once, and its
-    digits number the group. With whole_segments a group is one rank, which holds whole segments. A
-    gathered schedule only copies, and ends with every rank's vector on every rank. Where a receive
-    or a tree says how many ranks stand behind its operands, so many do.
+    ends with every contribution exactly once if the collective says so; all ranks hold the same
+    expression tree for a chunk; no phase reduces the result of a later one; the ranges that a rank
+    reduces in a step are equal or disjoint; and every non-empty `group` holds the same whole
+    operands in one order, each chunk once, every rank's part of it in one range: a pair of
+    operands, or any number if the group is one rank or the step says their tree. A tree joins each
+    operand once. With whole_segments a group is one rank, which holds whole segments. A gathered
+    schedule only copies, and ends with every rank's vector on every rank. If a receive or a tree
+    says how many ranks stand behind its operands, that is checked.
 
     Args:
         schedule: The schedule.
@@ -111,20 +112,23 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
                 if step.tree:
                     trees.add(step.phase)
     results = _results(schedule, state, expressions)
-    found = tuple(map(tuple, leaves))
-    if schedule.gathered:
-        if grouped:
-            raise ScheduleError(f"{schedule.name}: a gathered schedule reduces in a step")
-        # All of it in one reduction at the end.
-        tree = (Order.BALANCED if joins == "tree" else Order.LINE).tree(range(size))
-        proof = Proof(count, int(size > 1), one_tree=True, carries_adasum=True, all_at_once=True)
-        return replace(proof, leaves=found, tree=tree)
-    last = max(grouped, default=-1)
-    one_tree = len({expressions.shape(result, last) for result in results}) < 2
-    carries = one_tree and grouped.get(last, True)
+    if schedule.gathered and grouped:
+        raise ScheduleError(f"{schedule.name}: a gathered schedule reduces in a step")
+    last, balanced = max(grouped, default=-1), Order.BALANCED.tree(range(size // schedule.replicas))
     tree = expressions.tree(results.pop()) if len(results) == 1 else None
-    at_once, by_tree = expressions.all_at_once, last in trees
-    return Proof(count, last + 1, one_tree, carries, at_once, by_tree, found, tree)
+    one_tree = len({expressions.shape(each, last) for each in results}) < 2
+    meets = Needs.ANY_ORDER
+    if one_tree and grouped.get(last, True):
+        meets |= Needs.ONE_TREE
+    if expressions.all_at_once:
+        meets |= Needs.ALL_OPERANDS | Needs.BALANCED_TREE
+    if schedule.gathered:
+        # All of it is reduced at once, at the end.
+        last = 0 if size > 1 else -1
+        tree = balanced if joins == "tree" else Order.LINE.tree(range(size))
+    if tree == balanced:
+        meets |= Needs.BALANCED_TREE
+    return Proof(count, last + 1, meets, last in trees, tuple(map(tuple, leaves)), tree)
 
 
 def _check_arguments(schedule: Schedule, joins: str) -> None:
@@ -143,7 +147,7 @@ def _check_arguments(schedule: Schedule, joins: str) -> None:
 def leaf_weights(schedule: Schedule) -> LeafWeights:
     """Return how many ranks stand behind both operands of every REDUCE receive, kept by schedule.
 
-    Of the receive `schedule.steps(rank)[step].recvs[i]` it is entry [rank][step][i]: (p, q) with p
+    For the receive `schedule.steps(rank)[step].recvs[i]` it is entry [rank][step][i]: (p, q) with p
     ranks behind the receiver's own value before the step and q behind the message.
     """
     return verify(schedule).leaves
@@ -151,7 +155,7 @@ def leaf_weights(schedule: Schedule) -> LeafWeights:
 
 @lru_cache(maxsize=256)
 def with_leaves(schedule: Schedule) -> Schedule:
-    """Return the schedule, of which every REDUCE receive says its `leaves`."""
+    """Return the schedule with the `leaves` of every REDUCE receive."""
     found = leaf_weights(schedule)
 
     def steps(rank: int) -> Iterator[Step]:
@@ -217,13 +221,8 @@ def _check_groups(
             other = steps[member]
             if (other.group, other.phase) != (group, step.phase):
                 raise ScheduleError(f"{where}: ranks {rank} and {member} name different groups")
-            if (other.tree, other.digits) != (step.tree, step.digits):
+            if other.tree != step.tree:
                 raise ScheduleError(f"{where}: ranks {rank} and {member} name different trees")
-        if step.digits and not (step.tree and prod(step.digits) == len(group) > 1):
-            raise ScheduleError(
-                f"{where}: digits {step.digits} do not number the {len(group)} ranks of group "
-                f"{group}, or there is no tree"
-            )
         if schedule.whole_segments:
             if len(group) > 1:
                 raise ScheduleError(f"{where}: group {group} is of more ranks than hold a segment")

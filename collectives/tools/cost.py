@@ -39,7 +39,7 @@ OPS = ("sum", "adasum")
 _DOTS_BYTES = 24
 # What a rank launches to add up tables that others go on with, and to look whether its own table is
 # precise enough and make coefficients of all.
-_SUM_LAUNCHES, _COEFFICIENTS_LAUNCHES = 9, 2
+_COEFFICIENTS_LAUNCHES = 2
 # Columns of a rank's load in a step: for each class and direction the peers and the share of the
 # buffer in their messages, then the reductions and the share received for them.
 _INTRA, _INTER, _REDUCE, _COLUMNS = 0, 4, 8, 10
@@ -243,7 +243,6 @@ class _Walked:
     phase: int = 0
     operands: int = 1
     by_tree: bool = False
-    digits: tuple[int, ...] = ()
     groups: list[tuple[int, ...]] = field(default_factory=list)
 
 
@@ -293,7 +292,6 @@ def _steps_of(
         for number, step in enumerate(schedule.steps(rank)):
             its, shares, spans = found[number], Counter[int](), Counter[tuple[int, int]]()
             its.phase, its.by_tree = max(its.phase, step.phase), its.by_tree or bool(step.tree)
-            its.digits = its.digits or step.digits
             if step.group[:1] == (rank,):
                 its.groups.append(step.group)
             for peer, start, stop, action, _ in step.recvs:
@@ -331,26 +329,17 @@ def _dots(step: _Walked, topology: Topology) -> Iterable[Floats]:
 
 
 def _tables(step: _Walked, topology: Topology) -> Iterable[Floats]:
-    """Return what gathers the Gram matrices of groups and makes coefficients of them.
-
-    They travel by one exchange of each rank with all others, or one for each digit.
-    """
-    loads: dict[int, Floats] = defaultdict(lambda: np.zeros((topology.size, _COLUMNS)))
+    """Return the load of gathering the Gram matrices of groups and making coefficients of them."""
+    load: Floats = np.zeros((topology.size, _COLUMNS))
     # Two float64 numbers an entry.
     share = step.operands**2 * 16 / _DOTS_BYTES
     for group in (group for group in step.groups if len(group) > 1):
-        stride, radices = 1, step.digits or (len(group),)
-        for number, radix in enumerate(radices):
-            last = number == len(radices) - 1
-            launches = _COEFFICIENTS_LAUNCHES if last else _SUM_LAUNCHES
-            for place, rank in enumerate(group):
-                first = place - place // stride % radix * stride
-                for peer in group[first : first + radix * stride : stride]:
-                    if peer != rank:
-                        _add_message(loads[number], topology, peer, rank, share)
-                loads[number][rank, _REDUCE:] += launches, (radix - 1) * share
-            stride *= radix
-    return loads.values()
+        for rank in group:
+            for peer in group:
+                if peer != rank:
+                    _add_message(load, topology, peer, rank, share)
+            load[rank, _REDUCE:] += _COEFFICIENTS_LAUNCHES, (len(group) - 1) * share
+    return [load] if load.any() else []
 
 
 def cost_of(

@@ -63,8 +63,6 @@ def schedules() -> dict[str, tuple[str, Schedule]]:
     found["direct"] = f"{title}, psgpu#{RANKS}, pscpu#{RANKS}", slices
     line = collectives.schedule("xring", RANKS, op="adasum")
     both = collectives.schedule("rechd/vhdd", 8, nodes=2, op="adasum")
-    levels = collectives.schedule("direct", 8, nodes=2, op="adasum")
-    found["direct-levels"] = "direct in levels, Adasum on two nodes of four", levels
     found["xring-adasum"] = "xring carrying Adasum", line
     found["two-level"] = "rechd/vhdd on two nodes of four", both
     return found

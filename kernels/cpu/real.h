@@ -201,8 +201,11 @@ static void IN(copy_block)(const struct task *t, struct block block)
         IN(copy_run)(t, slot, t->out_dtype, part, dtype, n);
 }
 
+/* Opposed vectors of one length have equal factors above 1. Their sum is taken first, since it is
+ * exact where they nearly cancel: a fused product would leave its rounding of the other one. */
 static void IN(blend)(const struct task *t, struct block block, REAL alpha, REAL beta)
 {
+    int opposed = sizeof(REAL) == 8 && alpha == beta && alpha > 1;
     for (int64_t low = block.low; low < block.high; low += TILE) {
         REAL left[TILE], right[TILE], tile[TILE];
         int64_t n = least(TILE, block.high - low);
@@ -211,8 +214,9 @@ static void IN(blend)(const struct task *t, struct block block, REAL alpha, REAL
         REAL *total = IN(place_for)(t->out, t->out_dtype, low, tile);
         ELEMENTWISE
         for (int64_t i = 0; i < n; i++)
-            total[i] = (sizeof(REAL) == 4 ? __builtin_fmaf(beta, y[i], alpha * x[i])
-                                          : __builtin_fma(beta, y[i], alpha * x[i]));
+            total[i] = opposed ? alpha * (x[i] + y[i])
+                       : sizeof(REAL) == 4 ? __builtin_fmaf(beta, y[i], alpha * x[i])
+                                           : __builtin_fma(beta, y[i], alpha * x[i]);
         IN(write)(t->out, t->out_dtype, low, n, total);
         report(t, t->out, t->out_dtype, low, n);
     }

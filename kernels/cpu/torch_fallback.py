@@ -121,8 +121,13 @@ def _blend(
     wide = compute_dtype(a.dtype, b.dtype, out.dtype)
     if cancelling or not (_is_safe(alpha) and _is_safe(beta)):
         wide = torch.float64
+    # Opposed tensors of one length: their sum is exact where they nearly cancel.
+    opposed = wide == torch.float64 and alpha == beta > 1
     for left, right, to in _blocks(a, b, out):
-        to.copy_(torch.add(left.to(wide) * alpha, right.to(wide), alpha=beta))
+        if opposed:
+            to.copy_((left.to(wide) + right.to(wide)) * alpha)
+        else:
+            to.copy_(torch.add(left.to(wide) * alpha, right.to(wide), alpha=beta))
         report(findings, (to,))
 
 

@@ -253,7 +253,11 @@ def weigh(x, y, alpha, beta, cancelling, WIDE: tl.constexpr):
     a sum of nearly opposed tiles. One branch for a whole segment.
     """
     if tl.float64 == WIDE:
-        return tl.fma(convert(x, WIDE), alpha, convert(y, WIDE) * beta)
+        u, v = convert(x, WIDE), convert(y, WIDE)
+        # Opposed tensors of one length. Their sum is exact if they nearly cancel; a fused product
+        # would leave its rounding of the other one.
+        opposed = (alpha == beta) & (alpha > 1.0)
+        return tl.where(opposed, (u + v) * alpha, tl.fma(u, alpha, v * beta))
     p, q, f, f_rest = split(alpha)
     r, s, g, g_rest = split(beta)
     u, v = x.to(WIDE) * p * q, y.to(WIDE) * r * s

@@ -11,7 +11,7 @@ from torch import Tensor
 import collectives
 from adasum import Adasum
 from adasum.pieces import ClippedPiece, add_up, clip
-from collectives import Operands
+from collectives import Needs, Operands
 from collectives.reducers import Piece
 from tests.adasum.definition import relative_error, tolerance, tree
 from tests.ptx_emulator.driver import emulated
@@ -118,7 +118,7 @@ def test_algorithm_is_direct_of_3_to_16_ranks_and_by_size_of_others() -> None:
         for nbytes, of_others in ((1024, "rd"), (1 << 24, "vhdd")):
             expected = "direct" if 3 <= size <= 16 else of_others
             assert Adasum.algorithm(nbytes, size) == expected
-    assert Adasum.needs_one_tree
+    assert Adasum.needs is Needs.ONE_TREE
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool], ids=str)

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import torch
 
-from collectives import Operands, Reducer
+from collectives import Needs, Operands, Reducer
 
 
 class TrimmedMean(Reducer):
     """The mean of each element without its `trim` least and `trim` greatest values."""
 
-    operands = "all"
+    needs = Needs.ALL_OPERANDS
     averages = True
 
     def __init__(self, trim: int = 1, *, shared: bool = False) -> None:
@@ -41,9 +41,8 @@ class Longest(Reducer):
     """Of each segment that rank's operand which has the largest norm."""
 
     name = "Longest"
-    operands = "all"
+    needs = Needs.ALL_OPERANDS | Needs.ONE_TREE
     averages = True
-    needs_one_tree = True
 
     def __init__(self, *, shared: bool = False) -> None:
         self.reduces_in_shared_memory = shared
@@ -85,7 +84,7 @@ class ByRank(Reducer):
     """The sum of all operands, each multiplied by its rank plus one."""
 
     name = "ByRank"
-    operands = "all"
+    needs = Needs.ALL_OPERANDS
     averages = False
 
     def check(self, dtype: torch.dtype) -> None:

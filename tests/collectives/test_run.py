@@ -97,7 +97,7 @@ def test_other_steps_on_a_rank_are_a_mismatch_on_all_and_leave_the_tensors(way: 
     assert len({*texts}) == 1 and "rank 0" in texts[0] and "rank 1" in texts[0]
 
 
-def test_schedule_is_verified_once_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedule_is_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
     verified = []
     verify = user_schedules.verify
 
@@ -113,7 +113,8 @@ def test_schedule_is_verified_once_for_each_rank(monkeypatch: pytest.MonkeyPatch
             group.run(schedule, torch.ones(3))
 
     run_threads(2, main)
-    assert verified == ["counted"] * 2
+    # By the first rank, or by both at once.
+    assert 0 < len(verified) <= 2
 
 
 def never_ending(rank: int) -> Iterator[Step]:
@@ -259,8 +260,6 @@ def test_action_that_differs_between_ranks_schedules_is_another_digest() -> None
             for step in star(2).steps(rank)
         ]
 
-    usual, other = (
-        user_schedules.verified(each, 0, 2) for each in (FINE, replace(FINE, steps=left))
-    )
+    usual, other = (user_schedules.verified(each, 2) for each in (FINE, replace(FINE, steps=left)))
     assert usual.digest != other.digest
-    assert usual.digest == user_schedules.verified(star(2), 1, 2).digest
+    assert usual.digest == user_schedules.verified(star(2), 2).digest

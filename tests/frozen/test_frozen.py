@@ -49,6 +49,16 @@ def test_changed_value_and_changed_text_are_listed() -> None:
         assert len(table.differences(other, found)) == 1
 
 
+def test_lists_of_algorithms_are_not_compared() -> None:
+    for one, other in (
+        ("'rdd': use one of auto, rd, rechd, vhdd, or", "'rdd': use one of auto, new, rechd, or"),
+        ("use direct, bruck, oneshot", "use bruck, oneshot, psgpu"),
+    ):
+        held = HELD._replace(outcomes={"case": f"ValueError: {one}"})
+        assert not table.differences(held, {"case": f"ValueError: {other}"})
+        assert table.differences(held, {"case": f"ValueError: {one}, please"[:-1] + "!"})
+
+
 def test_other_backend_leaves_out_dot_products() -> None:
     other = HELD._replace(made={**HELD.made, "backend": "another"})
     left = table.chosen(other)

@@ -31,6 +31,7 @@ DATA = {
     "CollectiveTimeoutError",
     "Max",
     "Min",
+    "Needs",
     "Operands",
     "Packing",
     "Piece",

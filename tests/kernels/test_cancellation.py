@@ -43,6 +43,15 @@ def test_combine_of_nearly_opposed_vectors_is_as_exact_as_a_float64_blend(
         assert torch.equal(kernels.combine(left, right, dots, segments), out)
 
 
+def test_adasum_of_exactly_opposed_vectors_leaves_nothing(backend: Backend) -> None:
+    """A rounding error would have a direction, which the next pair of a tree would take."""
+    for dtype in DTYPES:
+        for numel in (1, 7, NUMEL):
+            a = random(NUMEL, dtype, backend.device, 3)[:numel].clone()
+            assert not kernels.adasum(misaligned(a), -a).any()
+            assert not kernels.combine(a, -a, kernels.dot_and_norms(a, -a)).any()
+
+
 @pytest.mark.parametrize("apart", [1e-2, 1e-4, 1e-6])
 def test_adasum_of_nearly_opposed_vectors_is_within_its_bound(
     backend: Backend, apart: float

@@ -82,7 +82,6 @@ def test_lower_recursive_halving_gives_these_numbers() -> None:
         group=(0, 1),
         phase=0,
         tree=(),
-        digits=(),
     )
     assert steps[1].sends == (Range(0, 4, 7),)
     assert steps[1].recvs == (Range(0, 0, 4),)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import split_bounds
+from collectives.schedules.partition import segment_bounds
 
 
 @given(st.integers(0, 2**40), st.integers(1, 100))
@@ -30,3 +31,14 @@ def test_bad_arguments_are_refused() -> None:
         split_bounds(4, 0)
     with pytest.raises(ValueError, match="numel"):
         split_bounds(-1, 2)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=20), st.integers(1, 12))
+def test_segment_bounds_cut_no_segment(sizes: list[int], pieces: int) -> None:
+    segments = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    cuts = segment_bounds(segments, pieces)
+    assert cuts[0] == 0 and cuts[-1] == segments[-1] and len(cuts) == pieces + 1
+    assert cuts == sorted(cuts) and set(cuts) <= set(segments)
+    # No boundary of a segment is nearer to where equal pieces would be cut.
+    for cut, ideal in zip(cuts, split_bounds(segments[-1], pieces), strict=True):
+        assert abs(cut - ideal) == min(abs(edge - ideal) for edge in segments)

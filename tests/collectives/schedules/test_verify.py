@@ -9,6 +9,8 @@ from itertools import pairwise, permutations
 import numpy as np
 import pytest
 
+from collectives.reducers import Needs
+from collectives.schedules.algorithm import ALL
 from collectives.schedules.schedule import IDLE, Action, Collective, Schedule, Step, Transfer, Tree
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.user_schedules import verified
@@ -46,7 +48,7 @@ def compared(recvs: Sequence[tuple[int, Action]], order: Sequence[int]) -> bool:
             others = [peer for peer in range(4) if peer != owner]
             copied = recv((owner, COPY), chunk=chunk)
             steps[rank].append(send(*others, chunk=chunk) if rank == owner else copied)
-    return verify(made(steps, chunks=2)).one_tree
+    return verify(made(steps, chunks=2)).tree is not None
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_n_way_reduction_of_several_ranks_is_refused() -> None:
         verify(made(steps, 2))
     for program in steps[1:]:
         program[0] = program[0]._replace(group=())
-    assert verify(made(steps, 2)).one_tree
+    assert verify(made(steps, 2)).tree is not None
 
 
 def test_groups_of_whole_segments_are_single_ranks() -> None:
@@ -166,11 +168,11 @@ def two_nodes(*, phase: int = 1, grouped: bool = True, first: int = 0) -> list[l
 
 
 def test_earlier_phases_may_reduce_in_any_order() -> None:
-    assert verify(made(two_nodes(), 2)) == Proof(3, phases=2, one_tree=True, carries_adasum=True)
+    assert verify(made(two_nodes(), 2)) == Proof(3, 2, Needs.ONE_TREE)
     ungrouped = verify(made(two_nodes(grouped=False), 2))
-    assert ungrouped == Proof(3, phases=2, one_tree=True, carries_adasum=False)
+    assert ungrouped == Proof(3, 2, Needs.ANY_ORDER)
     flat = verify(made(two_nodes(grouped=False, phase=0), 2))
-    assert flat == Proof(3, phases=1, one_tree=False, carries_adasum=False)
+    assert flat == Proof(3, 1, Needs.ANY_ORDER)
     with pytest.raises(ScheduleError, match="one pair of whole vectors"):
         verify(made(two_nodes(phase=0), 2))
 
@@ -198,9 +200,7 @@ def test_groups_are_ranks_in_ascending_order(group: tuple[int, ...]) -> None:
 def test_replicas_start_with_their_nodes_contribution() -> None:
     steps = [program[1:] for program in two_nodes()]
     shared = dataclasses.replace(made(steps, 2), replicas=2)
-    assert verify(shared) == Proof(
-        2, phases=2, one_tree=True, carries_adasum=True, all_at_once=True
-    )
+    assert verify(shared) == Proof(2, 2, ALL)
     with pytest.raises(ScheduleError, match=r"misses a rank's contribution|one pair"):
         verify(made(steps, 2))
     with pytest.raises(ScheduleError, match="counted twice"):
@@ -218,7 +218,7 @@ def test_replicas_divide_the_ranks_of_an_all_reduce() -> None:
 def test_reduce_leaves_the_result_on_its_root_only() -> None:
     chain = [[send(1), IDLE], [recv((0, LEFT)), send(2)], [IDLE, recv((1, LEFT))]]
     schedule = dataclasses.replace(made(chain), collective=Collective.REDUCE, root=2)
-    assert verify(schedule) == Proof(2, phases=1, one_tree=True, carries_adasum=False)
+    assert verify(schedule) == Proof(2, 1, Needs.BALANCED_TREE)
     for root in (0, 1):
         with pytest.raises(ScheduleError, match=f"rank {root} chunk 0 misses"):
             verify(dataclasses.replace(schedule, root=root))
@@ -270,7 +270,7 @@ def swapped(chunks: int = 2) -> list[list[Step]]:
 def test_gathered_vectors_carry_adasum() -> None:
     for chunks in (2, 6):
         proof = verify(gathered(swapped(chunks), chunks))
-        assert proof == Proof(1, phases=1, one_tree=True, carries_adasum=True, all_at_once=True)
+        assert proof == Proof(1, 1, ALL)
 
 
 def test_gathered_vector_that_is_missing_is_found() -> None:
@@ -318,7 +318,7 @@ def in_slices(trees: Sequence[Tree], *, turned: int | None = None) -> Schedule:
 
 def test_a_group_of_all_ranks_reduces_by_the_tree_that_its_steps_say() -> None:
     proof = verify(in_slices([JOINS] * 3))
-    assert proof.carries_adasum and proof.by_tree and proof.one_tree and proof.all_at_once
+    assert proof.carries_adasum and proof.by_tree and Needs.ALL_OPERANDS in proof.meets
     assert verify(in_slices([((0, 1, 1, 1), (0, 2, 2, 1))] * 3)).carries_adasum
     # Without a tree the group's operands are more than a pair.
     with pytest.raises(ScheduleError, match=r"one pair of whole vectors.* nor does it say"):
@@ -351,12 +351,12 @@ def test_ranks_of_a_group_with_other_trees_or_orders_of_operands_are_found() -> 
 
 def test_a_tree_of_a_users_schedule_is_read_as_integers() -> None:
     tree = ((True, np.int64(0), 1, 1), (np.int64(1), 2, 2, 1))
-    known = verified(in_slices([tree] * 3), 1, 3)  # type: ignore[list-item]
+    known = verified(in_slices([tree] * 3), 3)  # type: ignore[list-item]
     (step, _) = known.schedule.steps(1)
     assert step.tree == ((1, 0, 1, 1), (1, 2, 2, 1))
     assert {type(each) for join in step.tree for each in join} == {int}
     for wrong in (((0, 1, 1),), ((0, 1, 1, 1.5),), (7,)):
         with pytest.raises(TypeError, match="schedule 'made up', rank 0, step 0"):
-            verified(in_slices([wrong] * 3), 1, 3)  # type: ignore[list-item]
+            verified(in_slices([wrong] * 3), 3)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="joins operands"):
-        verified(in_slices([((0, 5, 1, 1),)] * 3), 1, 3)
+        verified(in_slices([((0, 5, 1, 1),)] * 3), 3)

@@ -235,7 +235,6 @@ def test_sizes_and_devices_choose_the_schedule() -> None:
         (("rd", 4), {"nbytes": -1}, "nbytes must be finite and not negative"),
         (("nccl", 4), {}, "'nccl' is no schedule: use xring"),
         (("collective/rd", 4), {}, "'collective' is no schedule"),
-        (("swing", 4), {"op": "adasum"}, "'swing' reduces in no one order"),
         (("xring#5", 4), {}, "xring takes 1 to 4 shards"),
         (("rd", 4, 3), {}, "nodes must divide size 4, got 3"),
         (("rd", 0), {}, "size must be at least 1"),

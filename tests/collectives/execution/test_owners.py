@@ -1,0 +1,245 @@
+"""Owners: which rank owns what, reductions onto them to the bits of all-reduces, and back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adasum import Adasum, AdasumReducer
+from collectives import Average, FusedBuffer, Group, Sum, run_threads
+from collectives.execution.owners import owners
+from collectives.schedules.partition import split_bounds
+from collectives.schedules.topology import Topology
+from tests.collectives.consistency.ranks import everywhere, run
+
+UNWEIGHTED = AdasumReducer(weighted=False)
+SHAPES = [(3, 5), (), (0,), (129,), (64, 7), (130,), (2, 2)]
+# Cut by slices of any number of ranks, with an empty one; together more than what goes by `rd`.
+LARGE = [(1000, 33), (0,), (), (40_001,), (7,), (12_345,)]
+
+
+def test_owners_are_the_least_loaded_ranks() -> None:
+    assert owners([5, 3, 3, 1], 2) == [0, 1, 1, 0]
+    assert owners([1, 1, 1, 1], 3) == [0, 1, 2, 0]
+    assert owners([0, 0, 7], 3) == [0, 0, 0]
+    assert owners([], 4) == []
+
+
+@given(st.lists(st.integers(0, 10**12), max_size=50), st.integers(1, 9))
+def test_owners_loads_differ_by_one_variable_at_most(numels: list[int], size: int) -> None:
+    load = [0] * size
+    for numel, rank in zip(numels, owners(numels, size), strict=True):
+        assert rank == load.index(min(load))
+        load[rank] += numel
+    assert max(load) - min(load) <= max(numels, default=0)
+
+
+def test_owners_of_bad_arguments_raises() -> None:
+    with pytest.raises(ValueError, match=r"numels\[1\] must not be negative, got -1"):
+        owners([1, -1], 2)
+    with pytest.raises(TypeError, match=r"numels\[0\] must be an int, got float"):
+        owners([1.0], 2)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
+        owners([1], 0)
+
+
+def _values(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("op", [Sum, Average])
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, 4, 5, *(pytest.param(size, marks=pytest.mark.slow) for size in (7, 8))]
+)
+def test_reduction_to_given_owners_has_the_bits_of_rd_and_rechd(size: int, op: Sum) -> None:
+    """Packed, in a FusedBuffer, and of dtypes that nothing packs; on scattered and few owners."""
+
+    def work(group: Group) -> None:
+        for chosen in ([(3 * i + 1) % size for i in range(len(SHAPES))], [size - 1] * len(SHAPES)):
+            for dtype in (torch.float16, torch.float32, torch.float64, torch.complex64):
+                scales = {"prescale": 0.3, "postscale": 0.7}
+                want = _values(group.rank, dtype)
+                for algorithm in ("rd", "rechd"):
+                    want = _values(group.rank, dtype)
+                    group.grouped_all_reduce(want, op, algorithm=algorithm, **scales)
+                    mine = _values(group.rank, dtype)
+                    got = group.reduce_to_owners(mine, op, owners=chosen, **scales)
+                    assert got == chosen
+                    _check_mine(group, chosen, mine, want)
+                group.broadcast_from_owners(mine, owners=chosen)
+                assert all(map(torch.equal, mine, want))
+
+    run_threads(size, work)
+
+
+def _check_mine(
+    group: Group, owners: list[int], got: list[torch.Tensor], want: list[torch.Tensor]
+) -> None:
+    """Compare the tensors that this rank owns, and spoil the others."""
+    for one, other, owner in zip(got, want, owners, strict=True):
+        if owner == group.rank:
+            assert torch.equal(one, other)
+        else:
+            one.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_fused_buffer_in_the_owners_order_is_reduced_in_place(size: int) -> None:
+    def work(group: Group) -> None:
+        assert group.owners_order() == tuple(range(size))
+        owners = sorted(i % size for i in range(len(SHAPES)))
+        fused = FusedBuffer([torch.empty(shape) for shape in SHAPES])
+        request = group.reduce_to_owners_init(fused.tensors, Average, owners=owners)
+        for step in range(3):
+            torch._foreach_copy_(fused.tensors, _values(group.rank + 10 * step, torch.float32))
+            want = _values(group.rank + 10 * step, torch.float32)
+            group.grouped_all_reduce(want, Average, algorithm="rechd")
+            request.start()
+            request.wait()
+            _check_mine(group, owners, fused.tensors, want)
+            group.broadcast_from_owners(fused.tensors, owners=owners, async_op=True).wait()
+            assert all(map(torch.equal, fused.tensors, want))
+        assert group._runner.packed.take(1, fused.buffer).untyped_storage().nbytes() < 64
+
+    run_threads(size, work)
+
+
+def test_one_owner_of_everything_holds_no_more_than_the_other_ranks_slices() -> None:
+    def job(group: Group) -> int:
+        tensor = torch.full((4096,), float(group.rank))
+        group.reduce_to_owners([tensor], owners=[2])
+        assert group.rank != 2 or tensor.eq(sum(range(4))).all()
+        return group._runner.workspace._block.nbytes
+
+    assert max(run("messages", 4, job)) <= 3 * 1024 * 4
+
+
+def test_owners_that_are_no_ranks_or_differ_raise() -> None:
+    def work(group: Group) -> None:
+        tensors = [torch.ones(2), torch.ones(3)]
+        with pytest.raises(ValueError, match="owners must be one rank for each of 2 tensors"):
+            group.reduce_to_owners(tensors, owners=[0])
+        with pytest.raises(ValueError, match=r"owners\[1\]"):
+            group.broadcast_from_owners(tensors, owners=[0, 2])
+        with pytest.raises(TypeError, match="owners must be a list of ranks"):
+            group.reduce_to_owners(tensors, owners=0)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="owners=\\[0, 0\\]"):
+            group.reduce_to_owners(tensors, owners=[group.rank, 0])
+
+    run_threads(2, work)
+
+
+def draw(rank: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in LARGE]
+    if dtype.is_complex:
+        return [
+            torch.complex(one.float(), one.float().flip(0) if one.dim() else one.float())
+            for one in drawn
+        ]
+    return [one.to(dtype) for one in drawn]
+
+
+def fused(tensors: list[Tensor]) -> list[Tensor]:
+    buffer = FusedBuffer(tensors)
+    torch._foreach_copy_(buffer.tensors, tensors)
+    # Kept as long as its tensors are.
+    buffer.tensors[0].of = buffer  # type: ignore[attr-defined]
+    return list(buffer.tensors)
+
+
+def compare(group: Group, dtype: torch.dtype, op: AdasumReducer, *, fuse: bool) -> None:
+    """What owners have is the all-reduce's, bit for bit, whoever the owners are."""
+    size, options = group.size, {"postscale": 0.5}
+    want = draw(group.rank, dtype)
+    group.grouped_all_reduce(want, op, **options)
+    shuffled = [random.Random(size).randrange(size) for _ in LARGE]
+    for chosen in (None, shuffled, sorted(shuffled), [size - 1] * len(LARGE)):
+        got = fused(draw(group.rank, dtype)) if fuse else draw(group.rank, dtype)
+        said = group.reduce_to_owners(got, op, owners=chosen, **options)
+        assert chosen is None or said == chosen
+        mine = [i for i, owner in enumerate(said) if owner == group.rank]
+        assert all(torch.equal(got[i], want[i]) for i in mine)
+
+
+@pytest.mark.parametrize("way", ["threads", "messages"])
+@pytest.mark.parametrize(
+    "size", [1, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))]
+)
+def test_owners_have_the_bits_of_an_all_reduce(size: int, way: str) -> None:
+    def job(group: Group) -> None:
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64):
+            compare(group, dtype, Adasum, fuse=False)
+        compare(group, torch.float32, UNWEIGHTED, fuse=True)
+        compare(group, torch.float32, Adasum, fuse=True)
+        # Of two dtypes at once, and little data, which goes by `rd`.
+        mixed = [torch.ones(5) * group.rank, torch.ones(3, dtype=torch.float64)]
+        group.reduce_to_owners(mixed, Adasum, owners=[0, size - 1])
+        if group.rank == size - 1:
+            assert mixed[1].tolist() == pytest.approx([1.0] * 3)
+
+    run(way, size, job)
+
+
+@pytest.mark.parametrize("way", ["threads", "messages"])
+def test_owners_on_nodes_have_the_bits_of_an_all_reduce(way: str) -> None:
+    def job(group: Group) -> None:
+        for dtype in (torch.float32, torch.float64):
+            compare(group, dtype, Adasum, fuse=False)
+
+    run(way, 8, job, topology=Topology(8, 4))
+
+
+@everywhere
+def test_a_request_onto_owners_may_be_repeated(way: str) -> None:
+    owners = [2, 0, 1, 1, 0, 2]
+
+    def job(group: Group) -> None:
+        tensors = fused(draw(group.rank, torch.float32))
+        request = group.reduce_to_owners_init(tensors, Adasum, owners=owners)
+        for turn in range(3):
+            mine = draw(group.rank + 3 * turn, torch.float32)
+            torch._foreach_copy_(tensors, mine)
+            group.grouped_all_reduce(mine, Adasum)
+            request.start()
+            assert request.wait() == owners
+            for tensor, want, owner in zip(tensors, mine, owners, strict=True):
+                assert owner != group.rank or torch.equal(tensor, want)
+
+    run(way, 3, job)
+
+
+# On one node and several, by `direct`, by pairs of vectors, and little data by `rd`.
+@pytest.mark.parametrize("way", ["threads", "messages"])
+@pytest.mark.parametrize(
+    ("size", "local"),
+    [
+        (2, 2),
+        (3, 3),
+        (8, 4),
+        *(pytest.param(*n, marks=pytest.mark.slow) for n in [(5, 5), (16, 2)]),
+    ],
+)
+def test_a_reduce_scatter_is_the_slice_of_the_all_reduce(way: str, size: int, local: int) -> None:
+    def job(group: Group) -> None:
+        generator = torch.Generator().manual_seed(group.rank)
+        drawn = torch.randn(70_001, 3, generator=generator, dtype=torch.float64)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            for rows in (1, 70_001):
+                mine, op = drawn[:rows].to(dtype), UNWEIGHTED if rows > 1 else Adasum
+                want = group.all_reduce(mine.clone(), op, postscale=0.5)
+                got = group.reduce_scatter(mine, op, by_rows=True, postscale=0.5)
+                bounds = split_bounds(rows, size)
+                assert torch.equal(got, want[bounds[group.rank] : bounds[group.rank + 1]])
+                flat = group.reduce_scatter(mine.view(-1), op, postscale=0.5)
+                bounds = split_bounds(3 * rows, size)
+                whole = want.view(-1)[bounds[group.rank] : bounds[group.rank + 1]]
+                assert torch.equal(flat, whole)
+
+    run(way, size, job, topology=Topology(size, local))
