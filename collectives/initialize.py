@@ -62,10 +62,8 @@ def init(
     ranks. A second call returns the group of the first unless that was closed; arguments that it
     gives must equal those of the first call. Under `run_threads` it returns the thread's group.
 
-    A rank that waits for others in a collective logs a WARNING every 60 seconds, or as often as the
-    environment variable ADASUM_STALL_WARNING_SECONDS says; 0 is never. It keeps its last calls, and
-    writes them to a file on an error, and on SIGUSR1 where the program does not handle that
-    (`dump_flight_record`).
+    A rank that waits for others logs a WARNING every ADASUM_STALL_WARNING_SECONDS (60; 0 is never).
+    It writes its last calls to a file on an error and on SIGUSR1 (`dump_flight_record`).
 
     Args:
         timeout: Seconds that any step of a collective may wait for a peer; 300 unless given.
@@ -78,15 +76,14 @@ def init(
             - "shm": shared memory only; an error if any two ranks share none.
             - "nccl": CUDA tensors travel through cupy's NCCL on each rank's current device, CPU
               tensors as with "auto". With the others, CUDA tensors travel over torch.distributed's
-              NCCL, if every rank of every host can have a GPU of its own, or ranks may share one
-              (NCCL 2.30 or newer with NCCL_MULTI_RANK_GPU_ENABLE=1).
+              NCCL, if every rank can have a GPU of its own, or ranks may share one (NCCL 2.30 or
+              newer with NCCL_MULTI_RANK_GPU_ENABLE=1).
 
     Returns:
         The default group.
 
     Raises:
-        ValueError: Environment variables are wrong or missing, such as MASTER_ADDR with several
-            hosts; or `transport` is unknown, or ADASUM_STALL_WARNING_SECONDS is not a number. Or an
+        ValueError: Environment variables are wrong or missing, `transport` is unknown, or an
             argument of a second call differs from the first one's; nothing is changed then.
         RuntimeError: There is more than one rank but torch is built without torch.distributed, or
             ADASUM_CPU_KERNELS demands compiled kernels that are not available.
@@ -123,10 +120,10 @@ def _start(settings: Settings) -> Group:
         group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
         begin(group._record, "init", [0])
         _report(group, choice)
-    else:
-        group = _over_gloo(gloo, timeout, "init", choice)
-        group.transport.shares_gpu = shares_gpu
-        atexit.register(shutdown)
+        return group
+    group = _over_gloo(gloo, timeout, "init", choice)
+    group.transport.shares_gpu = shares_gpu
+    atexit.register(shutdown)
     return group
 
 
@@ -188,10 +185,9 @@ def new_group(ranks: Sequence[int]) -> Group | None:
 def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = TIMEOUT) -> Group:
     """Return a group of the ranks of a torch.distributed process group, in its order.
 
-    `init` is not needed. Exactly these ranks must call it. Messages travel through shared memory
-    inside a host, otherwise over a new process group, so that they do not mix with those of the
-    given one. A second call for the same process group returns the same Group unless that was
-    closed.
+    `init` is not needed. Exactly these ranks must call it. Messages travel through shared memory or
+    a new process group, so that they do not mix with those of the given one. A second call for the
+    same process group returns the same Group unless that was closed.
 
     Args:
         process_group: The process group.
