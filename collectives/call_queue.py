@@ -19,6 +19,7 @@ from collectives import validation
 from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError, describe
 from collectives.execution.call import Call
 from collectives.recorder import ENDED, GroupRecord
+from collectives.trace import span
 from collectives.transport.base import Transport
 from collectives.work import Work, on_cuda
 
@@ -118,7 +119,7 @@ class CallQueue:
             return self._guarded(call, function)
 
         due = time.monotonic() + _LEFT_SECONDS if small else 0.0
-        work: Work[Any] = Work(self, call, run, [*before], due)
+        work: Work[Any] = Work(self, call.title, run, [*before], due)
         with self.changed:
             self._start_thread()
             self._works.append(work)
@@ -144,7 +145,7 @@ class CallQueue:
         try:
             self._guarded(call, first, whole=False)
             due = time.monotonic() + _LEFT_SECONDS
-            work: Work[Any] = Work(self, call, partial(self._guarded, call, rest), (), due)
+            work: Work[Any] = Work(self, call.title, partial(self._guarded, call, rest), (), due)
             with self.changed:
                 self._start_thread()
                 # In front of calls that were queued since `first` began.
@@ -157,7 +158,8 @@ class CallQueue:
     def result(self, work: Work[Any]) -> Any:
         """Wait for the work, and return its result or raise its error."""
         if not work._ended:
-            self._wait_for(work)
+            with span(lambda: f"wait {work.title}"):
+                self._wait_for(work)
         if work._error is not None:
             if self._unraised == str(work._error):
                 self._unraised = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -104,7 +104,7 @@ class Calls:
                 carry_out = partial(self._carry_out, call)
             call.stage = NEW
             # In this thread: only the work on its stream is captured in the graph.
-            done: Work[Any] = Work(self.queue, call, lambda: self.queue.run(call, carry_out))
+            done: Work[Any] = Work(self.queue, call.title, lambda: self.queue.run(call, carry_out))
             done._run()
             return done
         replay, call.stage = call.replay, NEW
@@ -134,7 +134,7 @@ class Calls:
         call.record[NEGOTIATED] = perf_counter_ns()
         if call.instead is not None:
             return call.instead()
-        with span(lambda: call.title) if watched else NOTHING:
+        with span(lambda: self._range(call, outcome.joined)) if watched else NOTHING:
             # A rank that has joined fills no buffer: the call then goes by messages, and that rank
             # sends zeros in them.
             if call.plan is not None and not outcome.joined:
@@ -154,6 +154,10 @@ class Calls:
             # Not everything that has written them tells autograd, which may have saved them.
             torch.autograd.graph.increment_version(call.tensors)
         return result
+
+    def _range(self, call: Call, joined: Sequence[int]) -> str:
+        """Return the call's name in profilers, with how it runs in shared memory."""
+        return call.title if call.plan is None or joined else f"{call.title}: {call.plan}"
 
     def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
         """Take part in the other ranks' calls, with zeros, until all ranks have joined.

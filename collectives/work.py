@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -14,9 +14,17 @@ from collectives.compiling import untraced
 from collectives.errors import CollectiveError
 from collectives.inference_mode import inference_mode
 
-if TYPE_CHECKING:
-    from collectives.call_queue import CallQueue
-    from collectives.execution.call import Call
+
+class _Queue(Protocol):
+    """The part of `CallQueue` that a Work uses."""
+
+    changed: threading.Condition
+
+    def result(self, work: Work[Any]) -> Any: ...
+    def note(self, error: BaseException) -> None: ...
+    def check_streams(self) -> None: ...
+    def check_process(self, what: str) -> None: ...
+
 
 # The type that the synchronous call returns.
 T_co = TypeVar("T_co", covariant=True)
@@ -47,13 +55,13 @@ class Work(Generic[T_co]):
 
     def __init__(
         self,
-        queue: CallQueue,
-        call: Call,
+        queue: _Queue,
+        title: str,
         function: Callable[[], Any],
         streams: Sequence[torch.cuda.Stream] = (),
         due: float = 0.0,
     ) -> None:
-        self.call = call
+        self.title = title
         self._queue = queue
         self._function: Callable[[], Any] | None = function
         self._streams = streams

@@ -95,7 +95,9 @@ def _at_once(
         if by_tree and (name == "direct" or (name == "auto" and size in TREE_RANKS)):
             return True if rows * 16 * size * size <= TABLE_BYTES else None
         in_slices = size == 2 and name in ("auto", "rechd", "vhdd") and rows * 24 <= TABLE_BYTES
-        return False if in_slices or (small and name in ("auto", "rd")) else None
+        # An operator that reads trees, but none of this dtype, goes by `vhdd` on these ranks.
+        as_rd = name == "rd" or (name == "auto" and not (op.reads_tree and size in TREE_RANKS))
+        return False if in_slices or (small and as_rd) else None
     return True if name == "auto" or Needs.ALL_OPERANDS in algorithm(name).meets else None
 
 
@@ -135,6 +137,9 @@ class HostAllReduce:
         self.slice = first * line, min(last * line, self.vector.numel)
         # No other rank reads this rank's own slice, so it stays where it is.
         self.own = not self.whole and self.vector.layout is None and self.prescale == 1.0
+
+    def __str__(self) -> str:
+        return f"{self.op}, {'one' if self.whole else 'two'}-shot, {self.nbytes} B"
 
     @property
     def by_tree(self) -> bool:

@@ -73,6 +73,7 @@ WINGS = {
         ("collectives.group",),
         ("collectives.requests",),
         ("collectives.arguments", "collectives.calls"),
+        ("collectives.call_queue",),
         ("collectives.bootstrap",),
         ("collectives.consistency",),
         ("collectives.execution",),

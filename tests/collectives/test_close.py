@@ -18,9 +18,9 @@ import collectives
 from collectives import CollectiveError, Group, Sum, TransportError, call_queue, run_threads
 from collectives.reducers import SumReducer
 from collectives.transport import ThreadTransport, ThreadWorld
-from tests.collectives.consistency.ranks import everywhere, run, transports
+from tests.collectives.consistency.ranks import everywhere, run
 from tests.collectives.queues import Queue, hold
-from tests.collectives.transport.thread_ranks import together
+from tests.collectives.transport.thread_ranks import connect, together
 
 
 class Slow(ThreadTransport):
@@ -218,7 +218,7 @@ def test_close_in_a_signals_handler_leaves_the_call_right_or_ends_it_in_an_error
             groups[0].close()
         closed.append(True)
 
-    both = transports(way, 2)
+    both = connect(2, way)
     groups: dict[int, Group] = {}
 
     def job(rank: int) -> str:

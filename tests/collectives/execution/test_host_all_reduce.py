@@ -207,16 +207,6 @@ def test_adasum_by_direct_has_the_bits_of_messages_and_is_its_definition(
         assert (got.double() - want).norm() <= 12 * EPS * want.norm()
 
 
-def test_adasum_by_direct_on_nodes_goes_in_levels_by_messages() -> None:
-    def job(group: Group) -> list[bool]:
-        return [
-            sends(group, lambda n=name: group.all_reduce(draw(group.rank, 99), Adasum, algorithm=n))
-            for name in ("direct", "auto")
-        ]
-
-    assert run_threads(4, job, local_size=2) == [[True, False]] * 4
-
-
 @pytest.mark.parametrize("size", [3, 4])
 def test_adasum_of_nearly_opposed_vectors_has_the_bits_of_messages(size: int, compare: Any) -> None:
     """Whose Gram matrices are gathered once more, as sums of two: in one segment of three."""

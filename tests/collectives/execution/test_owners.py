@@ -99,7 +99,8 @@ def test_fused_buffer_in_the_owners_order_is_reduced_in_place(size: int) -> None
         for step in range(3):
             torch._foreach_copy_(fused.tensors, _values(group.rank + 10 * step, torch.float32))
             want = _values(group.rank + 10 * step, torch.float32)
-            group.grouped_all_reduce(want, Average, algorithm="rechd")
+            for each in want:
+                group.all_reduce(each, Average, algorithm="rechd")
             request.start()
             request.wait()
             _check_mine(group, owners, fused.tensors, want)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adasum import Adasum
-from collectives import Group, run_threads
+from collectives import Group, Sum, run_threads
 from collectives.cost import ASSUMED, LinkRates, Rate, estimate
 from collectives.execution.phases import auto_by_messages, auto_of, phases_of
 from collectives.schedules import binomial_tree, bruck, ring
@@ -22,7 +22,7 @@ from collectives.schedules.auto import (
 )
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.topology import Topology
-from collectives.tree_order import TreeSumReducer
+from collectives.tree_order import in_order
 
 TOPOLOGIES = [
     Topology(size, local) for size in range(2, 18) for local in range(1, 9) if not size % local
@@ -39,7 +39,7 @@ TCP = LinkRates(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_size_on_all_ranks_has_an_algorithm_that_runs_there(device: str) -> None:
-    tree_sum = TreeSumReducer()
+    tree_sum = in_order(Sum, "tree")
     for topology in TOPOLOGIES:
         for power in range(0, 40, 3):
             spec = sum_algorithm(device, 1 << power, topology)
