@@ -18,7 +18,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SIZE = 3
 SUMS = ("rd", "rechd", "direct", "xring", "psgpu")
 PROJECTIONS = ("rd", "vhdd", "direct", "xring", "psgpu")
-TRANSPORTS = ("gloo", "shm", "mixed")
+TRANSPORTS = ("gloo", "shm", "hybrid")
 LENGTHS = (1, 64, 3, 203, 0, 17, 128)
 
 

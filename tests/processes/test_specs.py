@@ -101,9 +101,9 @@ def test_adasum(size, local_size):
     work = lambda group: projections(group, local_size, specs)  # noqa: E731
     first, *others = run_threads(size, work, local_size=local_size)
     assert all(other == first for other in others), "ranks differ in bits"
-    for dtype in (torch.float64, torch.float32):
-        # One tree, one answer, whoever carries it.
-        assert first[f"rd {dtype}"] == first[f"auto {dtype}"]
+    if size > 2:
+        # Of float64 the tree goes in pairs, of narrower dtypes by one Gram matrix.
+        assert first[f"vhdd {torch.float64}"] == first[f"auto {torch.float64}"]
 
 
 def reductions(group: Group) -> None:
