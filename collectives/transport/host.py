@@ -303,10 +303,9 @@ class HostTransport(Transport):
             self._pages, self._out, self._in = {}, {}, {}
 
     def _leave(self, how: int, reason: str) -> None:
-        """Become unusable, once, and tell the other ranks."""
+        """Tell the other ranks that this one has left, unless it has told them, or is forked."""
         if self._unusable:
             return
-        self.symmetric_memory, self._unusable = None, reason or f"{self.me} has closed it"
         mine, said = self._pages[self.rank], reason.encode()[: PAGE_BYTES - _REASON - 1]
         mine[_REASON : _REASON + len(said)] = said
         self._fence()
@@ -314,9 +313,11 @@ class HostTransport(Transport):
         self._fence()
         for peer in self.near:
             self._wake(peer)
-        for fd in self._pidfds:
+        # Last: where a signal's handler has raised before, the next call of this tells them.
+        self.symmetric_memory, self._unusable = None, reason or f"{self.me} has closed it"
+        pidfds, self._pidfds = self._pidfds, {}
+        for fd in pidfds:
             os.close(fd)
-        self._pidfds = {}
 
 
 def on_host(far: Transport, shared: Shared) -> Transport:
