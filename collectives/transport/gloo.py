@@ -91,7 +91,7 @@ class GlooTransport(Transport):
 
     def _error(
         self, peer: int, step: str, start: float, timeout: float, error: RuntimeError
-    ) -> CollectiveError:
+    ) -> CollectiveError | OSError:
         """Return our error for gloo's, which came while this rank waited for a peer."""
         return failed(
             f"{self.me} got no answer from {self.named([peer])} in {step} (stopped after "

@@ -188,16 +188,18 @@ def run_beside(
     return thread, errors
 
 
-def failed(said: str, error: BaseException) -> CollectiveError:
+def failed(said: str, error: BaseException) -> CollectiveError | OSError:
     """Return our error for one of torch.distributed: a timeout, unless this rank is at fault.
 
     said: The beginning of the text: for which rank this one waited, and in which step.
     """
     text = first_line(error)
     if os.strerror(errno.EFAULT) in text:
-        return TransportError(
-            f"{said}: this rank's own tensor has memory that cannot be read or written, such as a "
-            f"mapped file that was truncated ({text})"
+        # No CollectiveError: it is an error of this rank's own, and no peer's.
+        return OSError(
+            errno.EFAULT,
+            "this rank's own tensor has memory that cannot be read or written, such as that of a "
+            f"mapped file that was truncated ({text})",
         )
     if any(out.lower() in text.lower() for out in _OUT):
         return TransportError(

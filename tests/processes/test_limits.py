@@ -75,9 +75,11 @@ def test_other_failures_of_torch_are_timeouts() -> None:
         "errno == 0. Cannot allocate memory\nits C++ stack": TransportError,
         "Resource temporarily unavailable": TransportError,
         "[enforce fail] DefaultCPUAllocator: can't allocate memory": TransportError,
-        "writev [127.0.0.1]:12: Bad address": TransportError,
         "Timed out waiting 4000ms for recv operation": CollectiveTimeoutError,
     }.items():
         error = failed("rank 0 waited for rank 1", RuntimeError(text))
         assert type(error) is kind
         assert "rank 0 waited for rank 1: " in str(error) and "stack" not in str(error)
+    error = failed("rank 0 waited for rank 1", RuntimeError("writev [127.0.0.1]:12: Bad address"))
+    assert type(error) is OSError and "this rank's own tensor" in str(error)
+    assert "rank 1" not in str(error)
