@@ -290,6 +290,8 @@ class SumReducer(Reducer):
             # checks cost more than a small sum.
             if out.dtype in kernels.DTYPES and (len(parts) > 2 or not out.is_cpu):
                 kernels.sum_n(parts, out=out)
+            elif len(parts) == 2:
+                torch.add(parts[0], parts[1], out=out)
             else:
                 fold(torch.add, parts, out)
 

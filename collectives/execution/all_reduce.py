@@ -36,6 +36,7 @@ from collectives.transport.process_groups import has_nccl
 
 Tensor = torch.Tensor
 Specs = tuple[AllReduceSpec, ...]
+_AUTO = parse_all_reduce_spec("auto")
 # What gives its tensors back, and takes as many buffers at each start.
 _REPLAYED = ("all_reduce", "grouped_all_reduce", "run")
 
@@ -53,7 +54,8 @@ class AllReduceOptions(NamedTuple):
     def of(cls, call: Call) -> AllReduceOptions:
         """Return a call's; one that says its schedule, or onto single ranks, has no algorithm."""
         options = call.options
-        specs = parse_all_reduce_spec(options["algorithm"]) if "algorithm" in options else ()
+        text = options.get("algorithm", "")
+        specs = _AUTO if text == "auto" else parse_all_reduce_spec(text) if text else ()
         scales = options["prescale"], options["postscale"]
         return cls(specs, options.get("segments"), *scales, options.get("packed", False))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 
 import torch
 
@@ -53,8 +54,11 @@ def plan_host_all_reduce(runner: Runner, call: Call) -> HostAllReduce | None:
     if call.kind not in ("all_reduce", "grouped_all_reduce") or not call.tensors:
         return None
     options, tensors = AllReduceOptions.of(call), call.tensors
-    if options.prescale != 1.0 or not all(tensor.is_cpu for tensor in tensors):
+    if options.prescale != 1.0:
         return None
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            return None
     if call.kind == "grouped_all_reduce":
         ranges = options.by_range(tensors)
         if len(ranges) > 1:
@@ -83,7 +87,8 @@ def _at_once(
     if op.needs is Needs.ANY_ORDER:
         if name == "direct" and spec.inner is None:
             return True
-        return False if str(spec) in ("auto", "rd", "rechd", "vhdd") else None
+        by_pairs = spec.inner is None and spec.shards == 1
+        return False if by_pairs and name in ("auto", "rd", "rechd", "vhdd") else None
     if Needs.BALANCED_TREE in op.needs:
         # Every algorithm that can carry it makes the same tree.
         return True
@@ -175,7 +180,7 @@ class HostAllReduce:
         # The result of two-shot is put together in the first rank's buffer.
         out = self.vector.buffer(self.runner.packed) if whole else vectors[0]
         target, tables = out[start:stop], _Tables(memory, timeout)
-        parts = [vector[start:stop] for vector in vectors]
+        parts = [*map(itemgetter(slice(start, stop)), vectors)]
         if self.own:
             parts[memory.rank] = self.vector.tensors[0][start:stop]
         steps = self._steps(parts, target, start, tables)
@@ -204,10 +209,10 @@ class HostAllReduce:
             gather = None if self.whole else tables.gather
             operands = replace(operands, tree=balanced_tree(size), gather_partials=gather)
         if self.at_once:
-            return [self._bound(op, operands)]
+            return [op.bind(operands) if self.repeats else partial(op.reduce, operands)]
         if size > 2 and not self.whole and is_plain_sum(op):
             # The same bits in one pass, and in memory's bandwidth the same work is half as dear.
-            return [self._bound(_TREE_SUM, operands)]
+            return [_TREE_SUM.bind(operands)]
         sums = tables.sum if self.one_tree and not self.whole else None
         places, steps = list(parts), []
         between = self._between(target) if self.whole else parts
@@ -215,12 +220,9 @@ class HostAllReduce:
             into = target if i == size - 2 else between[i if self.whole else left]
             pair = (Piece((places[left], places[right]), into, start),)
             operands = Operands(pair, numel, segments, sums, tuple(behind))
-            steps.append(self._bound(op, operands))
+            steps.append(op.bind(operands) if self.repeats else partial(op.reduce, operands))
             places[left] = into
         return steps
-
-    def _bound(self, op: Reducer, operands: Operands) -> Callable[[], None]:
-        return op.bind(operands) if self.repeats else partial(op.reduce, operands)
 
     def _between(self, target: Tensor) -> list[Tensor]:
         """Return memory for what stands between the vectors and the result of a tree of pairs."""

@@ -20,6 +20,7 @@ class GlooTransport(Transport):
     """Messages of CPU tensors over a torch.distributed process group, which it ends if `owned`."""
 
     process_group: dist.ProcessGroup
+    symmetric_memory = None
 
     def __init__(
         self, process_group: dist.ProcessGroup, *, owned: bool = False, names: Sequence[int] = ()

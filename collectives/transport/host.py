@@ -111,7 +111,7 @@ class HostTransport(Transport):
         return f"HostTransport(shared memory to {len(self.near) - 1}{also})"
 
     def check_device(self, device: torch.device) -> None:
-        if self._far is not None:
+        if self._far is not None and device.type != "cpu":
             self._far.check_device(device)
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:

@@ -30,9 +30,9 @@ LIMITS: dict[str, dict[str, Limit]] = {
     "gloo": {
         "frames": Limit(11, 11),
         "files": Limit(6, 6),
-        "calls": Limit(110, 100),
+        "calls": Limit(100, 100),
     },
-    "shm": {"calls": Limit(80, 80)},
+    "shm": {"calls": Limit(75, 75)},
     "gradient": {"frames": Limit(8, 8), "files": Limit(5, 5)},
 }
 TRACES: dict[str, Callable[[], Trace]] = {
