@@ -99,7 +99,6 @@ NIGHTLY = (
 FOR_CI = (
     "accuracy/test_adasum.py::test_adasum_of_every_kind_of_vectors_is_within_bounds[6",
     "accuracy/test_adasum.py::test_adasum_of_every_kind_of_vectors_is_within_bounds[8",
-    "adasum/check/test_checks.py::test_rank_that_fails",
     "adasum/optimizer/test_zero_copy.py::test_steady_step_leaves_nothing_allocated",
     "adasum/test_compile.py",
     "adasum/test_ddp_fsdp.py::test_ddp_with_the_hook_after_any_change",

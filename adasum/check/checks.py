@@ -1,70 +1,123 @@
-"""The list of checks of this machine, and how one is run and said."""
+"""The checks of this machine: what each computes, and on how many ranks.
+
+A check raises if something is wrong, and returns what its line says.
+"""
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Sequence
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from adasum.check import one_gpu, ranks
-from adasum.check.one_gpu import Check
+import collectives
+import kernels
+from adasum.reducer import Adasum
+from collectives.bootstrap.settings import TransportName
+from collectives.transport import load_nccl
 
-# Odd, so that every kernel has a tail; the largest takes adasum's other path on every GPU.
-SIZES = (1, 100_003, 9_000_001)
-OK, FAILED, LEFT_OUT = "ok", "FAILED", "left out"
+# Odd, so that every kernel has a tail.
+NUMEL = 300_001
+# Seconds of a collective's step: a rank that waits for one that is gone says so within them.
+_STEP = 40.0
 NO_GPU = "torch sees no GPU here"
+
+
+class Check(NamedTuple):
+    """A function, and on how many ranks it runs, each a process."""
+
+    run: Callable[[], str]
+    ranks: int = 1
 
 
 def checks() -> dict[str, Check]:
     """Return the checks of this machine, by their lines' names and in their order."""
-    found: dict[str, Check] = {"two ranks": functools.partial(_ranks, ranks.CPU, 2)}
+    found = {"two ranks": Check(partial(reduce, "cpu"), 2)}
     if not torch.cuda.is_available():
         return found
-    gpus = torch.cuda.device_count()
-    found |= one_gpu.KERNELS
-    found |= {"graph replay": one_gpu.replayed, "two streams": one_gpu.two_streams}
-    if gpus > 1:
-        found["a GPU not current"] = one_gpu.second_gpu
-    most = 1 << min(gpus, 8).bit_length() - 1
-    for kind in (ranks.TORCH, ranks.CUPY):
-        for size in (1, most)[: 1 + (most > 1)]:
-            found[f"NCCL of {kind}, ranks: {size}"] = functools.partial(_ranks, kind, size)
+    found["kernels"] = Check(run_kernels)
+    most = 1 << min(torch.cuda.device_count(), 8).bit_length() - 1
+    transports: dict[str, TransportName] = {"torch": "auto", "cupy": "nccl"}
+    if importlib.util.find_spec("cupy") is None:
+        del transports["cupy"]
+    for name, transport in transports.items():
+        found[f"NCCL of {name}"] = Check(partial(nccl_alone, name))
+        if most > 1:
+            together = partial(reduce, "cuda", transport)
+            found[f"NCCL of {name}, ranks: {most}"] = Check(together, most)
     return found
 
 
-def _ranks(kind: str, size: int, device: str, sizes: Sequence[int]) -> str:
-    return ranks.start(kind, size)
+def reduce(device: str, transport: TransportName | None = None) -> str:
+    """Reduce by Sum and Adasum on every rank, compared with float64; return the transport."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    group = collectives.init(timeout=_STEP, transport=transport)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(group.size)]
+    inputs = [torch.randn(NUMEL, generator=each) for each in generators]
+    for op in (collectives.Sum, Adasum):
+        found = inputs[group.rank].clone().to(device)
+        group.all_reduce(found, op, algorithm="rd")
+        # A handful of float32 roundings a level.
+        bound = 10 * group.size * torch.finfo(torch.float32).eps
+        want = expected(inputs, op is Adasum)
+        _compare(f"{op} over {group.transport}", found.cpu(), want, bound)
+    collectives.shutdown()
+    return f"Sum and Adasum over {type(group.transport).__name__}"
 
 
-def line(verdict: str, name: str, seconds: float, reason: str = "") -> str:
-    """Return a check's line."""
-    return f"{verdict:8} {name:24} {seconds:7.1f} s  {reason}".rstrip()
+def expected(inputs: Sequence[Tensor], adasum: bool) -> Tensor:
+    """Return the sum or the Adasum of a power of two of vectors: neighbours, then pairs."""
+    join, level = kernels.adasum_reference if adasum else torch.add, [*map(Tensor.double, inputs)]
+    while len(level) > 1:
+        level = [join(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
+    return level[0]
 
 
-def say(text: str) -> None:
-    """Print text and its end of line in one write, so that lines of several ranks stay whole."""
-    # `print` writes them separately where Python does not buffer, as with PYTHONUNBUFFERED=1.
-    print(f"{text}\n", end="", flush=True)
+def run_kernels(device: str = "cuda") -> str:
+    """Compare packing, a sum, Adasum and dot products with float64, in all dtypes."""
+    for dtype in kernels.DTYPES:
+        a, b = (torch.randn(NUMEL, device=device).to(dtype) for _ in range(2))
+        results = {
+            "pack": (kernels.pack([a, b]), kernels.pack_reference([a, b])),
+            "sum_n": (kernels.sum_n([a, b]), kernels.sum_n_reference([a, b])),
+            "adasum": (kernels.adasum(a, b), kernels.adasum_reference(a, b)),
+            "gram": (kernels.gram([a, b]), kernels.gram_reference([a, b])),
+        }
+        for name, (got, want) in results.items():
+            # An element is rounded once to its dtype, after some 64 additions in float64.
+            bound = torch.finfo(dtype).eps + 64 * torch.finfo(torch.float64).eps
+            _compare(f"{name} of {dtype}", got, want, bound)
+    return ""
 
 
-def run_here(names: Sequence[str], device: str = "cuda", sizes: Sequence[int] = SIZES) -> int:
-    """Run these checks in this process up to the first that fails; return the exit status."""
-    known = checks()
-    for name in names:
-        begin = time.perf_counter()
-        try:
-            said = known[name](device, sizes) or ""
-            if torch.cuda.is_initialized():
-                # An error of a launch shows itself here, and belongs to this line.
-                torch.cuda.synchronize()
-            verdict = OK
-        except Exception as error:  # noqa: BLE001 - it is what the line is for
-            verdict = LEFT_OUT if isinstance(error, ranks.NotInstalledError) else FAILED
-            said = " ".join((str(error) or type(error).__name__).split())[:300]
-        say(line(verdict, name, time.perf_counter() - begin, said))
-        if verdict == FAILED:
-            # After some errors CUDA is of no more use to a process.
-            return 1
-    return 0
+def nccl_alone(of: str) -> str:
+    """Reduce on one rank: NCCL of torch or of cupy loads, connects and runs a kernel."""
+    numbers = torch.randn(NUMEL, device="cuda")
+    got = torch.full_like(numbers, torch.nan)
+    if of == "torch":
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(got.copy_(numbers))
+        dist.destroy_process_group()
+    else:
+        nccl, stream = load_nccl(), torch.cuda.current_stream().cuda_stream
+        communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+        how = nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream
+        communicator.allReduce(numbers.data_ptr(), got.data_ptr(), NUMEL, *how)
+        torch.cuda.synchronize()
+        communicator.destroy()
+    _compare(f"NCCL of {of}", got, numbers, 0.0)
+    return ""
+
+
+def _compare(what: str, got: Tensor, want: Tensor, bound: float) -> None:
+    """Raise AssertionError unless |got - want| <= bound times the largest |want|, everywhere."""
+    error = (got.double() - want).abs().max().item()
+    # A NaN is not below anything, so it is found.
+    if not error <= bound * want.abs().max().item():
+        raise AssertionError(f"{what}: off by {error:.2g}, and at most {bound:.2g} is right")

@@ -1,4 +1,4 @@
-"""What is installed, what of it fits, and which transports can be used."""
+"""What is installed, what of it fits this torch, and which transports can be used."""
 
 from __future__ import annotations
 
@@ -78,39 +78,33 @@ def _versions() -> dict[str, str]:
 
 
 def _extra() -> str:
-    """Say how to get what the extra for this torch brings, and what is in the place of that."""
+    """Say how to install the packages for this torch's CUDA, and which others are in the way."""
     major = (torch.version.cuda or "").partition(".")[0]
     if f"cuda{major}" not in _CUDA:
         return "none: a CPU build" if not major else f"none: torch is for CUDA {major}"
     others = [name for extra, names in _CUDA.items() if extra != f"cuda{major}" for name in names]
     wrong = " ".join(name for name in others if _version(name) != "not installed")
     text = f'pip install "cupy-cuda{major}x>=14.2"'
-    if not wrong:
-        return text
-    # Of two wheels that own one file, uninstalling one takes the other's.
-    nccl = f" and pip install --force-reinstall --no-deps nvidia-nccl-cu{major}"
-    again = nccl if "nccl" in wrong else ""
-    return f"{text}, but first pip uninstall {wrong}{again}: torch is for CUDA {major}"
+    if "nccl" in wrong:
+        # Two wheels own one file, and uninstalling one removes the other's.
+        wrong += f" and pip install --force-reinstall --no-deps nvidia-nccl-cu{major}"
+    return text + (f", but first pip uninstall {wrong}: torch is for CUDA {major}" if wrong else "")
 
 
 def _private_names() -> str:
     """Say whether torch has the private names that this library uses."""
-    missing = [name for name in PRIVATE_NAMES if not _has(name)]
+    missing = []
+    for name in PRIVATE_NAMES:
+        module, _, attributes = name.partition(":")
+        try:
+            found = importlib.import_module(module)
+            if attributes:
+                operator.attrgetter(attributes)(found)
+        except (ImportError, AttributeError):
+            missing.append(name)
     if not missing:
         return f"all {len(PRIVATE_NAMES)} there"
     return f"MISSING, so this torch is not supported yet: {', '.join(missing)}"
-
-
-def _has(name: str) -> bool:
-    """Return whether a dotted name exists: a module, and attributes from there, if any."""
-    module, _, rest = name.partition(":")
-    try:
-        found = importlib.import_module(module)
-        if rest:
-            operator.attrgetter(rest)(found)
-    except (ImportError, AttributeError):
-        return False
-    return True
 
 
 def _version(name: str) -> str:
@@ -122,30 +116,28 @@ def _version(name: str) -> str:
 
 def _devices() -> dict[str, str]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = torch.get_num_threads()
-    found = {
-        "processors": f"{usable} usable of {os.cpu_count()}, torch threads {threads}",
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    found = [
+        f"{each.name}, {each.total_memory >> 30} GiB, sm_{each.major}{each.minor}" for each in gpus
+    ]
+    return {
+        "processors": f"X",
         "CPU tensors by": _or_why_not(lambda: kernels.backend_info().cpu_path),
         "CUDA of torch": torch.version.cuda or "none: a CPU build",
+        "GPUs": "; ".join(found) or "none that torch sees: kernels run on the CPU",
     }
-    if not torch.cuda.is_available():
-        found["GPUs"] = "none that torch sees: kernels run on the CPU"
-        return found
-    for i in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(i)
-        memory = f"{gpu.total_memory / 2**30:.0f} GiB"
-        found[f"GPU {i}"] = f"{gpu.name}, {memory}, sm_{gpu.major}{gpu.minor}"
-    return found
 
 
 def _transports() -> dict[str, str]:
+    missing = "not in this build of torch"
+    nccl = dist.is_available() and dist.is_nccl_available()
     return {
         "shared memory": _or_why_not(_shared_memory),
-        "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "not in torch",
+        "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else missing,
         "NCCL through cupy": _or_why_not(
             lambda: f"yes, {load_nccl().get_version()}, on request: init(transport='nccl')"
         ),
-        "NCCL of torch": _or_why_not(_nccl_of_torch),
+        "NCCL of torch": ".".join(map(str, torch.cuda.nccl.version())) if nccl else missing,
     }
 
 
@@ -157,16 +149,8 @@ def _or_why_not(find: Callable[[], str]) -> str:
 
 
 def _shared_memory() -> str:
-    if not hasattr(os, "memfd_create"):
-        return f"no: {platform.system()} has no memfd_create"
     os.close(os.memfd_create("adasum-check"))
     return "yes"
-
-
-def _nccl_of_torch() -> str:
-    if not (dist.is_available() and dist.is_nccl_available()):
-        return "not in this build of torch"
-    return "yes, " + ".".join(map(str, torch.cuda.nccl.version()[:3]))
 
 
 def _environment() -> dict[str, str]:

@@ -23,8 +23,7 @@ import torch
 
 import collectives
 from adasum import Adasum
-from adasum.check.checks import NO_GPU
-from adasum.check.ranks import expected
+from adasum.check.checks import NO_GPU, expected
 from bench.collectives.ranks import in_turns, make_parser, write
 from bench.collectives.row import Row, header, line
 from collectives.schedules.spec import parse_general_int

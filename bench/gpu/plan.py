@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from adasum.check.one_gpu import KERNELS
 from bench.gpu.machine import sanitizer
 from bench.gpu.stages import Stage
 
@@ -87,7 +86,7 @@ def _sanitizers() -> list[Stage]:
             (
                 # On an error it would end with the program's own status.
                 *(checker or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
-                *(sys.executable, "-m", "adasum.check", "--here", *KERNELS, "--sizes", *SIZES),
+                *(sys.executable, "-m", "tests.kernels.gpu.sweep", "--sizes", *SIZES),
             ),
             estimate=90.0,
             limit=600.0,

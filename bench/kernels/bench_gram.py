@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from adasum.check.one_gpu import rounding
 from bench.kernels import case, inputs
+from bench.kernels.bounds import rounding
 from bench.kernels.case import Answer, Case, Contender
 from bench.kernels.inputs import PLANNED, normal, size_label
 from bench.kernels.peers_projection import SUMS

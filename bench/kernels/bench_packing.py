@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import kernels
-from adasum.check.one_gpu import rounding
 from bench.kernels import case, inputs, peers_compiled
 from bench.kernels import peers_elementwise as in_torch
+from bench.kernels.bounds import rounding
 from bench.kernels.case import Case, Contender
 from bench.kernels.inputs import PLANNED, normal, size_label
 from bench.kernels.timing import DEVICE

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import kernels
-from adasum.check.one_gpu import dots_bound, magnitudes, rounding
 from bench.kernels import case, inputs, peers_compiled
 from bench.kernels import peers_projection as in_torch
+from bench.kernels.bounds import dots_bound, magnitudes, rounding
 from bench.kernels.case import Answer, Case, Contender
 from bench.kernels.inputs import PLANNED, normal, size_label
 from bench.kernels.measure import ONE_DOT, ONE_SEGMENT, TWO, TWO_APART

@@ -43,7 +43,7 @@ def install(options: Mapping[str, str] = os.environ) -> Device:
     if SIZES in options:
         from adasum.check import checks
 
-        checks.SIZES = tuple(map(int, options[SIZES].split(",")))
+        checks.NUMEL = int(options[SIZES].split(",")[1])
     return device
 
 

@@ -28,7 +28,7 @@ from tests.pretended_gpu.device import NAME, STEP, Device
 # Small enough for the emulator, with a tail; of several tiles at the last.
 SIZES = (1, 515, 1031)
 DTYPES = {"float16", "bfloat16", "float32", "float64"}
-# What takes seconds in the emulator, `tests/adasum/check` has there.
+# What takes seconds in the emulator, `test_commands.py` has there.
 EMULATED = ("unpack", "scaled_add", "sum_n", "combine")
 ROWS = {
     "packing": ("pack planned 4 KiB",),
@@ -50,23 +50,25 @@ def facts(device: Device) -> dict[str, Any]:
 
 
 def checks(device: Device, names: Sequence[str] = (), emulated: Sequence[str] = EMULATED) -> None:
-    """Every check of adasum.check, those of ranks in this process; of each its launches."""
+    """Every check of tests/kernels/gpu/sweep.py and adasum.check; of each its launches."""
     from adasum.check import checks as listed
-    from adasum.check import one_gpu, ranks
+    from tests.kernels.gpu import sweep
 
-    known = listed.checks()
-    alone = [f"NCCL of {kind}, ranks: 1" for kind in (ranks.TORCH, ranks.CUPY)]
-    assert [*known] == ["two ranks", *one_gpu.KERNELS, "graph replay", "two streams", *alone]
-    for name in names or [each for each in known if each != "two ranks"]:
+    listed.NUMEL = SIZES[1]
+    known = {**sweep.KERNELS, "graph replay": sweep.replayed, "two streams": sweep.two_streams}
+    of_check = listed.checks()
+    assert [*of_check] == ["two ranks", "kernels", "NCCL of torch", "NCCL of cupy"]
+    for name in names or [*known, *[*of_check][1:]]:
         device.emulated = name in emulated
         device.dtypes.clear()
         before = len(device.launches)
-        if name in alone:
-            ranks.alone(ranks.TORCH if name == alone[0] else ranks.CUPY, torch.device("cuda", 0))
-            continue
-        known[name]("cuda", SIZES)
-        assert len(device.launches) > before, f"{name}: nothing was launched"
-        if name in one_gpu.KERNELS and name != "plans":
+        if name in of_check:
+            of_check[name].run()
+        else:
+            known[name]("cuda", SIZES)
+        launched = len(device.launches) > before
+        assert launched or "NCCL" in name, f"{name}: nothing was launched"
+        if name in sweep.KERNELS and name != "plans":
             missing = sorted(DTYPES - device.dtypes)
             assert not missing, f"{name}: nothing was launched on {', '.join(missing)}"
     names_seen = {each.name for each in device.launches}
@@ -79,14 +81,14 @@ def checks(device: Device, names: Sequence[str] = (), emulated: Sequence[str] = 
 
 def plans(device: Device) -> None:
     """A planned run is its launches and nothing else: no copy, no memset, no wait."""
-    from adasum.check import one_gpu
+    from tests.kernels.gpu import sweep
 
     device.emulated = False
-    flat, layout = one_gpu._pair(SIZES[1], "cuda")
+    flat, layout = sweep._pair(SIZES[1], "cuda")
     asked: list[int] = []
     primitive = torch._C._cuda_getDevice
     torch._C._cuda_getDevice = lambda: (asked.append(1), primitive())[1]
-    for name, planned in one_gpu._plans(flat, layout):
+    for name, planned in sweep._plans(flat, layout):
         planned.run()
         asked.clear()
         clock, launches = device.clock, len(device.launches)

@@ -56,7 +56,7 @@ FAULTS = {
         r"has no attribute 'getversion'",
     ),
     "an argument too few for cupy": Fault(
-        _checks("NCCL of cupy, ranks: 1"),
+        {"ranks": {}},
         "collectives.transport.nccl.cupy_backend",
         "left, host.size, name, host.rank)",
         "left, host.size, name)",
@@ -99,7 +99,7 @@ FAULTS = {
     ),
     "a dtype that a check leaves out": Fault(
         _checks("scaled_add"),
-        "adasum.check.one_gpu",
+        "tests.kernels.gpu.sweep",
         "for dtype in kernels.DTYPES:",
         "for dtype in kernels.DTYPES[1:]:",
         r"scaled_add: nothing was launched on float16",

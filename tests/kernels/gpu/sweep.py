@@ -1,12 +1,15 @@
-"""Checks of the GPU itself: kernels, plans, graphs and streams.
+"""Checks of a device: kernels, plans, graphs and streams, in three sizes.
 
-Each takes a device and three sizes, and raises where something is wrong. Kernels are held against
+    python -m tests.kernels.gpu.sweep [--sizes 1 5003 70001]     # KERNELS, as under a sanitizer
+
+Each takes a device and the sizes, and raises if something is wrong. Kernels are compared with
 their float64 references on fresh random numbers, with outputs of NaN, in all dtypes, on tensors
 that begin on a 16-byte boundary and one element off it. Those of `KERNELS` run on CPU tensors, too.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,9 +19,11 @@ import torch
 from torch import Tensor
 
 import kernels
+from bench.kernels.bounds import dots_bound, magnitudes, rounding
 
-# May return what its line is to say.
-Check = Callable[[str, Sequence[int]], str | None]
+Check = Callable[[str, Sequence[int]], None]
+# Odd, so that every kernel has a tail; the largest takes adasum's other path on every GPU.
+SIZES = (1, 100_003, 9_000_001)
 
 
 def _normal(numel: int, dtype: torch.dtype, device: str, misaligned: bool = False) -> Tensor:
@@ -45,20 +50,6 @@ def _compare(what: str, got: Tensor, want: Tensor, scale: Tensor, bound: float) 
             f"{what}: element {i} is {got.reshape(-1)[i].item():.9g}, float64 gives "
             f"{want.reshape(-1)[i].item():.9g}; {int(wrong.sum())} of {wrong.numel()} are wrong"
         )
-
-
-def rounding(dtype: torch.dtype, terms: int) -> float:
-    """Bound for `terms` products summed wide: one rounding to the dtype, three wide ones a term."""
-    return 0.505 * torch.finfo(dtype).eps + (3 * terms + 1) * _wide_eps(dtype)
-
-
-def _wide_eps(dtype: torch.dtype) -> float:
-    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-
-
-def dots_bound(dtype: torch.dtype, numel: int) -> float:
-    """Error of a dot over the product of the norms: 32 additions a thread, then log2 n."""
-    return (33 + math.log2(numel)) * _wide_eps(dtype)
 
 
 # Of each result: what came out, what float64 gives, a scale, and the bound of the error over it.
@@ -168,16 +159,6 @@ def _weighted_sum(a: Tensor, b: Tensor, out: Tensor, cuts: tuple[int, ...]) -> F
         yield out, want, magnitudes(a, b, dots, segments), bound
 
 
-def magnitudes(a: Tensor, b: Tensor, dots: Tensor, segments: Sequence[int] | None) -> Tensor:
-    """Return for each element the magnitude by which errors of the coefficients count.
-
-    With -2|a||b| for d a coefficient is 1 + |b|/|a|, which covers its size and its error.
-    """
-    worst = dots.clone()
-    worst[:, 0] = -2 * (dots[:, 1] * dots[:, 2]).sqrt()
-    return kernels.combine_reference(a.abs(), b.abs(), worst, segments)
-
-
 class _Planned(NamedTuple):
     """A planned run, what it writes, and the direct call that must give the same bits."""
 
@@ -284,3 +265,17 @@ KERNELS: dict[str, Check] = {
         *(_gram, _weighted_sum),
     )
 } | {"plans": _planned}
+
+
+def main() -> None:
+    """Run every check of KERNELS, on a GPU."""
+    parser = argparse.ArgumentParser("tests.kernels.gpu.sweep")
+    parser.add_argument("--sizes", type=int, nargs=3, default=SIZES)
+    sizes = parser.parse_args().sizes
+    for name, check in KERNELS.items():
+        check("cuda", sizes)
+        print(f"ok {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
