@@ -121,7 +121,7 @@ def _devices() -> dict[str, str]:
         f"{each.name}, {each.total_memory >> 30} GiB, sm_{each.major}{each.minor}" for each in gpus
     ]
     return {
-        "processors": f"X",
+        "processors": f"{usable} usable of {os.cpu_count()}, torch uses {torch.get_num_threads()}",
         "CPU tensors by": _or_why_not(lambda: kernels.backend_info().cpu_path),
         "CUDA of torch": torch.version.cuda or "none: a CPU build",
         "GPUs": "; ".join(found) or "none that torch sees: kernels run on the CPU",
