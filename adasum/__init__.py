@@ -22,24 +22,6 @@ from adasum.ddp import HookState, ddp_hook
 from adasum.fsdp import register_fsdp_hook
 from adasum.gradient_recorder.recorder import GradientRecorder
 from adasum.handle import poll, synchronize
-from adasum.horovod.allgather import (
-    allgather,
-    allgather_async,
-    grouped_allgather,
-    grouped_allgather_async,
-)
-from adasum.horovod.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-)
-from adasum.horovod.alltoall import alltoall, alltoall_async
 from adasum.horovod.basics import (
     barrier,
     cross_rank,
@@ -52,7 +34,6 @@ from adasum.horovod.basics import (
     rank,
     size,
 )
-from adasum.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from adasum.horovod.capabilities import (
     ccl_built,
     cuda_built,
@@ -65,6 +46,18 @@ from adasum.horovod.capabilities import (
     nccl_built,
     rocm_built,
 )
+from adasum.horovod.exchanges import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+)
 from adasum.horovod.objects import allgather_object, broadcast_object
 from adasum.horovod.process_sets import (
     ProcessSet,
@@ -74,11 +67,20 @@ from adasum.horovod.process_sets import (
     process_set_by_id,
     remove_process_set,
 )
-from adasum.horovod.reducescatter import (
+from adasum.horovod.reductions import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
+    sparse_allreduce_async,
 )
 from adasum.horovod.state import broadcast_optimizer_state, broadcast_parameters
 from adasum.horovod.timeline import start_timeline, stop_timeline

@@ -32,34 +32,24 @@ def require_compressor(compression: Any) -> None:
 
 
 class _NoneCompressor:
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, None]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Tensor, context: None) -> Tensor:
-        return tensor
-
-
-class _CastCompressor:
-    dtype: torch.dtype
+    dtype: torch.dtype | None = None
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        if tensor.dtype not in _CAST_DTYPES:
+        if cls.dtype is None or tensor.dtype not in _CAST_DTYPES:
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype
 
-    @classmethod
-    def decompress(cls, tensor: Tensor, context: torch.dtype | None) -> Tensor:
+    @staticmethod
+    def decompress(tensor: Tensor, context: torch.dtype | None) -> Tensor:
         return tensor if context is None else tensor.to(context)
 
 
-class _FP16Compressor(_CastCompressor):
+class _FP16Compressor(_NoneCompressor):
     dtype = torch.float16
 
 
-class _BF16Compressor(_CastCompressor):
+class _BF16Compressor(_NoneCompressor):
     dtype = torch.bfloat16
 
 
@@ -83,7 +73,6 @@ class Compression:
 
 
 def cast_dtype(compression: type[Compressor], dtype: torch.dtype) -> torch.dtype | None:
-    """Return what a compression casts tensors of `dtype` to; None where it does not just cast."""
-    casts: tuple[type[_CastCompressor], ...] = (_FP16Compressor, _BF16Compressor)
-    found = (cast.dtype for cast in casts if compression is cast and dtype in _CAST_DTYPES)
-    return next(found, None)
+    """Return the dtype that a compression casts tensors of `dtype` to; None if it does not."""
+    ours = compression in (_FP16Compressor, _BF16Compressor) and dtype in _CAST_DTYPES
+    return compression.dtype if ours else None  # type: ignore[attr-defined]

@@ -36,11 +36,6 @@ class Handle(Generic[T_co]):
         return all(work.is_completed() for work in self._works)
 
 
-def wait_for_all(handles: Sequence[Handle[T_co]]) -> Handle[list[T_co]]:
-    """Return one handle whose result is the list of all results."""
-    return Handle(handles, lambda *results: list(results))
-
-
 def synchronize(handle: Handle[T_co] | Work[T_co]) -> T_co:
     """Wait for an asynchronous operation and return its result.
 

@@ -1,15 +1,73 @@
-"""Checks and conversions of arguments that Horovod's functions share."""
+"""What Horovod's functions share: signatures, checks of arguments, and names of calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from collectives import validation
+from adasum.handle import Handle
+from collectives import Group, validation
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# Started calls by group, function and name. Until a call has ended, the group holds its work.
+_under_way: weakref.WeakKeyDictionary[Group, weakref.WeakValueDictionary[tuple[str, str], Any]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def with_arguments_of(
+    model: Callable[P, Any], without: str = ""
+) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Give a function the signature of `model`; it gets all arguments by name, with defaults."""
+    signature = inspect.signature(model)
+    kept = [each for name, each in signature.parameters.items() if name != without]
+    return functools.partial(_with_signature, signature.replace(parameters=kept))
+
+
+def with_tensors_for(
+    model: Callable[Concatenate[Tensor, P], Any],
+) -> Callable[[Callable[..., R]], Callable[Concatenate[Sequence[Tensor], P], R]]:
+    """Do as `with_arguments_of`, but with a list `tensors` as the first argument."""
+    signature = inspect.signature(model)
+    first, *others = signature.parameters.values()
+    first = first.replace(name="tensors", annotation="Sequence[Tensor]")
+    return functools.partial(_with_signature, signature.replace(parameters=[first, *others]))
+
+
+def waiting_for(start: Callable[P, Handle[R]]) -> Callable[P, R]:
+    """Return a function that starts a call and waits; its name is `start`'s without "_async"."""
+    signature = inspect.signature(start)
+    returned = str(signature.return_annotation).removeprefix("Handle[")[:-1]
+
+    begin: Callable[..., Handle[R]] = start
+
+    def call(**given: Any) -> R:
+        return begin(**given).wait()
+
+    call.__name__ = call.__qualname__ = start.__name__.replace("_async", "")
+    call.__module__, call.__doc__ = start.__module__, f"Do as `{start.__name__}`, and wait for it."
+    call.__annotations__["return"] = returned
+    return _with_signature(signature, call)
+
+
+def _with_signature(signature: inspect.Signature, function: Callable[..., R]) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> R:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return function(**bound.arguments)
+
+    returned = inspect.signature(function).return_annotation
+    vars(call)["__signature__"] = signature.replace(return_annotation=returned)
+    return call
 
 
 def require(argument: str, value: object, *types: type) -> None:
@@ -20,7 +78,7 @@ def require(argument: str, value: object, *types: type) -> None:
 
 
 def dense(tensor: Tensor, argument: str = "tensor") -> Tensor:
-    """Return the tensor; raise for what is not a dense, initialised tensor in memory."""
+    """Return the tensor; raise unless it is a dense, initialised tensor in memory."""
     validation.no_mode(argument)
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, not {type(tensor).__name__}")
@@ -45,22 +103,42 @@ def copied(tensor: Tensor, argument: str = "tensor") -> Tensor:
 
 
 def contiguous(tensor: Tensor) -> Tensor:
-    """Return the tensor detached and contiguous, copied only where it is not already."""
+    """Return the tensor detached and contiguous, copied only if it is not already."""
     return dense(tensor).detach().resolve_conj().resolve_neg().contiguous()
 
 
-def for_each(
-    function: Callable[..., Any], tensors: object, name: str | None, *rest: object
-) -> list[Any]:
-    """Call the function with each tensor, its number added to the name.
+def start_each(
+    start: Callable[..., Handle[R]], tensors: object, name: str | None, **options: Any
+) -> Handle[list[R]]:
+    """Start a call for each tensor, its number added to the name, and return one handle for all.
 
-    All are checked before the first call, so that no rank makes a part of the calls.
+    All tensors are checked before the first call, so that no rank makes only some of the calls.
     """
     checked = [dense(each, f"tensors[{i}]") for i, each in enumerate(tensor_list(tensors))]
     for i, each in enumerate(checked):
         if not each.dim():
             raise ValueError(f"tensors[{i}] must have a first dimension: use reshape(1)")
-    return [
-        function(each, None if name is None else f"{name}.{i}", *rest)
+    handles = [
+        start(each, name=None if name is None else f"{name}.{i}", **options)
         for i, each in enumerate(checked)
     ]
+    return Handle(handles, lambda *results: list(results))
+
+
+def start_named(kind: str, name: str | None, group: Group, start: Callable[..., Any]) -> Any:
+    """Start a call, asynchronously, and return its work.
+
+    Calls of different kinds, which are the functions' names, may share a name. ValueError: a call
+    of this kind and name is under way in the group; nothing was started.
+    """
+    if not isinstance(name, str):
+        return start(name=name)
+    named = _under_way.setdefault(group, weakref.WeakValueDictionary())
+    earlier = named.get((kind, name))
+    if earlier is not None and not earlier.is_completed():
+        raise ValueError(
+            f"name {name!r} is that of another {kind} which is still under way: call synchronize "
+            "on its handle first, or give this one a name of its own"
+        )
+    named[kind, name] = work = start(name=name)
+    return work

@@ -61,24 +61,20 @@ def differentiable(*tensors: Tensor) -> bool:
 
 
 def refuse_gradient(call: str, *tensors: Tensor) -> None:
-    """Raise NotImplementedError where a gradient would be lost without a word."""
+    """Raise NotImplementedError if a gradient would be lost silently."""
     if differentiable(*tensors):
-        raise NotImplementedError(
-            f"gradients through {call} are not supported: pass tensor.detach()"
-        )
+        fix = "pass tensor.detach()"
+        raise NotImplementedError(f"gradients through {call} are not supported: {fix}")
 
 
 def refuse_recorded(call: str, *tensors: Tensor) -> None:
-    """Raise NotImplementedError where autograd would miss that a tensor is overwritten.
+    """Raise NotImplementedError if autograd would miss that a tensor is overwritten.
 
     Parameters, other leaves and views of them may be: what is made of them is recorded later.
     """
     made = [each for each in tensors if isinstance(each, Tensor) and not each.is_leaf]
-    if differentiable(*(each for each in made if each._base is None or not each._base.is_leaf)):
-        raise NotImplementedError(
-            f"gradients through {call}, in place, are not supported: use {call.rstrip('_')}, or "
-            "pass tensor.detach()"
-        )
+    made = [each for each in made if each._base is None or not each._base.is_leaf]
+    refuse_gradient(f"{call}, in place (use {call.rstrip('_')}),", *made)
 
 
 def backward_name(name: str | None) -> str | None:

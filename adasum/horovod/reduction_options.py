@@ -1,4 +1,4 @@
-"""The arguments that allreduce and reducescatter share, beside their tensors."""
+"""The arguments that allreduce and reducescatter share, besides their tensors."""
 
 from __future__ import annotations
 
@@ -17,37 +17,28 @@ from collectives.tree_order import in_order
 
 
 class ReductionOptions(NamedTuple):
-    """The arguments of a reduction beside its tensors, by the meaning they have in `allreduce`."""
+    """The checked arguments of a reduction besides its tensors, as `allreduce` describes them."""
 
     group: Group
     op: Reducer
     name: str | None
     compression: type[Compressor]
-    prescale: float
-    postscale: float
+    scales: dict[str, float]
 
     def compress(
-        self, tensors: Sequence[Tensor], argument: str = "tensor"
+        self, tensors: Sequence[Tensor], names: Sequence[str]
     ) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Tensor]]]:
-        """Return copies of the tensors to send, and what decompresses the results.
+        """Return copies of the tensors to send, and a function that decompresses the results.
 
-        argument: what errors call the tensors, "tensors" where they are a list.
+        names: what errors call the tensors.
         """
-        numbered = argument == "tensors"
-        names = [f"{argument}[{i}]" if numbered else argument for i in range(len(tensors))]
-        compressed = [
-            self.compression.compress(copied(*each)) for each in zip(tensors, names, strict=True)
-        ]
-        contexts = [context for _, context in compressed]
-
-        def decompress(results: Sequence[Tensor]) -> list[Tensor]:
-            return list(map(self.compression.decompress, results, contexts))
-
-        return [sent for sent, _ in compressed], decompress
+        copies = map(copied, tensors, names)
+        sent, contexts = zip(*map(self.compression.compress, copies), strict=True)
+        return [*sent], lambda got: list(map(self.compression.decompress, got, contexts))
 
 
 def require_reducer(op: object) -> None:
-    """Raise TypeError for what is not a reducer, such as Horovod's numbers or a name."""
+    """Raise TypeError unless op is a reducer: Horovod's numbers and names are not."""
     if not isinstance(op, Reducer):
         raise TypeError(f"op must be Sum, Average, Adasum, Min, Max or Product, not {op!r}")
 
@@ -55,15 +46,15 @@ def require_reducer(op: object) -> None:
 def options_of(
     name: str | None,
     op: Reducer | None,
-    prescale: float,
-    postscale: float,
+    prescale_factor: float,
+    postscale_factor: float,
     process_set: ProcessSet | None,
+    order: str | None,
+    accumulate: torch.dtype | None,
     average: bool | None = None,
     compression: type[Compressor] = Compression.none,
-    order: str | None = None,
-    accumulate: torch.dtype | None = None,
 ) -> ReductionOptions:
-    """Check what one of Horovod's functions was called with; `op` is Average unless given.
+    """Check the arguments of one of Horovod's functions; `op` is Average unless given.
 
     TypeError: an argument has the wrong type. ValueError: both `op` and `average` are given, a
     factor is not finite, or this rank is not in the process set.
@@ -74,16 +65,14 @@ def options_of(
             raise TypeError(f"average must be a bool, not {type(average).__name__}")
         if op is not None:
             raise ValueError("the op parameter supersedes average: give only op")
-        warnings.warn(
-            "parameter average is deprecated: use op=Average or op=Sum",
-            DeprecationWarning,
-            stacklevel=3,
-        )
+        text = "parameter average is deprecated: use op=Average or op=Sum"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
         op = Average if average else Sum
     op = Average if op is None else op
     require_reducer(op)
     op = in_order(op, order, accumulate)
-    prescale = validation.scale("prescale_factor", prescale)
-    postscale = validation.scale("postscale_factor", postscale)
-    group = require_group(process_set)
-    return ReductionOptions(group, op, name, compression, prescale, postscale)
+    scales = {
+        "prescale": validation.scale("prescale_factor", prescale_factor),
+        "postscale": validation.scale("postscale_factor", postscale_factor),
+    }
+    return ReductionOptions(require_group(process_set), op, name, compression, scales)

@@ -59,6 +59,16 @@ WITHOUT = {
     "adasum.cuda_built": "the answer is torch's",
     "adasum.nccl_built": "the answer is the machine's",
     "adasum.rocm_built": "the answer is torch's",
+    **{
+        f"adasum.{function}": "the first of its variants shows how they are called"
+        for function in (
+            *("allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce"),
+            *("grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"),
+            *("broadcast_", "broadcast_async", "broadcast_async_", "alltoall_async"),
+            *("allgather_async", "grouped_allgather", "grouped_allgather_async"),
+            *("reducescatter_async", "grouped_reducescatter", "grouped_reducescatter_async"),
+        )
+    },
 }
 
 
