@@ -1,35 +1,22 @@
-"""Which rank is faulty: alarms, each with its statistic, its chance without a fault, its threshold.
+"""Which rank is faulty: alarms, and the tests that raise them. docs/gradient-recorder.md has more.
 
-Two kinds of tests. *Comparisons* of a rank with the others are never sure in one step: batches
-differ. They ask for an event whose chance is at most m/n where all ranks draw their batches alike
-(m = n // 4, at least 1), and add up evidence (`evidence.py`), over all layers together and for each
-layer. There are at most 1e-8 false alarms a step, of all tests, layers and ranks together.
+*Comparisons* of a rank with the others are never sure in one step, since batches differ. They ask
+for an event, such as "the longest of n and `factor` times the others' median", and `Evidence` adds
+it up, over all layers together and for each layer, with at most 1e-8 false alarms a step.
+`factor`, and a quarter for directions, are margins: ranks whose data differ are not alike, and less
+is no fault. Differences of parameters remember earlier batches: then only all layers together are
+compared, and 19 steps are worth one, as for a momentum of 0.9.
 
-- The norm is among the m longest, and above `factor` times the median of the others'; or among
-  the m shortest, and below that part of it: "scaled", or "zero".
-- The agreement, the median cosine with the others, is among the m least, and less than a quarter of
-  the others' median, where that is positive: "wild", or "flipped" where it is mostly below minus a
-  quarter. A rank whose norm is too long is "wild" rather than "scaled" where there is evidence for
-  this, or where its norm is not finite.
+*Identities* do not happen by chance: the gradient of all layers is another rank's,
+|g_i - g_j| <= 2^-12 sqrt(|g_i| |g_j|) (by norms only: equal to 1e-9), or has the norm of the step
+before to 1e-9, while another rank's changed, five times in a row.
 
-`factor` and the quarter are margins: ranks whose data differ, by language or length, are not alike,
-and less than that is no fault. They make the events rarer, and the bound stays.
+*Numbers that are not finite* end a training in one step. If at most half of the ranks have them,
+these ranks are "wild" at once. If most are lost in the same step, a rank that was too long until
+then is "scaled", by evidence of 1000 only, since a training is lost once.
 
-Of *differences*, which Adasum's delta method and local steps reduce, neither holds: each rank's
-optimizer remembers its own batches. Then all layers together are compared alone, and 19 steps are
-worth one, as of a momentum of 0.9: a fault that each of 18 gradients shows takes 350 steps.
-
-*Identities* do not happen by chance. The gradient of all layers together
-
-- is another rank's, |g_i - g_j| <= 2^-12 sqrt(|g_i| |g_j|): "duplicated". Independent batches come
-  as near only if one is some 10^7 times the noise scale. Where norms alone are known, they must be
-  equal to 1e-9, which needs deterministic gradients.
-- has the norm of the step before to 1e-9, while another rank's changed: "stuck".
-
-five times in a row: gradients of few bits may agree by chance, but not so often.
-
-With two ranks a comparison cannot tell which one is faulty, unless its norm is zero or not finite:
-it names both, and says nothing of directions, since both agree alike. Three ranks are enough.
+With two ranks a comparison does not tell which one is faulty, unless its norm is zero or not
+finite: it names both, and says nothing of directions, since both agree alike.
 """
 
 from __future__ import annotations
@@ -39,17 +26,20 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from adasum.gradient_recorder.evidence import (
-    Bools,
-    Evidence,
-    Floats,
-    Places,
-    layers_up_to,
-    suspects,
-)
-from adasum.gradient_recorder.statistics import ALL, StepGrams
+from adasum.gradient_recorder.statistics import ALL, Bools, Floats, Places, StepGrams, grown
 
+# The most false alarms a step, of all tests together, if ranks' batches are drawn alike.
+FALSE_ALARMS = 1e-8
+_BETS = (0.2, 0.5, 0.9)
 Kind = Literal["scaled", "zero", "wild", "flipped", "duplicated", "stuck"]
+_TEXTS: dict[Kind, str] = {
+    "scaled": "has {:.3g} times the norm of the others'",
+    "zero": "is zero, with {:g} times the norm of the others'",
+    "wild": "points elsewhere than the others', with a cosine of {:.3g}",
+    "flipped": "is opposed to the others', with a cosine of {:.3g}",
+    "duplicated": "is the same, at a relative distance of {:.2g}",
+    "stuck": "does not change, with a norm of {:.9g}",
+}
 IN_A_ROW = 5
 # How many layers a message names.
 _SHOWN = 3
@@ -59,10 +49,11 @@ _SAME, _SAME_NORM = 2.0**-12, 1e-9
 _MARGIN = 0.25
 # Of a momentum of 0.9, the correlation of successive steps: (1 + 0.9)/(1 - 0.9).
 _DIFFERENCES_WORTH = 19.0
-# Evidence that a direction is not the others', once the norm is known not to be.
+# Evidence that a direction is not the others', once the norm is known not to be; and that a norm
+# is not, once the training is lost.
 _ENOUGH = 1000.0
 _LONG, _SHORT, _UNLIKE = range(3)
-# What a step leaves of the running shares of steps with a zero, and with an opposed gradient.
+# What a step leaves of the shares of steps with a zero and with an opposed gradient.
 _KEPT = 0.9
 
 
@@ -70,14 +61,12 @@ class Alarm(NamedTuple):
     """A rank is faulty, or one of two is.
 
     Attributes:
-        step: Where enough steps had shown it.
+        step: The step in which enough had shown it.
         kind: "scaled", "zero", "wild" (another direction, or not finite), "flipped" (the opposed
             direction), "duplicated" or "stuck" (the same gradient every step).
         ranks: The faulty one; those that have the same gradient; or both ranks of two.
         names: ("all layers",), or the layers that show it.
-        value: In this step, of the first name and rank: of "scaled" and "zero" the norm divided by
-            the median of the others', of "wild" and "flipped" the agreement, NaN if not finite, of
-            "duplicated" the relative distance, of "stuck" the norm.
+        value: In this step, for the first name and rank: the number in the text; NaN if not finite.
     """
 
     step: int
@@ -87,46 +76,80 @@ class Alarm(NamedTuple):
     value: float
 
     def __str__(self) -> str:
-        what = {
-            "scaled": "has {:.3g} times the norm of the others'",
-            "zero": "is zero, with {:g} times the norm of the others'",
-            "wild": "points elsewhere than the others', with a cosine of {:.3g}",
-            "flipped": "is opposed to the others', with a cosine of {:.3g}",
-            "duplicated": "is the same, at a relative distance of {:.2g}",
-            "stuck": "does not change, with a norm of {:.9g}",
-        }[self.kind].format(self.value)
-        who = f"ranks {' and '.join(map(str, self.ranks))}"
-        if len(self.ranks) == 1:
-            who = who.replace("ranks", "rank")
-        elif self.kind == "scaled":
+        several = len(self.ranks) > 1
+        who = f"rank{'s' * several} {' and '.join(map(str, self.ranks))}"
+        what = "is not finite" if np.isnan(self.value) else _TEXTS[self.kind].format(self.value)
+        if self.kind == "scaled" and several:
             who, what = "rank 0", f"{what}, rank 1, and two ranks do not tell which is at fault"
-        shown = ", ".join(self.names[:_SHOWN])
-        if len(self.names) > _SHOWN:
-            shown += f" and {len(self.names) - _SHOWN} more"
+        more = f" and {len(self.names) - _SHOWN} more" * (len(self.names) > _SHOWN)
+        shown = ", ".join(self.names[:_SHOWN]) + more
         return f"step {self.step}, {shown}: the gradient of {who} {what}"
 
 
-class Watch:
-    """Finds faulty ranks among n, step by step.
+def suspects(ranks: int) -> int:
+    """Return m: how many of the ranks may be faulty in the same way and still be found."""
+    return max(1, ranks // 4)
 
-    Args:
-        ranks: n.
-        factor: From which factor on a norm is another one, above 1.
-        differences: Whether these are differences of parameters, made by optimizers with memories.
+
+class Evidence:
+    """The statistics of some tests of every layer and rank, with a bound on false alarms.
+
+    If ranks draw their batches alike, it is a fair draw which one has the longest gradient: "among
+    the m longest of n" has a chance of at most p = m/n, and so has any event that asks for more.
+    One bets a part b of the stake on it: a step multiplies the stake by 1 - b + b/p if the event
+    comes, otherwise by 1 - b, which is 1 or less on average. The Shiryaev-Roberts statistic adds up
+    such games begun at every step, R <- (1 + R)(1 - b + b e/p): the probability that it ever
+    reaches A within T steps of no fault is at most T/A. Several bets are averaged. If w steps are
+    worth one, each factor is raised to the power 1/w. Source: "E-detectors", arXiv 2203.03532.
+
+    `fired`, bool [tests, layers, ranks], is what reached the threshold, until it is below its root.
     """
+
+    def __init__(self, tests: int, ranks: int, worth: float = 1.0) -> None:
+        bets = np.array(_BETS)[:, None, None, None]
+        self._miss = (1 - bets) ** (1 / worth)
+        self._hit = (1 - bets + bets * ranks / suspects(ranks)) ** (1 / worth)
+        self._value = np.zeros((len(_BETS), tests, 0, ranks))
+        self.fired: Bools = np.zeros((tests, 0, ranks), dtype=np.bool_)
+
+    @property
+    def threshold(self) -> float:
+        """The evidence for an alarm; it grows with the number of tests, layers and ranks."""
+        return self.fired.size / FALSE_ALARMS
+
+    def grow(self, layers: int) -> None:
+        """Have at least so many layers."""
+        self._value, self.fired = grown(self._value, 2, layers), grown(self.fired, 1, layers)
+
+    def add(self, places: Places, events: Bools) -> Floats:
+        """Add a step's events, bool [tests, its layers, ranks]; return these layers' evidence."""
+        # One bet may reach the threshold by itself; more than that would take long to be forgotten.
+        most = len(_BETS) * self.threshold
+        value = (1 + self._value[:, :, places]) * np.where(events, self._hit, self._miss)
+        self._value[:, :, places] = value = np.minimum(value, most)
+        mean: Floats = value.mean(0)
+        holds = self.fired[:, places] & (mean >= self.threshold**0.5)
+        self.fired[:, places] = (mean >= self.threshold) | holds
+        return mean
+
+
+class Watch:
+    """Finds faulty ranks, step by step; arguments as of `GradientRecorder`."""
 
     def __init__(self, ranks: int, factor: float, *, differences: bool = False) -> None:
         self._ranks, self._factor = ranks, factor
         self._others = np.array([[j for j in range(ranks) if j != i] for i in range(ranks)])
-        self._differences = differences
+        self._layers = 1 if differences else None
         self._evidence = Evidence(3, ranks, _DIFFERENCES_WORTH if differences else 1.0)
         self._shares = np.zeros((2, 0, ranks))
         self._same = np.zeros((ranks, ranks), dtype=np.int64)
         self._stuck = np.zeros(ranks, dtype=np.int64)
         self._last: tuple[tuple[str, ...], Floats] = (), np.zeros(ranks)
-        # What holds and was said: of comparisons by layer and ranks, and of identities.
+        # What was said and holds: comparisons by layer and ranks, and the others.
         self._said: dict[tuple[int, tuple[int, ...]], set[Kind]] = {}
         self._identical: set[tuple[Kind, tuple[int, ...]]] = set()
+        # Of the last step with finite gradients: which ranks were too long, and their norms.
+        self._long: dict[tuple[int, ...], float] = {}
 
     def add(self, places: Places, grams: StepGrams) -> list[Alarm]:
         """Take a step whose rows have these places among all layers, 0 for ALL; return the news."""
@@ -136,14 +159,18 @@ class Watch:
             news = [*self._identities(grams)]
             # Ranks of which some have the same gradient are not alike: those agree with each other.
             if all(kind != "duplicated" for kind, _ in self._identical):
-                if self._differences:
-                    places, grams = slice(0, 1), grams.of_all_layers()
                 news += self._comparisons(places, grams)
             return news
 
     def _identities(self, grams: StepGrams) -> Iterator[Alarm]:
         products, norms = grams.products[0], grams.norms[0]
-        usable = np.isfinite(norms) & (norms > 0)
+        found: dict[tuple[Kind, tuple[int, ...]], float] = {}
+        finite = np.isfinite(grams.norms).all(0)
+        if 2 * finite.sum() >= self._ranks:
+            found = {("wild", (rank,)): np.nan for rank in np.flatnonzero(~finite).tolist()}
+        else:
+            found = {("scaled", r): to for r, to in self._long.items() if (0, r) not in self._said}
+        usable = finite & (norms > 0)
         squares = products.diagonal()
         apart = np.maximum(squares[:, None] + squares - 2 * products, 0.0)
         distances = np.sqrt(apart / (norms[:, None] * norms))
@@ -155,25 +182,25 @@ class Watch:
 
         (names, last), self._last = self._last, (grams.names, norms)
         still = usable & (np.abs(norms - last) <= _SAME_NORM * norms) & (names == grams.names)
-        # Where nothing moves, as at a rate of zero on the same data, no rank is at fault.
+        # If nothing moves, as at a rate of zero, no rank is at fault.
         still &= 2 * (usable & ~still).sum() >= self._ranks
         self._stuck = np.where(still, self._stuck + 1, 0)
 
-        found: dict[tuple[Kind, tuple[int, ...]], float] = {}
-        for i in np.flatnonzero(self._stuck >= IN_A_ROW):
-            found["stuck", (int(i),)] = norms[i]
-        for i in np.flatnonzero((self._same >= IN_A_ROW).any(1)):
-            equal = [int(i), *map(int, np.flatnonzero(self._same[i] >= IN_A_ROW))]
+        for i in np.flatnonzero(self._stuck >= IN_A_ROW).tolist():
+            found["stuck", (i,)] = norms[i]
+        for i in np.flatnonzero((self._same >= IN_A_ROW).any(1)).tolist():
+            equal = [i, *np.flatnonzero(self._same[i] >= IN_A_ROW).tolist()]
             if i == min(equal):
                 found["duplicated", tuple(equal)] = distances[i, equal[1:]].max()
-        for kind, ranks in found.keys() - self._identical:
+        for kind, ranks in sorted(found.keys() - self._identical):
             yield Alarm(grams.step, kind, ranks, (ALL,), float(found[kind, ranks]))
         self._identical = set(found)
 
     def _comparisons(self, places: Places, grams: StepGrams) -> Iterator[Alarm]:
-        norms = np.where(np.isnan(grams.norms), np.inf, grams.norms)
-        agreements = np.where(np.isnan(grams.agreements), np.inf, grams.agreements)
-        # The others' values in order; of an even number the middle one that is nearer to this
+        places = places[: self._layers]
+        norms = np.where(np.isnan(grams.norms), np.inf, grams.norms)[: len(places)]
+        agreements = np.where(np.isnan(grams.agreements), np.inf, grams.agreements)[: len(places)]
+        # The others' values in order; for an even number the middle one that is nearer to this
         # rank's counts: a faulty one of two others must not make this one look faulty.
         others = np.sort(np.array([norms, agreements])[:, :, self._others], axis=3)
         middle = self._ranks - 1
@@ -186,28 +213,32 @@ class Watch:
         margin = np.where(comparable, _MARGIN * usual, np.nan)
         outside = [norms > self._factor * high, norms * self._factor < low, agreements < margin]
         events = (further < suspects(self._ranks)) & np.array(outside)
-        self._grow(layers_up_to(places))
+        layers = int(places.max()) + 1
+        self._evidence.grow(layers)
+        self._shares = grown(self._shares, 1, layers)
         evidence = self._evidence.add(places, events)
         now = np.array([norms == 0, agreements < -margin])
         self._shares[:, places] = _KEPT * self._shares[:, places] + (1 - _KEPT) * now
-        if not self._said and not self._evidence.fired.any():
-            return
-        unlike_now = evidence[_UNLIKE] >= _ENOUGH
         ratios = norms / np.where(norms > low, high, low)
-        yield from self._say(places, grams, unlike_now, ratios)
+        if np.isfinite(grams.norms[0]).all():
+            enough = np.flatnonzero(events[_LONG, 0] & (evidence[_LONG, 0] >= _ENOUGH)).tolist()
+            named = [(i,) if self._ranks > 2 else (0, 1) for i in enough]
+            self._long = {ranks: ratios[0, ranks[0]] for ranks in named}
+        if self._said or self._evidence.fired.any():
+            yield from self._say(places, grams, evidence[_UNLIKE] >= _ENOUGH, ratios)
 
     def _say(
         self, places: Places, grams: StepGrams, unlike: Bools, ratios: Floats
     ) -> Iterator[Alarm]:
         """Return alarms of what has become so, those of the same kind and ranks as one."""
-        layers = np.arange(layers_up_to(places))[places].tolist()
+        layers = places.tolist()
         held: dict[tuple[int, tuple[int, ...]], set[Kind]] = {}
         for row, rank in np.argwhere(self._evidence.fired[:, places].any(0)).tolist():
-            finite = bool(np.isfinite(grams.norms[row, rank]))
-            kinds = self._kinds(layers[row], rank, bool(unlike[row, rank]) or not finite)
+            broken = not np.isfinite(grams.norms[row, rank])
+            kinds = self._kinds(layers[row], rank, broken or bool(unlike[row, rank]))
             if self._ranks == 2 and "scaled" in kinds:
                 kinds.remove("scaled")
-                # Of a rank without a norm it is known which one it is.
+                # If a rank has no norm, it is known which one it is.
                 normal = np.isfinite(ratios[row]).all() and ratios[row].all()
                 if normal or (layers[row], (0, 1)) in self._said:
                     held.setdefault((row, (0, 1)), set()).add("scaled")
@@ -218,12 +249,14 @@ class Watch:
             said = before.get((layers[row], ranks), set())
             if kinds:
                 self._said[layers[row], ranks] = said | kinds
-            # What is said of the direction, or of all layers, needs no other word.
+            # If the direction, or all layers, were named, nothing else is.
             if said - {"scaled"} or (row and (0, ranks) in self._said):
                 continue
             for kind in kinds - said:
                 news.setdefault((kind, ranks), []).append(row)
         for (kind, ranks), rows in news.items():
+            if (kind, ranks) in self._identical:
+                continue
             values = grams.agreements if kind in ("wild", "flipped") else ratios
             names = tuple(grams.names[row] for row in rows)
             yield Alarm(grams.step, kind, ranks, names, float(values[rows[0], ranks[0]]))
@@ -232,17 +265,9 @@ class Watch:
         """Return what a rank is in a layer, by the tests that have fired."""
         fired, (zero, opposed) = self._evidence.fired[:, place, rank], self._shares[:, place, rank]
         direction: Kind = "flipped" if opposed >= 0.5 else "wild"
-        found: set[Kind] = set()
-        if fired[_UNLIKE]:
-            found.add(direction)
+        found: set[Kind] = {direction} if fired[_UNLIKE] else set()
         if fired[_LONG]:
             found.add(direction if unlike else "scaled")
         if fired[_SHORT]:
             found.add("zero" if zero >= 0.5 else "scaled")
         return found
-
-    def _grow(self, layers: int) -> None:
-        self._evidence.grow(layers)
-        missing = layers - self._shares.shape[1]
-        if missing > 0:
-            self._shares = np.pad(self._shares, [(0, 0), (0, missing), (0, 0)])

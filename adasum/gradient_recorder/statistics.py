@@ -5,26 +5,55 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from adasum.gradient_recorder.evidence import Bools, Floats, Places, layers_up_to
-
+Floats: TypeAlias = npt.NDArray[np.float64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+# Which of all layers a step has, by number; 0 is all layers together.
+Places: TypeAlias = npt.NDArray[np.intp]
 # The first row of every step: the gradients of all layers as one vector.
 ALL = "all layers"
-# What a step leaves of the noise scale's running means, which so have the last ten steps or so.
+# What a step leaves of the noise scale's running means, which so cover the last ten steps or so.
 _KEPT = 0.9
+
+
+class Row(NamedTuple):
+    """What one step says of one layer, or of all layers together.
+
+    Attributes:
+        step: How many steps were reduced before.
+        name: The layer's name, or "all layers": those whose Gram matrices are known, if any are.
+        norms: The norm of each rank's gradient.
+        agreements: The median cosine of each rank's gradient and the others'; NaN if unknown.
+        orthogonality: The result's squared norm, divided by the sum of the gradients'.
+        noise_scale: The simple noise scale over ten steps or so, in batches of a rank; inf if their
+            mean gradient is lost in noise, NaN if unknown.
+    """
+
+    step: int
+    name: str
+    norms: tuple[float, ...]
+    agreements: tuple[float, ...]
+    orthogonality: float
+    noise_scale: float
+
+
+def grown(values: npt.NDArray[Any], axis: int, layers: int) -> npt.NDArray[Any]:
+    """Return the values with at least so many layers on an axis; new ones are zero."""
+    widths = [(0, 0)] * values.ndim
+    widths[axis] = 0, max(0, layers - values.shape[axis])
+    return np.pad(values, widths) if any(widths[axis]) else values
 
 
 @dataclass(frozen=True)
 class StepGrams:
     """The dot products of a step's gradients: of all layers together, then of each of L layers.
 
-    Attributes:
-        step: Its number.
-        names: ALL, and the layers'.
-        products: float64 [1 + L, n, n], g_i . g_j; NaN beside the diagonal of mere norms.
-        result_squares: float64 [1 + L], the squared norms of the results.
+    `products` are g_i . g_j, [1 + L, n, n], NaN off the diagonal if only norms are known;
+    `result_squares` are the squared norms of the results, [1 + L].
     """
 
     step: int
@@ -36,19 +65,11 @@ class StepGrams:
     def of(
         cls, step: int, names: Sequence[str], products: Floats, squares: Floats, known: Bools
     ) -> StepGrams:
-        """Add up the layers: those of which more than norms is `known`, else all."""
+        """Add up the layers: those of which more than norms is `known`, otherwise all."""
         chosen = known if known.any() else ~known
         whole, square = products[chosen].sum(0), squares[chosen].sum(0)
-        return cls(
-            step,
-            (ALL, *names),
-            np.concatenate([whole[None], products]),
-            np.concatenate([square[None], squares]),
-        )
-
-    def of_all_layers(self) -> StepGrams:
-        """Return the first row alone."""
-        return StepGrams(self.step, self.names[:1], self.products[:1], self.result_squares[:1])
+        products = np.concatenate([whole[None], products])
+        return cls(step, (ALL, *names), products, np.concatenate([square[None], squares]))
 
     @cached_property
     def norms(self) -> Floats:
@@ -57,17 +78,16 @@ class StepGrams:
 
     @cached_property
     def agreements(self) -> Floats:
-        """The median cosine of each rank's gradient and the others', [1 + L, n].
+        """The median cosine of each rank's gradient and the others', [1 + L, n]; NaN if unknown.
 
-        Of an even number the larger of the middle ones, so that with three ranks a faulty one does
-        not decide for the other two. NaN where either is zero, not finite or unknown.
+        For an even number it is the larger of the middle ones, so that with three ranks a faulty
+        one does not decide for the other two.
         """
         norms, n = self.norms, self.norms.shape[1]
-        usable = (norms > 0) & np.isfinite(norms)
-        lengths = np.where(usable, norms, np.nan)
-        cosines = self.products / lengths[:, :, None] / lengths[:, None, :]
         if n == 1:
             return np.full_like(norms, np.nan)
+        lengths = np.where((norms > 0) & np.isfinite(norms), norms, np.nan)
+        cosines = self.products / lengths[:, :, None] / lengths[:, None, :]
         # NaN are the last ones in order.
         ordered = np.sort(cosines[:, ~np.eye(n, dtype=np.bool_)].reshape(-1, n, n - 1), axis=2)
         middle = np.minimum((~np.isnan(ordered)).sum(2) // 2, n - 2)
@@ -83,37 +103,33 @@ class StepGrams:
     def noise(self) -> tuple[Floats, Floats]:
         """Return estimates of |G|^2 and tr S, of the true gradient and a batch's covariance.
 
-        [1 + L] each, unbiased where batches are drawn independently, so that either may be
-        negative; NaN where products are unknown or there is one rank. Source: McCandlish et al.,
-        arXiv 1812.06162, appendix A.1, with a rank's batch as the small one and all as the big one.
+        [1 + L] each, unbiased, so that either may be negative; NaN if unknown. Source: McCandlish
+        et al., arXiv 1812.06162, appendix A.1; a rank's batch is the small one, all the big one.
         """
         n = self.products.shape[1]
-        if n == 1:
-            return np.full((2, len(self.names)), np.nan)[0], np.full(len(self.names), np.nan)
         small = np.square(self.norms).mean(1)
         big = self.products.sum((1, 2)) / n**2
-        return (n * big - small) / (n - 1), (small - big) * n / (n - 1)
+        others = n - 1 or np.nan
+        return (n * big - small) / others, (small - big) * n / others
+
+    def rows(self, noise_scales: Floats) -> list[Row]:
+        """Return a row for each name."""
+        columns = (self.norms, self.agreements, self.orthogonality, noise_scales)
+        rows = zip(self.names, *(each.tolist() for each in columns), strict=True)
+        return [Row(self.step, name, tuple(a), tuple(b), *rest) for name, a, b, *rest in rows]
 
 
 class NoiseScale:
-    """tr S / |G|^2 of every layer, in batches of a rank, each a mean over the last steps.
-
-    The quotient of means, since single steps' estimates of |G|^2 are often negative; inf where
-    even their mean is.
-    """
+    """tr S / |G|^2 of every layer: a quotient of means, as |G|^2 of one step is often negative."""
 
     def __init__(self) -> None:
         self._means = np.zeros((2, 0))
 
     def add(self, places: Places, estimates: tuple[Floats, Floats]) -> Floats:
         """Take the estimates of the layers at `places`; return their scales, NaN if unknown."""
-        missing = layers_up_to(places) - self._means.shape[1]
-        if missing > 0:
-            self._means = np.pad(self._means, [(0, 0), (0, missing)])
-        news = np.array(estimates)
-        old = self._means[:, places]
+        self._means = grown(self._means, 1, int(places.max()) + 1)
+        news, old = np.array(estimates), self._means[:, places]
         means = np.where(np.isfinite(news), _KEPT * old + (1 - _KEPT) * news, old)
-        self._means[:, places] = means
-        signal, noise = means
+        self._means[:, places] = signal, noise = means
         scales = np.divide(noise, signal, np.full_like(noise, np.inf), where=signal > 0)
         return np.where(np.isfinite(news).all(0), scales, np.nan)

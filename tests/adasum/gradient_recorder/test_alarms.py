@@ -8,9 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from adasum.gradient_recorder import Alarm, evidence
-from adasum.gradient_recorder.alarms import IN_A_ROW, Kind, Watch
-from adasum.gradient_recorder.evidence import Evidence, suspects
+from adasum.gradient_recorder import Alarm, alarms
+from adasum.gradient_recorder.alarms import IN_A_ROW, Evidence, Kind, Watch, suspects
 from adasum.gradient_recorder.statistics import ALL, StepGrams
 
 Array = np.ndarray
@@ -79,7 +78,11 @@ def test_a_faulty_rank_is_named_and_no_other(name: str, ranks: int) -> None:
         assert found == []
         return
     right = [alarm for alarm in found if alarm.kind == kind and ALL in alarm.names]
-    assert right and right[0].step >= BEGIN + IN_A_ROW - 1
+    if name == "not a number":
+        assert [alarm.step for alarm in found] == [BEGIN]
+        assert str(found[0]).endswith(f"the gradient of rank {FAULTY} is not finite")
+    else:
+        assert right and right[0].step >= BEGIN + IN_A_ROW - 1
     assert all(alarm.ranks == named for alarm in found), found
 
 
@@ -98,7 +101,7 @@ def test_a_factor_below_the_margin_raises_no_alarm() -> None:
 
 def test_false_alarms_are_as_rare_as_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the chance that is bet against itself: at most T/A of the tests reach A in T steps."""
-    monkeypatch.setattr(evidence, "FALSE_ALARMS", 1e-4)
+    monkeypatch.setattr(alarms, "FALSE_ALARMS", 1e-4)
     rng, steps = np.random.default_rng(0), 200
     for ranks in (2, 4, 8):
         layers = 2000 // ranks
@@ -135,6 +138,38 @@ def test_of_two_ranks_a_zero_now_and_then_does_not_repeat_what_was_said() -> Non
         vectors[:, FAULTY] *= 0 if step > 60 and step % 3 == 0 else 100
         found += watch.add(np.arange(3), grams_of(step, vectors))
     assert [(alarm.kind, alarm.ranks) for alarm in found] == [("scaled", (0, 1))]
+
+
+def test_one_nan_on_one_rank_is_said_in_its_step() -> None:
+    """The others' gradients are not finite either from the next step on, as in a training."""
+    for ranks in (2, 3, 6):
+        rng, watch, found = np.random.default_rng(0), Watch(ranks, 2.0), []
+        for step in range(60):
+            vectors = draw(rng, ranks)
+            if step == 30:
+                vectors[1, FAULTY, 7] = math.nan
+            if step > 30:
+                vectors[:] = math.nan
+            found += watch.add(np.arange(3), grams_of(step, vectors))
+        assert [alarm[:4] for alarm in found] == [(30, "wild", (FAULTY,), (ALL,))]
+
+
+@pytest.mark.parametrize(("ranks", "named"), [(8, (5,)), (3, (2,)), (2, (0, 1))])
+def test_a_rank_that_was_too_long_until_the_training_diverged_is_named(
+    ranks: int, named: tuple[int, ...]
+) -> None:
+    """After fewer steps than an alarm takes; without such a rank a divergence is no rank's."""
+    for faulty in (True, False):
+        rng, watch, found = np.random.default_rng(0), Watch(ranks, 2.0), []
+        for step in range(60):
+            vectors = draw(rng, ranks, 0.1)
+            if faulty and step >= 36:
+                vectors[:, named[-1]] *= 32
+            if step >= 50:
+                vectors[:] = math.inf
+            found += watch.add(np.arange(3), grams_of(step, vectors))
+        said = [(50, "scaled", named, (ALL,))] if faulty else []
+        assert [alarm[:4] for alarm in found] == said
 
 
 def test_a_fault_in_one_layer_names_that_layer() -> None:
