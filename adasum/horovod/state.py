@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,6 +73,10 @@ def _entries_of(params: Any) -> list[Entry]:
             entry if _is_named(entry) else (f"parameter {i}", entry)
             for i, entry in enumerate(params)
         ]
+        if isinstance(params, Iterator) and not named:
+            raise ValueError(
+                "params has no tensors: an iterator such as model.parameters() gives them once"
+            )
     entries = []
     for name, value in named:
         argument = f"params[{name!r}]"
@@ -138,11 +141,18 @@ def broadcast_optimizer_state(
     _broadcast_entries(tensors.entries, group, root)
     if is_root:
         return
-    optimizer.load_state_dict(received)
-    # load_state_dict casts state to the parameter's dtype, and the root's bits are wanted.
+    # load_state_dict casts state to the parameter's dtype, and makes other kinds anew from their
+    # items, such as strings and arrays: the root's own state replaces it.
+    plain = {
+        index: {key: each for key, each in state.items() if isinstance(each, Tensor | float)}
+        if isinstance(index, int)
+        else state
+        for index, state in received["state"].items()
+    }
+    optimizer.load_state_dict({**received, "state": plain})
     for index, state in received["state"].items():
-        # It may have kept no more than this rank's part.
-        if parameters[index] in optimizer.state:
+        # A key may be a string, and an optimizer may keep only this rank's part.
+        if isinstance(index, int) and parameters[index] in optimizer.state:
             move = partial(_move, parameters[index].device)
             optimizer.state[parameters[index]] = _map_tensors(move, state)
 
@@ -225,6 +235,4 @@ def _map_tensors(
     if isinstance(value, list | tuple):
         items = (_map_tensors(function, item, f"{path}[{i}]") for i, item in enumerate(value))
         return type(value)(items)
-    if isinstance(value, np.generic):  # a rate that a schedule computed with numpy
-        return value.item()
     return value

@@ -39,6 +39,8 @@ def name_parameters(
     if named_parameters is None:
         return [(f"allreduce.noname.{i}.{j}", parameter) for i, j, parameter in owned.values()]
 
+    if isinstance(named_parameters, torch.nn.Module):
+        raise TypeError("named_parameters must be model.named_parameters(), not the model itself")
     entries = list(named_parameters)
     for entry in entries:
         if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):

@@ -144,3 +144,12 @@ def test_num_groups_makes_buckets_and_is_deprecated() -> None:
 
     with pytest.warns(DeprecationWarning, match="num_groups is deprecated: use groups"):
         assert run_threads(2, run) == [3, 3]
+
+
+def test_model_in_the_place_of_its_named_parameters_is_refused() -> None:
+    def run(group: Group) -> None:
+        model: Any = torch.nn.Linear(2, 2)
+        with pytest.raises(TypeError, match=r"must be model.named_parameters\(\), not the model"):
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    run_threads(1, run)

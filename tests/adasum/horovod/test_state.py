@@ -72,6 +72,13 @@ def test_broadcast_parameters_of_no_tensors_raises() -> None:
         refuse([("weight", torch.ones(2), 1)])
     with pytest.raises(ValueError, match="root_rank must be a rank from 0 to 0, got 1"):
         refuse([torch.ones(2)], 1)
+    used = torch.nn.Linear(2, 1).parameters()
+    list(used)
+    with pytest.raises(ValueError, match="params has no tensors: an iterator"):
+        refuse(used)
+    # A model without parameters is no mistake.
+    for params in ([], {}):
+        refuse(params)
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
@@ -129,18 +136,53 @@ def test_broadcast_optimizer_state_of_another_dtype_keeps_its_bits() -> None:
         assert torch.equal(result, torch.tensor([1.0 + 2.0**-20, 2.0]))
 
 
-def test_broadcast_optimizer_state_with_a_numpy_rate_arrives_as_float() -> None:
-    """numpy's numbers, which a schedule may compute, arrive as Python's."""
+class Odd(torch.optim.SGD):
+    """Has state by a string, and of many kinds in a parameter's."""
 
-    def run(group: Group) -> object:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
-        optimizer.param_groups[0]["lr"] = np.cos(np.float64(group.rank))
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        self.state["whole"] = {"count": self.state.get("whole", {}).get("count", 0) + 1}
+        for parameter in self.param_groups[0]["params"]:
+            kept = parameter.detach().clone()
+            self.state[parameter] |= {"n": np.float32(1.5), "array": np.arange(3), "flag": True}
+            self.state[parameter] |= {"none": None, "pair": (1, 2.0), "name": "a", "big": 2**70}
+            self.state[parameter] |= {"history": [kept], "by name": {"kept": kept}}
+        return loss
+
+
+def test_broadcast_optimizer_state_of_odd_kinds_arrives_with_type_and_value() -> None:
+    def run(group: Group) -> torch.optim.Optimizer:
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer = Odd([parameter], lr=0.1, momentum=0.5)
+        if group.rank == 1:
+            optimizer.param_groups[0]["lr"] = np.cos(np.float64(1.0))
+            parameter.grad = torch.ones(2)
+            optimizer.step()
         hvd.broadcast_optimizer_state(optimizer, 1)
-        return optimizer.param_groups[0]["lr"]
+        return optimizer
 
-    received, kept = run_threads(2, run)
-    assert received == kept == np.cos(1.0)
-    assert type(received) is float
+    first, second = run_threads(2, run)
+    assert first.state["whole"] == {"count": 1}
+    (found,), (wanted,) = (
+        [s for key, s in each.state.items() if key != "whole"] for each in (first, second)
+    )
+    assert len(found) == 10 and {*found} == {*wanted}
+    for key, value in wanted.items():
+        assert type(found[key]) is type(value) and str(found[key]) == str(value), key
+    rates = [each.param_groups[0]["lr"] for each in (first, second)]
+    assert rates[0] == rates[1] == np.cos(1.0)
+
+
+def test_broadcast_optimizer_state_with_a_generator_is_refused_on_every_rank() -> None:
+    def run(group: Group) -> None:
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        for thing in (torch.Generator(), (i for i in range(3))):
+            optimizer.state[parameter]["x"] = thing
+            with pytest.raises(TypeError, match=r"rank 0: .* cannot be sent: .*[Gg]enerator"):
+                hvd.broadcast_optimizer_state(optimizer, 0)
+
+    run_threads(2, run)
 
 
 def test_broadcast_optimizer_state_of_different_groups_raises_everywhere() -> None:
