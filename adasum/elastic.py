@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from adasum.absent import ABSENT
+from adasum.horovod.capabilities import ABSENT
 
 raise ImportError(f"there is no adasum.elastic: {ABSENT['elastic']}", name=__name__)

@@ -14,9 +14,7 @@ T_co = TypeVar("T_co", covariant=True)
 class Handle(Generic[T_co]):
     """A started operation, as the `_async` functions return it.
 
-    Args:
-        works: What it waits for: works, or other handles.
-        finish: Called with the works' results; returns the operation's.
+    It waits for `works`, which may be other handles; `finish` makes its result of theirs.
     """
 
     def __init__(self, works: Sequence[Any], finish: Callable[..., T_co]) -> None:
@@ -24,11 +22,7 @@ class Handle(Generic[T_co]):
         self._finish = finish
 
     def wait(self) -> T_co:
-        """Block until the operation is done and return its result; may be called again.
-
-        Raises:
-            CollectiveError: The operation failed; every call raises it.
-        """
+        """Block until it is done and return its result, or raise its error, at every call."""
         return self._finish(*[work.wait() for work in self._works])
 
     def is_completed(self) -> bool:

@@ -20,25 +20,13 @@ class SparseHandle(Handle[Tensor]):
 def sparse_all_reduce_async(
     group: Group, tensor: Tensor, op: Reducer = Average, name: str | None = None
 ) -> SparseHandle:
-    """Start the reduction of a sparse COO tensor; collective over the group.
+    """Start the sum or average of a sparse COO tensor; collective over the group.
 
-    float16 and bfloat16 are summed in float32, in rank order, so the same call gives the same bits.
-    Each rank receives the entries of all ranks: unless they are few, a dense tensor is cheaper.
-
-    Args:
-        group: The ranks that reduce.
-        tensor: Equal in shape, sparse dimensions and dtype on all ranks, with any number of
-            entries; dense dimensions are allowed. Not changed.
-        op: Sum or Average, which divides by the number of ranks, with an entry or without.
-        name: Names the collectives in errors; equal on all ranks.
-
-    Returns:
-        A handle, whose `wait` returns a new, coalesced tensor with the same bits on every rank.
-
-    Raises:
-        TypeError: `tensor` is not a sparse COO tensor.
-        NotImplementedError: `op` is neither Sum nor Average: Adasum of sparse tensors is not
-            defined here. Pass `tensor.to_dense()` to `all_reduce`.
+    The tensor may have any number of entries, and is equal in shape, sparse dimensions and dtype on
+    all ranks. The handle's result is a new, coalesced tensor with the same bits on every rank:
+    float16 and bfloat16 are summed in float32, in rank order. Each rank receives the entries of all
+    ranks, so a dense tensor is cheaper unless they are few. Ranks without an entry count in
+    averages. Raises TypeError or NotImplementedError for other tensors and operators.
     """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -70,9 +58,8 @@ def sparse_all_reduce_async(
 def _add_entries(size: int, op: Reducer, like: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """Add up the entries of all ranks, in rank order.
 
-    indices: int64 [entries, 1 + sparse_dim], the rank and the index of each entry. values:
-    [entries, ...]. The indices of one rank are distinct, so no addition below meets another: the
-    order is that of the ranks alone, on GPUs too.
+    indices: int64 [entries, 1 + sparse_dim], the rank and the index of each entry; values:
+    [entries, ...]. One rank's indices are distinct, so the order is that of the ranks, on GPUs too.
     """
     shape = like.shape[: like.sparse_dim()]
     linear = indices.new_zeros(len(indices))

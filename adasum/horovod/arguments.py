@@ -18,9 +18,7 @@ from collectives import Group, validation
 P = ParamSpec("P")
 R = TypeVar("R")
 # Started calls by group, function and name. Until a call has ended, the group holds its work.
-_under_way: weakref.WeakKeyDictionary[Group, weakref.WeakValueDictionary[tuple[str, str], Any]] = (
-    weakref.WeakKeyDictionary()
-)
+_under_way: weakref.WeakKeyDictionary[Group, Any] = weakref.WeakKeyDictionary()
 
 
 def with_arguments_of(
@@ -110,7 +108,7 @@ def contiguous(tensor: Tensor) -> Tensor:
 def start_each(
     start: Callable[..., Handle[R]], tensors: object, name: str | None, **options: Any
 ) -> Handle[list[R]]:
-    """Start a call for each tensor, its number added to the name, and return one handle for all.
+    """Start a call for each tensor, its number added to the name; return one handle for all.
 
     All tensors are checked before the first call, so that no rank makes only some of the calls.
     """
@@ -118,27 +116,27 @@ def start_each(
     for i, each in enumerate(checked):
         if not each.dim():
             raise ValueError(f"tensors[{i}] must have a first dimension: use reshape(1)")
-    handles = [
-        start(each, name=None if name is None else f"{name}.{i}", **options)
-        for i, each in enumerate(checked)
-    ]
-    return Handle(handles, lambda *results: list(results))
+    names = [None if name is None else f"{name}.{i}" for i in range(len(checked))]
+    works = [start(*each, **options) for each in zip(checked, names, strict=True)]
+    return Handle(works, lambda *results: list(results))
 
 
-def start_named(kind: str, name: str | None, group: Group, start: Callable[..., Any]) -> Any:
-    """Start a call, asynchronously, and return its work.
+def start_named(
+    kind: str, group: Group, name: str | None, call: Callable[..., Any], *args: Any, **options: Any
+) -> Handle[Any]:
+    """Start a call, asynchronously, and return its handle.
 
     Calls of different kinds, which are the functions' names, may share a name. ValueError: a call
     of this kind and name is under way in the group; nothing was started.
     """
-    if not isinstance(name, str):
-        return start(name=name)
     named = _under_way.setdefault(group, weakref.WeakValueDictionary())
-    earlier = named.get((kind, name))
+    earlier = named.get((kind, name)) if isinstance(name, str) else None
     if earlier is not None and not earlier.is_completed():
         raise ValueError(
             f"name {name!r} is that of another {kind} which is still under way: call synchronize "
             "on its handle first, or give this one a name of its own"
         )
-    named[kind, name] = work = start(name=name)
-    return work
+    work = call(*args, name=name, async_op=True, **options)
+    if isinstance(name, str):
+        named[kind, name] = work
+    return Handle([work], lambda result: result)

@@ -30,24 +30,23 @@ class _Recorded(torch.autograd.Function):
 def with_gradient(
     handle: Handle[T], backward_from: Callable[[Any], Backward], *tensors: Tensor
 ) -> Handle[T]:
-    """Return the handle of a started operation; gradients flow where autograd records its tensors.
+    """Return the handle of a started operation; gradients flow if autograd records its tensors.
 
-    The handle's result is a tensor, a tuple of tensors or a list of them, all of them new.
-    `backward_from` is called with it; what that returns must not hold the result.
+    The result is a tensor, a tuple of tensors or a list of them, all of them new. `backward_from`
+    is called with it; what that returns must not hold the result.
     """
     if not differentiable(*tensors):
         return handle
-    recorded: list[T] = []
+    recorded: list[Any] = []
 
-    def finish(result: Any) -> T:
+    def finish(result: Any) -> Any:
         if not recorded:
             many = isinstance(result, list)
             with torch.enable_grad():
                 outputs = _Recorded.apply(
                     lambda: tuple(result) if many else result, backward_from(result), *tensors
                 )
-            made: Any = list(outputs) if many else outputs
-            recorded.append(made)
+            recorded.append(list(outputs) if many else outputs)
         return recorded[0]
 
     return Handle([handle], finish)

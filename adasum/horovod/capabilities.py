@@ -9,6 +9,16 @@ import torch.distributed as dist
 
 from collectives import default_group, is_initialized
 
+# Names of horovod.torch that are missing here, and what to use instead.
+ABSENT = {
+    "HorovodInternalError": "catch adasum.CollectiveError",
+    "SyncBatchNorm": "use torch.nn.SyncBatchNorm, which wants CUDA and torch.distributed",
+    "elastic": "torchrun --max-restarts starts ranks again; resume from a checkpoint, as "
+    "examples/resume_digits.py does",
+    "run": "start ranks with torchrun, or call a function in them with "
+    "torch.distributed.launcher.elastic_launch",
+}
+
 # Whether nccl_built() has answered yes, after which Horovod's scripts scale Adasum's rate.
 _answered_nccl = False
 
@@ -37,32 +47,17 @@ def warn_of_scaled_rate(algorithm: str | None) -> None:
 
 
 def mpi_built() -> bool:
-    """Return False: MPI is not used.
-
-    Examples:
-        >>> hvd.mpi_built()
-        False
-    """
+    """Return False: MPI is not used."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """Return False: MPI is not used.
-
-    Examples:
-        >>> hvd.mpi_enabled()
-        False
-    """
+    """Return False: MPI is not used."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """Return False: MPI is not used.
-
-    Examples:
-        >>> hvd.mpi_threads_supported()
-        False
-    """
+    """Return False: MPI is not used."""
     return False
 
 
@@ -113,20 +108,10 @@ def rocm_built() -> bool:
 
 
 def ddl_built() -> bool:
-    """Return False: IBM's DDL is not used.
-
-    Examples:
-        >>> hvd.ddl_built()
-        False
-    """
+    """Return False: IBM's DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False: oneCCL is not used.
-
-    Examples:
-        >>> hvd.ccl_built()
-        False
-    """
+    """Return False: oneCCL is not used."""
     return False

@@ -32,8 +32,8 @@ def allgather(
 ) -> Tensor:
     """Concatenate the tensors of all ranks along dimension 0, in rank order.
 
-    Gradients flow, scaled as Horovod (0.22 and later) does it: a rank's tensor receives its rows
-    of the average over the ranks of the result's gradient.
+    Gradients flow, scaled as in Horovod (0.22 and later): a rank's tensor receives its rows of the
+    average of the result's gradients.
 
     Args:
         tensor: May differ between the ranks in the size of dimension 0 only.
@@ -58,14 +58,14 @@ def allgather_async(
 ) -> Handle[Tensor]:
     """Start an `allgather`; `synchronize` returns its result."""
     group = require_group(process_set)
-    handle = _gather(group, name, tensor)
+    handle = start_named("allgather", group, name, group.all_gather, contiguous(tensor))
     mine = tensor.shape[0]
 
     def backward(gradient: Tensor) -> list[Tensor]:
-        rows = _gather(group, None, torch.tensor([mine], device="cpu")).wait().tolist()
+        rows: Any = group.all_gather(torch.tensor([mine], device="cpu"))
         whole = copied(gradient)
         group.all_reduce(whole, Average, name=backward_name(name))
-        return [whole.narrow(0, sum(rows[: group.rank]), mine)]
+        return [whole.narrow(0, sum(rows.tolist()[: group.rank]), mine)]
 
     return with_gradient(handle, lambda _: backward, tensor)
 
@@ -84,8 +84,8 @@ def broadcast(
 ) -> Tensor:
     """Return a new tensor on every rank, equal to that of the root.
 
-    Gradients flow, scaled as Horovod (0.22 and later) does it: the root's tensor receives the
-    average over the ranks of the result's gradient, the other ranks' tensors receive zeros.
+    Gradients flow, scaled as in Horovod (0.22 and later): the root's tensor receives the average
+    of the result's gradients, the other ranks' tensors receive zeros.
 
     Args:
         tensor: Equal in shape and dtype on all ranks; not changed.
@@ -115,7 +115,9 @@ def broadcast_async(
         group.all_reduce(whole, Average, name=backward_name(name))
         return [whole if group.rank == root else torch.zeros_like(whole)]
 
-    return with_gradient(_broadcast(group, root, name, copied(tensor)), lambda _: backward, tensor)
+    call = partial(group.broadcast, copied(tensor), root=root)
+    handle = start_named("broadcast", group, name, call)
+    return with_gradient(handle, lambda _: backward, tensor)
 
 
 @with_arguments_of(broadcast)
@@ -127,7 +129,9 @@ def broadcast_async_(
     NotImplementedError: autograd has recorded how the tensor was made.
     """
     refuse_recorded("broadcast_", tensor)
-    return _broadcast(*group_and_root(process_set, root_rank), name, tensor)
+    group, root = group_and_root(process_set, root_rank)
+    call = partial(group.broadcast, dense(tensor).detach(), root=root)
+    return Handle([start_named("broadcast", group, name, call)], lambda _: tensor)
 
 
 broadcast_ = waiting_for(broadcast_async_)
@@ -179,21 +183,10 @@ def alltoall_async(
     return with_gradient(handle, lambda result: partial(backward, result[1]), tensor)
 
 
-def _gather(group: Group, name: str | None, tensor: Tensor) -> Handle[Tensor]:
-    start = partial(group.all_gather, contiguous(tensor), async_op=True)
-    return Handle([start_named("allgather", name, group, start)], lambda result: result)
-
-
-def _broadcast(group: Group, root: int, name: str | None, tensor: Tensor) -> Handle[Tensor]:
-    start = partial(group.broadcast, dense(tensor).detach(), root=root, async_op=True)
-    return Handle([start_named("broadcast", name, group, start)], lambda _: tensor)
-
-
 def _exchange(
     group: Group, splits: _Splits, name: str | None, tensor: Tensor
 ) -> Handle[tuple[Tensor, Tensor]]:
-    start = partial(group.all_to_all, contiguous(tensor), splits, async_op=True)
-    work = start_named("alltoall", name, group, start)
+    work = start_named("alltoall", group, name, group.all_to_all, contiguous(tensor), splits)
     # Horovod counts in int32 unless a tensor of splits has another dtype.
     like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
 

@@ -146,21 +146,10 @@ def reducescatter(
     through Sum and Average, scaled as Horovod does: the results' gradients are gathered, and for
     Sum multiplied by `size`, which is `size` times the derivative.
 
-    Args:
-        tensor: Equal in shape and dtype on all ranks; not changed.
-        name: As for `allreduce`, like the others.
-        compression: Casts what is sent.
-        op: Sum, Average, Adasum, Min, Max or Product.
-        process_set: The ranks that take part; all ranks unless given.
-        prescale_factor: Multiplies the tensor before the reduction.
-        postscale_factor: Multiplies the result.
-        order: "tree" for specified bits.
-        accumulate: With an order: torch.float32.
+    Args are those of `allreduce`, with its checks; the rows of `order="tree"` have its bits.
 
     Raises:
-        TypeError: An argument has the wrong type, or `op` does not take the tensor's dtype.
-        ValueError: An argument has a bad value, or this rank is not in the process set.
-        NotImplementedError: A gradient is needed through an op other than Sum and Average.
+        NotImplementedError: A gradient is needed through another op than Sum and Average.
 
     Examples:
         >>> hvd.init()
@@ -221,9 +210,12 @@ def sparse_allreduce_async(
     validation.no_mode("tensor")
     if isinstance(tensor, Tensor):
         validation.plain("tensor", tensor)
-    start = partial(sparse_all_reduce_async, require_group(process_set), tensor, op)
-    handle: SparseHandle = start_named("sparse_allreduce", name, require_group(process_set), start)
-    return handle
+    group = require_group(process_set)
+
+    def call(name: str, async_op: bool) -> SparseHandle:
+        return sparse_all_reduce_async(group, tensor, op, name)
+
+    return SparseHandle([start_named("sparse_allreduce", group, name, call)], lambda found: found)
 
 
 def _reduce(
@@ -265,11 +257,10 @@ def _start(kind: str, tensors: list[Tensor], options: ReductionOptions) -> Handl
     group, op = options.group, options.op
     # As reals, complex tensors are cut between ranks, and packed, as Adasum needs it.
     sent = [as_reals(each) for each in tensors] if isinstance(op, AdasumReducer) else tensors
-    given: Any = {**options.scales, "async_op": True}
-    start: Any = partial(group.grouped_all_reduce, sent, op, **given)
+    call: Any = partial(group.grouped_all_reduce, sent, op, **options.scales)
     if kind == "allreduce":
-        start = partial(group.all_reduce, *sent, op, **given)
-    return Handle([start_named(kind, options.name, group, start)], lambda _: tensors)
+        call = partial(group.all_reduce, *sent, op, **options.scales)
+    return Handle([start_named(kind, group, options.name, call)], lambda _: tensors)
 
 
 def _scatter_each(tensors: Sequence[Tensor], op: Reducer, **given: Any) -> Handle[list[Tensor]]:
@@ -286,9 +277,8 @@ def _scatter(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle[Tensor]:
     if not isinstance(options.op, SumReducer):
         refuse_gradient(f"reducescatter with op={options.op}", tensor)
     (sent,), decompress = options.compress([tensor], ["tensor"])
-    given: Any = {**options.scales, "by_rows": True, "async_op": True}
-    start = partial(group.reduce_scatter, sent, options.op, **given)
-    work = start_named("reducescatter", name, group, start)
+    call: Any = partial(group.reduce_scatter, sent, options.op, by_rows=True, **options.scales)
+    work = start_named("reducescatter", group, name, call)
 
     def backward(gradient: Tensor) -> list[Tensor]:
         whole: Any = group.all_gather(gradient.contiguous(), name=backward_name(name))

@@ -141,20 +141,23 @@ def broadcast_optimizer_state(
     _broadcast_entries(tensors.entries, group, root)
     if is_root:
         return
-    # load_state_dict casts state to the parameter's dtype, and makes other kinds anew from their
-    # items, such as strings and arrays: the root's own state replaces it.
-    plain = {
-        index: {key: each for key, each in state.items() if isinstance(each, Tensor | float)}
-        if isinstance(index, int)
-        else state
-        for index, state in received["state"].items()
-    }
-    optimizer.load_state_dict({**received, "state": plain})
+    # load_state_dict casts state to the parameter's dtype, and makes what has items anew from them,
+    # such as strings and arrays. It gets the rest, and then the root's own state replaces it.
+    optimizer.load_state_dict(
+        {**received, "state": dict(map(_castable, received["state"].items()))}
+    )
     for index, state in received["state"].items():
         # A key may be a string, and an optimizer may keep only this rank's part.
         if isinstance(index, int) and parameters[index] in optimizer.state:
             move = partial(_move, parameters[index].device)
             optimizer.state[parameters[index]] = _map_tensors(move, state)
+
+
+def _castable(entry: tuple[Any, Any]) -> tuple[Any, Any]:
+    index, state = entry
+    if isinstance(index, int) and isinstance(state, dict):
+        state = {key: each for key, each in state.items() if isinstance(each, Tensor | float | int)}
+    return index, state
 
 
 class _Tensors:

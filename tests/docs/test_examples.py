@@ -60,6 +60,16 @@ WITHOUT = {
     "adasum.nccl_built": "the answer is the machine's",
     "adasum.rocm_built": "the answer is torch's",
     **{
+        f"adasum.{function}": "it is always False"
+        for function in (
+            "mpi_built",
+            "mpi_enabled",
+            "mpi_threads_supported",
+            "ddl_built",
+            "ccl_built",
+        )
+    },
+    **{
         f"adasum.{function}": "the first of its variants shows how they are called"
         for function in (
             *("allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce"),
