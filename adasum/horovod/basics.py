@@ -49,8 +49,10 @@ def init(
 
     Examples:
         >>> hvd.init()  # without a launcher it is one rank
-        >>> hvd.rank(), hvd.size()
-        (0, 1)
+        >>> hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()
+        (0, 1, 0, 1)
+        >>> hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()
+        (0, 1, True)
     """
     if comm is not None:
         raise NotImplementedError(
@@ -115,81 +117,39 @@ def barrier(process_set: ProcessSet | None = None) -> None:
 
 
 def rank() -> int:
-    """Return this rank's number, 0 to size() - 1.
-
-    Examples:
-        >>> hvd.init()
-        >>> hvd.rank()
-        0
-    """
+    """Return this rank's number, 0 to size() - 1."""
     return default_group().rank
 
 
 def size() -> int:
-    """Return the number of ranks.
-
-    Examples:
-        >>> hvd.init()
-        >>> hvd.size()
-        1
-    """
+    """Return the number of ranks."""
     return default_group().size
 
 
 def local_rank() -> int:
-    """Return this rank's number on its host, 0 to local_size() - 1.
-
-    Examples:
-        >>> hvd.init()
-        >>> hvd.local_rank()
-        0
-    """
+    """Return this rank's number on its host, 0 to local_size() - 1."""
     return default_group().local_rank
 
 
 def local_size() -> int:
-    """Return the number of ranks on this host.
-
-    Examples:
-        >>> hvd.init()
-        >>> hvd.local_size()
-        1
-    """
+    """Return the number of ranks on this host."""
     return default_group().local_size
 
 
 def cross_rank() -> int:
-    """Return this host's number among the hosts that have a rank with this local_rank().
-
-    Examples:
-        >>> hvd.init()
-        >>> hvd.cross_rank(), hvd.cross_size()
-        (0, 1)
-    """
+    """Return this host's number among the hosts that have a rank with this local_rank()."""
     group = default_group()
     return _hosts_with(group.hosts, group.local_rank).index(group.hosts[group.rank])
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank with this local_rank().
-
-    Examples:
-        >>> hvd.init()
-        >>> hvd.cross_size()
-        1
-    """
+    """Return the number of hosts that have a rank with this local_rank()."""
     group = default_group()
     return len(_hosts_with(group.hosts, group.local_rank))
 
 
 def is_homogeneous() -> bool:
-    """Return whether every host has the same number of ranks.
-
-    Examples:
-        >>> hvd.init()
-        >>> hvd.is_homogeneous()
-        True
-    """
+    """Return whether every host has the same number of ranks."""
     hosts = default_group().hosts
     return len({hosts.count(host) for host in hosts}) == 1
 

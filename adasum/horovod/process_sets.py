@@ -129,6 +129,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         >>> first = hvd.add_process_set([0])
         >>> hvd.allreduce(torch.ones(2), op=hvd.Sum, process_set=first)
         tensor([1., 1.])
+        >>> hvd.get_process_set_ids_and_ranks(), hvd.process_set_by_id(1)
+        ({0: [0], 1: [0]}, ProcessSet(ranks=[0]))
         >>> hvd.remove_process_set(first)
         True
     """
@@ -148,12 +150,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Returns:
         False, and nothing is done, for the global set and for a set that is not added.
-
-    Examples:
-        >>> hvd.init()
-        >>> first = hvd.add_process_set([0])
-        >>> hvd.remove_process_set(first)
-        True
     """
     require("process_set", process_set, ProcessSet)
     key = tuple(process_set.ranks)
@@ -167,13 +163,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
-    """Return the set with this number; ValueError where there is none.
-
-    Examples:
-        >>> hvd.init()
-        >>> hvd.process_set_by_id(0) is hvd.global_process_set
-        True
-    """
+    """Return the set with this number; ValueError where there is none."""
     validation.integer("process_set_id", process_set_id)
     known = get_process_set_ids_and_ranks()
     if process_set_id not in known:
@@ -182,13 +172,7 @@ def process_set_by_id(process_set_id: int) -> ProcessSet:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return the ranks of every set by its number; 0 is the global set.
-
-    Examples:
-        >>> hvd.init()
-        >>> hvd.get_process_set_ids_and_ranks()
-        {0: [0]}
-    """
+    """Return the ranks of every set by its number; 0 is the global set."""
     added = {entry.number: list(ranks) for ranks, entry in _process_sets().items()}
     return {0: global_process_set.ranks, **added}
 

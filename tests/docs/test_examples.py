@@ -60,6 +60,16 @@ WITHOUT = {
     "adasum.nccl_built": "the answer is the machine's",
     "adasum.rocm_built": "the answer is torch's",
     **{
+        f"adasum.{function}": "init"
+        for function in (
+            *("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"),
+            "is_homogeneous",
+        )
+    },
+    "adasum.get_process_set_ids_and_ranks": "add_process_set",
+    "adasum.process_set_by_id": "add_process_set",
+    "adasum.remove_process_set": "add_process_set",
+    **{
         f"adasum.{function}": "it is always False"
         for function in (
             "mpi_built",
