@@ -15,6 +15,7 @@ from torch.compiler import disable
 # First, because it explains the error where another package is called collectives or kernels.
 import adasum._collectives_check  # noqa: F401
 from adasum import orthogonality
+from adasum.absent import ABSENT
 from adasum.bits import bits_of
 from adasum.compression import Compression
 from adasum.ddp import HookState, ddp_hook
@@ -34,7 +35,6 @@ from adasum.horovod.basics import (
     size,
 )
 from adasum.horovod.capabilities import (
-    ABSENT,
     ccl_built,
     cuda_built,
     ddl_built,

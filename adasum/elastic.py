@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from adasum.horovod.capabilities import ABSENT
+from adasum.absent import ABSENT
 
 raise ImportError(f"there is no adasum.elastic: {ABSENT['elastic']}", name=__name__)

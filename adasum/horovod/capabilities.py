@@ -9,16 +9,6 @@ import torch.distributed as dist
 
 from collectives import default_group, is_initialized
 
-# Names of horovod.torch that are missing here, and what to use instead.
-ABSENT = {
-    "HorovodInternalError": "catch adasum.CollectiveError",
-    "SyncBatchNorm": "use torch.nn.SyncBatchNorm, which wants CUDA and torch.distributed",
-    "elastic": "torchrun --max-restarts starts ranks again; resume from a checkpoint, as "
-    "examples/resume_digits.py does",
-    "run": "start ranks with torchrun, or call a function in them with "
-    "torch.distributed.launcher.elastic_launch",
-}
-
 # Whether nccl_built() has answered yes, after which Horovod's scripts scale Adasum's rate.
 _answered_nccl = False
 

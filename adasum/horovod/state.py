@@ -133,7 +133,10 @@ def broadcast_optimizer_state(
             sent = [_map_tensors(tensors.take_out, optimizer.state_dict()), tensors.devices, ""]
         except (TypeError, ValueError) as error:
             sent = [None, [], str(error)]
-    received, tensors.devices, problem = broadcast_object(sent, root_rank, None, process_set)
+    try:
+        received, tensors.devices, problem = broadcast_object(sent, root_rank, None, process_set)
+    except TypeError as error:
+        raise TypeError(f"optimizer.state_dict() cannot be broadcast: {error}") from None
     if problem:
         raise TypeError(f"rank {root_rank}: {problem}")
     if not is_root:
