@@ -100,14 +100,12 @@ class Recorder:
 
     It divides the result of the observed reduction, so the ratio is the one above only with
     op=Adasum over all ranks and without a lossy compression. Orthogonal and equal tensors give 1
-    and n under Sum, 1/n^2 and 1/n under Average, 1/local_size^2 and 1/n under a two-level
-    "inner/outer" Adasum. `copies=True` gives the ratio above under any op.
+    and n under Sum, 1/n^2 and 1/n under Average. `copies=True` gives the ratio above under any op.
 
-    It records what is sent: gradients or, with Adasum's delta method, the differences that the
-    local steps made. Every rank has a recorder of its own, made with the same arguments, and gets
-    the same rows. Where the reduction makes Gram matrices, as Adasum by `direct` does, recording
-    costs no look at a tensor and no message: the ratio is that of what is sent, before the result
-    is rounded. Elsewhere it costs one all-reduce of a float64 per tensor.
+    It records what is sent: gradients or, with Adasum's delta method, differences of parameters.
+    Every rank has a recorder, made with the same arguments, and gets the same rows. If the
+    reduction makes Gram matrices, as Adasum by `direct` does, recording looks at no tensor and
+    sends no message. Otherwise it costs one all-reduce of a float64 per tensor.
 
     Args:
         every: Steps from one record to the next; the first step is recorded.

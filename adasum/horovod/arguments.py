@@ -24,7 +24,10 @@ _under_way: weakref.WeakKeyDictionary[Group, Any] = weakref.WeakKeyDictionary()
 def with_arguments_of(
     model: Callable[P, Any], without: str = ""
 ) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Give a function the signature of `model`; it gets all arguments by name, with defaults."""
+    """Give a function the signature of `model`; it gets all arguments by name, with defaults.
+
+    `without` is a parameter that it lacks, which type checkers do not see.
+    """
     signature = inspect.signature(model)
     kept = [each for name, each in signature.parameters.items() if name != without]
     return functools.partial(_with_signature, signature.replace(parameters=kept))

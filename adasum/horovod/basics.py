@@ -30,14 +30,12 @@ def init(
 ) -> None:
     """Connect the ranks that a launcher started; without one, this process is the only rank.
 
-    A second call does not connect again; what it gives must be what the first one gave, or had by
-    default.
+    A second call does not connect again; its arguments must be those of the first one.
 
     Args:
         comm: Horovod's; must be None.
         process_sets: Process sets to add, the same on every rank; a second call adds those that are
-            not there. Sets may be added later in any case, which is what Horovod's "dynamic" asks
-            for.
+            not there. Sets may be added later in any case, so Horovod's "dynamic" changes nothing.
         timeout: Seconds that any step of a collective may wait for a peer; 300 unless given.
         process_group: The torch.distributed process group whose ranks to use.
         transport: How tensors travel, as in `collectives.init`: "auto", "gloo", "nccl" and others.
@@ -92,9 +90,6 @@ def join(device: int = -1) -> int:
 
     Args:
         device: The GPU on which zeros for CUDA tensors are made; the current one for -1.
-
-    Returns:
-        The global rank that joined last.
 
     Examples:
         >>> hvd.init()

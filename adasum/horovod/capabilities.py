@@ -74,10 +74,8 @@ def gloo_enabled() -> bool:
 def nccl_built() -> int:
     """Return the version of torch's NCCL in NCCL's coding (22703 for 2.27.3), 0 without NCCL.
 
-    Horovod's scripts multiply Adasum's learning rate by local_size() where this is true, because
-    Horovod averages within a host. Here Adasum runs over all ranks, so the factor is wrong, except
-    with a two-level algorithm such as algorithm="collective/vhdd". `DistributedOptimizer` warns of
-    it after this was asked.
+    Horovod's scripts multiply Adasum's learning rate by local_size() if this is true. Here that is
+    wrong, except with a two-level algorithm: `DistributedOptimizer` then warns.
     """
     global _answered_nccl
     if not (dist.is_available() and dist.is_nccl_available()):

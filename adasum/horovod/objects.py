@@ -32,7 +32,7 @@ def broadcast_object(
         process_set: The ranks that take part; all ranks unless given.
 
     Raises:
-        TypeError: On every rank, where the root's object cannot be sent (see the module).
+        TypeError: On every rank, if the root's object cannot be sent (see the module).
 
     Examples:
         >>> hvd.init()
@@ -60,7 +60,7 @@ def allgather_object(
         process_set: The ranks that take part; all ranks unless given.
 
     Raises:
-        TypeError: On every rank, where one rank's object cannot be sent (see the module).
+        TypeError: On every rank, if one rank's object cannot be sent (see the module).
 
     Examples:
         >>> hvd.init()

@@ -32,9 +32,10 @@ class ReductionOptions(NamedTuple):
 
         names: what errors call the tensors.
         """
-        copies = map(copied, tensors, names)
-        sent, contexts = zip(*map(self.compression.compress, copies), strict=True)
-        return [*sent], lambda got: list(map(self.compression.decompress, got, contexts))
+        pairs = list(map(self.compression.compress, map(copied, tensors, names)))
+        contexts = [context for _, context in pairs]
+        decompress = self.compression.decompress
+        return [sent for sent, _ in pairs], lambda got: list(map(decompress, got, contexts))
 
 
 def require_reducer(op: object) -> None:

@@ -46,9 +46,8 @@ def allreduce(
 ) -> Tensor:
     """Return a new tensor: the reduction of the tensors of all ranks.
 
-    Gradients flow, on all ranks or on none: the gradient of the result is reduced in the same way.
-    For Sum and Average that is the derivative. For Adasum it is not, because its coefficients
-    depend on the tensors too; Horovod does the same.
+    Gradients flow, on all ranks or on none: the gradient of the result is reduced in the same way,
+    which for Adasum is not the derivative, as in Horovod: its coefficients depend on the tensors.
 
     Args:
         tensor: Equal in shape and dtype on all ranks; not changed. Adasum takes a complex one as
@@ -265,10 +264,11 @@ def _start(kind: str, tensors: list[Tensor], options: ReductionOptions) -> Handl
 
 def _scatter_each(tensors: Sequence[Tensor], op: Reducer, **given: Any) -> Handle[list[Tensor]]:
     require_reducer(op)
-    for tensor in tensor_list(tensors):
-        # Of all tensors before the first one is sent.
+    given_tensors = tensor_list(tensors)
+    for tensor in given_tensors:
+        # All of them are checked before the first one is sent.
         op.check(dense(tensor).dtype)
-    return start_each(_scatter, tensors, op=op, **given)
+    return start_each(_scatter, given_tensors, op=op, **given)
 
 
 def _scatter(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle[Tensor]:

@@ -61,6 +61,7 @@ def was_broadcast(group: Group, tensor: Tensor) -> bool:
 
 
 def _entries_of(params: Any) -> list[Entry]:
+    named: list[Any] = []
     if isinstance(params, Mapping):
         for name in params:
             if not isinstance(name, str):
@@ -69,10 +70,9 @@ def _entries_of(params: Any) -> list[Entry]:
     elif isinstance(params, Tensor | str) or not isinstance(params, Iterable):
         raise TypeError(f"params must be a dict or a list, not {type(params).__name__}")
     else:
-        named = [
-            entry if _is_named(entry) else (f"parameter {i}", entry)
-            for i, entry in enumerate(params)
-        ]
+        for i, entry in enumerate(params):
+            pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+            named.append(entry if pair else (f"parameter {i}", entry))
         if isinstance(params, Iterator) and not named:
             raise ValueError(
                 "params has no tensors: an iterator such as model.parameters() gives them once"
@@ -87,10 +87,6 @@ def _entries_of(params: Any) -> list[Entry]:
     return entries
 
 
-def _is_named(entry: object) -> bool:
-    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
-
-
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int,
@@ -99,9 +95,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the state and hyperparameters of the root's optimizer; collective.
 
-    Works where only the root has state (it loaded a checkpoint), and where only others have.
-    Tensors keep the root's dtype, and are put on the device of their parameter, or on the CPU where
-    the root's are.
+    Only the root may have state (it loaded a checkpoint), or only others. Tensors keep the root's
+    dtype, and are put on the device of their parameter, or on the CPU if the root's are there.
 
     Args:
         optimizer: Has parameter groups of the same lengths on every rank.
@@ -110,8 +105,8 @@ def broadcast_optimizer_state(
         process_set: The ranks that take part; all ranks unless given.
 
     Raises:
-        TypeError, ValueError: On every rank, where `optimizer` is not a torch.optim.Optimizer on
-            one, parameter groups differ in number or length, or the root's state cannot be sent.
+        TypeError, ValueError: On every rank, if `optimizer` is not a torch.optim.Optimizer on one,
+            parameter groups differ in number or length, or the root's state cannot be sent.
 
     Examples:
         >>> hvd.init()

@@ -144,3 +144,13 @@ def test_capabilities_on_this_machine_are_told() -> None:
     for answer in (hvd.mpi_threads_supported, hvd.ddl_built, hvd.ccl_built, hvd.mpi_built):
         assert answer() is False
     assert isinstance(hvd.rocm_built(), bool)
+
+
+def test_grouped_functions_take_a_generator_and_an_empty_list() -> None:
+    def run(group: Group) -> None:
+        for function in (hvd.grouped_allreduce, hvd.grouped_reducescatter, hvd.grouped_allgather):
+            given: Any = (torch.full((2,), float(i)) for i in range(3))
+            assert len(function(given)) == 3, function
+            assert function([]) == [], function
+
+    run_threads(2, run)
