@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class ReductionOptions(NamedTuple):
     op: Reducer
     name: str | None
     compression: type[Compressor]
-    scales: dict[str, float]
+    scales: dict[str, Any]
 
     def compress(
         self, tensors: Sequence[Tensor], names: Sequence[str]

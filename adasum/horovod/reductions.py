@@ -258,7 +258,7 @@ def _start(kind: str, tensors: list[Tensor], options: ReductionOptions) -> Handl
     sent = [as_reals(each) for each in tensors] if isinstance(op, AdasumReducer) else tensors
     call: Any = partial(group.grouped_all_reduce, sent, op, **options.scales)
     if kind == "allreduce":
-        call = partial(group.all_reduce, *sent, op, **options.scales)
+        call = partial(group.all_reduce, sent[0], op, **options.scales)
     return Handle([start_named(kind, group, options.name, call)], lambda _: tensors)
 
 
