@@ -97,7 +97,9 @@ def _at_once(
     if Needs.ONE_TREE in op.needs:
         rows = 1 if vector.segments is None else len(vector.segments) - 1
         by_tree = op.reads_tree and op.reads_tree_of(vector.dtype)
-        if by_tree and (name == "direct" or (name == "auto" and size in TREE_RANKS)):
+        # All of these make one tree, which a Gram matrix gives without rounding after each level.
+        named = name == "direct" or (name in ("rd", "rechd", "vhdd") and size > 2)
+        if by_tree and (named or (name == "auto" and size in TREE_RANKS)):
             return True if rows * 16 * size * size <= TABLE_BYTES else None
         in_slices = size == 2 and name in ("auto", "rechd", "vhdd") and rows * 24 <= TABLE_BYTES
         # An operator that reads trees, but none of this dtype, goes by `vhdd` on these ranks.

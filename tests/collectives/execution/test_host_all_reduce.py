@@ -221,11 +221,13 @@ def test_adasum_of_nearly_opposed_vectors_has_the_bits_of_messages(size: int, co
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_small_adasum_by_rd_has_the_bits_of_messages(size: int, compare: Any) -> None:
+def test_small_adasum_in_pairs_has_the_bits_of_messages(size: int, compare: Any) -> None:
+    """That is of two ranks, and of float64; other trees are made of one Gram matrix."""
+
     def job(group: Group) -> list[Tensor]:
         return [
             group.all_reduce(draw(group.rank, 4099, dtype), Adasum, algorithm="rd")
-            for dtype in FLOATS
+            for dtype in (FLOATS if size == 2 else (torch.float64,))
         ]
 
     compare(size, job)
@@ -283,8 +285,8 @@ def test_small_adasum_by_auto_is_its_definition_in_one_shot(
         (1024, Sum, {"algorithm": "rd:1k:xring"}, False),
         (7, Sum, {"algorithm": "rd", "prescale": 0.5}, True),
         (7, Adasum, {"algorithm": "rd"}, False),
-        (SMALL + 1, Adasum, {"algorithm": "rd"}, True),
-        (7, Adasum, {"algorithm": "vhdd"}, True),
+        (SMALL + 1, Adasum, {"algorithm": "rd"}, False),
+        (7, Adasum, {"algorithm": "vhdd"}, False),
         (7, Adasum, {"algorithm": "rechd/vhdd"}, True),
     ],
 )
