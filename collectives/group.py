@@ -191,12 +191,6 @@ class Group:
         apply to the elements of all tensors of a dtype and device together, without it to each
         tensor's own. Other arguments are those of all_reduce, and `names`: names of the tensors for
         errors, the same on all ranks.
-
-        Examples:
-            >>> def reduce(group):
-            ...     return group.grouped_all_reduce([torch.ones(2), torch.ones(1)])
-            >>> collectives.run_threads(2, reduce)[0]
-            [tensor([2., 2.]), tensor([2.])]
         """
         call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
         return self._run(call, async_op)
@@ -240,10 +234,6 @@ class Group:
         With `by_rows` the first dimension is split so, and slices keep the others. The slice is
         written to `out`, if given, which has its shape and the tensor's dtype and device, and
         shares no memory with the tensor. Other arguments are those of all_reduce.
-
-        Examples:
-            >>> collectives.run_threads(2, lambda group: group.reduce_scatter(torch.ones(2)))
-            [tensor([2.]), tensor([2.])]
         """
         call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
         return self._run(call, async_op)
@@ -268,11 +258,6 @@ class Group:
         The schedule is an all-reduce of as many ranks as the group has. For an operator that needs
         one expression tree, such as Adasum, `verify` must find that it `carries_adasum`. The other
         arguments are those of all_reduce.
-
-        Examples:
-            >>> schedule = collectives.schedule("rechd", 4)
-            >>> collectives.run_threads(4, lambda group: group.run(schedule, torch.ones(2)))[0]
-            tensor([4., 4.])
         """
         call = self._arguments.run(schedule, tensor, op, segments, **options)
         return self._run(call, async_op)
@@ -335,12 +320,6 @@ class Group:
 
         The result is written to `out`, if given, which shares no memory with the tensor; without as
         many rows as all ranks' tensors together it is a CollectiveMismatchError.
-
-        Examples:
-            >>> def gather(group):
-            ...     return group.all_gather(torch.tensor([group.rank]))
-            >>> collectives.run_threads(2, gather)[0]
-            tensor([0, 1])
         """
         return self._run(self._arguments.all_gather(tensor, name, out), async_op)
 
@@ -387,15 +366,10 @@ class Group:
         ranks' vectors. All ranks pass tensors at the same place of the same allocation, also to a
         request's `start`: ranks that differ in it make other calls.
 
-        For ranks of one node with a GPU each, joined by NVLink, over NCCL. It is torch's symmetric
-        memory (`torch.distributed._symmetric_memory`), lives until the group is closed, and starts
-        at a multiple of 256 bytes. All ranks pass the same `numel`, and as `dtype` float16,
+        For ranks of one node with a GPU each, joined by NVLink, over NCCL; elsewhere a ValueError,
+        and a TransportError if torch has no such memory. It lives until the group is closed, and
+        starts at a multiple of 256 bytes. All ranks pass the same `numel` and `dtype`: float16,
         bfloat16, float32 or float64.
-
-        Raises:
-            TypeError, ValueError: An argument is wrong, or the group has no GPUs that can share
-                memory: it is on several nodes, or its messages do not go over NCCL.
-            TransportError: torch has no such memory, or the GPUs do not reach each other's.
         """
         call = self._arguments.symmetric_empty(numel, dtype, self.num_nodes)
         # Found here: the communication thread, which may carry it out, has another current GPU.
@@ -505,14 +479,6 @@ class Group:
         tensors over NCCL, whose work on a device must have one order: there calls of both with
         `async_op` run in the order in which they are made. The new group has this one's timeout and
         is closed with this one, or by its own close().
-
-        Examples:
-            >>> def pairs(group):
-            ...     first = group.rank < 2
-            ...     halves = group.split([0, 1]), group.split([2, 3])
-            ...     return halves[0 if first else 1].all_reduce(torch.tensor([group.rank]))
-            >>> collectives.run_threads(4, pairs)
-            [tensor([1]), tensor([1]), tensor([5]), tensor([5])]
         """
         members = validation.distinct_ranks("ranks", ranks, self.size)
         call = Call("split", options={"ranks": members}, instead=lambda: self._split(members))
@@ -564,9 +530,8 @@ class Group:
     def close(self) -> None:
         """Let queued calls finish, then end the communication thread and close the transport.
 
-        Queued calls may take as long as they progress, since `timeout` is for each step. Groups
-        that were split from this one are closed first. Everything is closed even if a part of it
-        fails.
+        Queued calls may take as long as they progress. Groups that were split from this one are
+        closed first, and everything is closed even if a part of it fails.
 
         Raises:
             TransportError: Asynchronous calls were lost; the text says how many, and why.
