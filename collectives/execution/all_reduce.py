@@ -15,7 +15,6 @@ from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.execution.phases import (
     AllReducePhases,
-    auto_by_messages,
     auto_of,
     for_dtype,
     phases_of,
@@ -24,7 +23,6 @@ from collectives.execution.vectors import flatten, multiply, vector_of
 from collectives.execution.vendor import Libraries
 from collectives.reducers import Needs, Reducer, Sum, is_plain_sum
 from collectives.schedules.algorithm import ONE_TENSOR, RoundRobin
-from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
@@ -104,7 +102,8 @@ class Runner:
             kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
             on_gpu = any(device.type == "cuda" for device, _ in kinds)
             if spec.outer == "auto":
-                spec = self._auto_of(op, on_gpu, sum(tensor.nbytes for tensor in tensors))
+                nbytes = sum(tensor.nbytes for tensor in tensors)
+                spec = auto_of(op, "cuda" if on_gpu else "cpu", nbytes, self.topology)
             phases = phases_of(spec, op, self.topology)
             if phases.host and on_gpu and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
@@ -207,7 +206,7 @@ class Runner:
             return False
         spec = spec_for(options.specs, vector.numel)
         if spec.outer == "auto":
-            spec = self._auto_of(op, tensors[0].is_cuda, vector.nbytes)
+            spec = self.choose(tensors[0], op, vector.nbytes)
         spec = for_dtype(spec, op, vector.dtype)
         record = algorithm(spec.outer)
         return spec.inner is None and Needs.ALL_OPERANDS in record.meets and record.by_tree
@@ -230,10 +229,8 @@ class Runner:
             return True
         nbytes = sum(tensor.nbytes for tensor in call.tensors)
         for spec in AllReduceOptions.of(call).specs:
-            if spec.outer == "auto" and is_plain_sum(call.op):
-                spec = self.choose(flatten(call.tensors[0]), call.op)
-            elif spec.outer == "auto":
-                spec = self._auto_of(call.op, True, nbytes)
+            if spec.outer == "auto":
+                spec = self.choose(call.tensors[0], call.op, nbytes)
             phases = phases_of(spec, call.op, self.topology)
             if phases.host or phases.schedule is None or phases.library not in (None, "nccl"):
                 return False
@@ -262,23 +259,17 @@ class Runner:
         call.op.finish(flat, self.size)
         multiply(flat, call.options.get("postscale", 1.0))
 
-    def choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
-        """Return what `auto` stands for, the same on all ranks and in every run."""
-        if not is_plain_sum(op):
-            return self._auto_of(op, flat.is_cuda, flat.nbytes)
-        if not flat.is_cuda:
-            return sum_algorithm("cpu", flat.nbytes, self.topology)
-        return sum_algorithm("cuda", flat.nbytes, self.topology, self._library_for(flat))
+    def choose(self, flat: Tensor, op: Reducer, nbytes: int | None = None) -> AllReduceSpec:
+        """Return what `auto` stands for, the same on all ranks and in every run.
 
-    def _auto_of(self, op: Reducer, on_gpu: bool, nbytes: int) -> AllReduceSpec:
-        """Return what `auto` stands for, of what is no plain sum.
-
-        Ranks that share memory take by messages what they take there: where a rank has joined,
-        where a buffer or a table does not hold a call.
+        nbytes: Of all tensors, if `flat` is one of several.
         """
-        if not on_gpu and self.transport.symmetric_memory is not None:
-            return auto_of(op, nbytes, self.size)
-        return auto_by_messages(op, "cuda" if on_gpu else "cpu", nbytes, self.topology)
+        device, library = "cuda" if flat.is_cuda else "cpu", None
+        if flat.is_cuda and is_plain_sum(op):
+            library = self._library_for(flat)
+        return auto_of(
+            op, device, flat.nbytes if nbytes is None else nbytes, self.topology, library
+        )
 
     def _library_for(self, flat: Tensor) -> str | None:
         """Return the name of NCCL's own sum where `auto` may take it, alike on all ranks."""

@@ -17,18 +17,16 @@ from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 
 
-def auto_of(op: Reducer, nbytes: int, size: int, device: str = "cpu") -> AllReduceSpec:
-    """Return what `auto` stands for on any nodes, for an operator that is no plain sum."""
-    if op.reads_tree and type(op).algorithm is Reducer.algorithm:
-        return tree_algorithm(device, nbytes, size)
-    return parse_all_reduce_spec(op.algorithm(nbytes, size))[0]
-
-
-def auto_by_messages(op: Reducer, device: str, nbytes: int, topology: Topology) -> AllReduceSpec:
+def auto_of(
+    op: Reducer, device: str, nbytes: int, topology: Topology, library: str | None = None
+) -> AllReduceSpec:
     """Return what `auto` stands for by messages; arguments as for `sum_algorithm`."""
-    if op.needs is Needs.BALANCED_TREE:
-        return sum_algorithm(device, nbytes, topology, ordered=True)
-    return auto_of(op, nbytes, topology.size, device)
+    ordered = op.needs is Needs.BALANCED_TREE
+    if ordered or is_plain_sum(op):
+        return sum_algorithm(device, nbytes, topology, library, ordered=ordered)
+    if op.reads_tree and type(op).algorithm is Reducer.algorithm:
+        return tree_algorithm(device, nbytes, topology.size)
+    return parse_all_reduce_spec(op.algorithm(nbytes, topology.size))[0]
 
 
 def for_dtype(spec: AllReduceSpec, op: Reducer, dtype: torch.dtype) -> AllReduceSpec:

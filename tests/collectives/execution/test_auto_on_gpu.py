@@ -123,14 +123,14 @@ def test_all_reduce_by_auto_is_ncclis_own(
     run: Any, op: Reducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[str] = []
-    choose = all_reduce.sum_algorithm
+    choose = all_reduce.auto_of
 
     def noted(*arguments: Any) -> AllReduceSpec:
         spec = choose(*arguments)
         taken.append(str(spec))
         return spec
 
-    monkeypatch.setattr(all_reduce, "sum_algorithm", noted)
+    monkeypatch.setattr(all_reduce, "auto_of", noted)
 
     def work(group: Group) -> list[torch.Tensor]:
         mine = on_gpu(torch.full((5000,), 1.0 + group.rank))

@@ -10,7 +10,7 @@ import torch
 from adasum import Adasum
 from collectives import Group, Sum, run_threads
 from collectives.cost import ASSUMED, LinkRates, Rate, estimate
-from collectives.execution.phases import auto_by_messages, auto_of, phases_of
+from collectives.execution.phases import auto_of, phases_of
 from collectives.schedules import binomial_tree, bruck, ring
 from collectives.schedules.auto import (
     STEP_BYTES,
@@ -46,7 +46,7 @@ def test_every_size_on_all_ranks_has_an_algorithm_that_runs_there(device: str) -
             assert spec.limit == -1
             assert schedule_of(spec, topology).size == topology.size
             for op in (Adasum, tree_sum):
-                spec = auto_by_messages(op, device, 1 << power, topology)
+                spec = auto_of(op, device, 1 << power, topology)
                 assert phases_of(spec, op, topology).schedule is not None
 
 
@@ -82,7 +82,11 @@ def test_trees_of_few_ranks_meet_at_once_at_any_size() -> None:
     for nbytes in (1, 1 << 30):
         for size in range(3, 17):
             assert {str(tree_algorithm(d, nbytes, size)) for d in STEP_BYTES} == {"direct"}
-            assert str(auto_of(Adasum, nbytes, size)) == Adasum.algorithm(nbytes, size) == "direct"
+            assert (
+                str(auto_of(Adasum, "cpu", nbytes, Topology(size, size)))
+                == Adasum.algorithm(nbytes, size)
+                == "direct"
+            )
     for size in (2, 17):
         assert {str(tree_algorithm(d, 1 << 18, size)) for d in STEP_BYTES} == {"rd"}
         assert str(tree_algorithm("cpu", 1 << 30, size)) == "vhdd"

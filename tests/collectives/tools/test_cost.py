@@ -9,7 +9,7 @@ import pytest
 
 from adasum import Adasum
 from collectives.cost import ASSUMED, LinkRates, Rate, estimate
-from collectives.execution.phases import auto_by_messages
+from collectives.execution.phases import auto_of
 from collectives.schedules import binomial_tree, ring
 from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.registry import SCHEDULES
@@ -241,7 +241,7 @@ def test_auto_is_priced_as_what_the_ranks_send(device: str) -> None:
         for nbytes in (1 << 10, 1 << 18, 1 << 19, 1 << 30):
             chosen = {
                 "sum": sum_algorithm(device, nbytes, topology),
-                "adasum": auto_by_messages(Adasum, device, nbytes, topology),
+                "adasum": auto_of(Adasum, device, nbytes, topology),
             }
             for op, spec in chosen.items():
                 auto = estimate("auto", nbytes, RATES, topology, op, device=device)
