@@ -19,7 +19,7 @@ from collectives import validation
 from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError, describe
 from collectives.execution.call import Call
 from collectives.recorder import ENDED, GroupRecord
-from collectives.trace import span
+from collectives.trace import NOTHING, recording, span
 from collectives.transport.base import Transport
 from collectives.work import Work, on_cuda
 
@@ -157,8 +157,8 @@ class CallQueue:
 
     def result(self, work: Work[Any]) -> Any:
         """Wait for the work, and return its result or raise its error."""
-        if not work._ended:
-            with span(lambda: f"wait {work.title}"):
+        with span(lambda: f"wait {work.title}") if recording() else NOTHING:
+            if not work._ended:
                 self._wait_for(work)
         if work._error is not None:
             if self._unraised == str(work._error):

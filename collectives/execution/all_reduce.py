@@ -152,7 +152,8 @@ class Runner:
             if buffer is not flat:
                 flat.copy_(buffer)
             op.finish(flat, self.size)
-        multiply(flat, options.postscale)
+        if options.postscale != 1.0:
+            multiply(flat, options.postscale)
 
     def _phases(
         self, flat: Tensor, op: Reducer, options: AllReduceOptions, schedule: Schedule | None

@@ -39,7 +39,7 @@ NUMELS = (
     *(4099, 16384, 20001, 70001, 70001, 600_011),
 )
 # Ranks of one host as threads of one process. Over gloo they are processes: see worlds.py.
-TRANSPORTS = ("threads", "shm", "tcp")
+TRANSPORTS = ("threads", "shm", "messages")
 GLOO_SIZES = (2, 3)
 SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 6, 7, 8, 8, 9)
 VALUES = ("plain", "plain", "plain", "plain", "special", "zero")

@@ -23,7 +23,7 @@ SEED, SAMPLE = 35, 2300
 # Where calls that differ between ranks are made; what one rank refuses by itself, and what ends a
 # group, is tried in fewer places.
 EVERYWHERE = tuple((transport, size) for transport in TRANSPORTS for size in (2, 3))
-SOMEWHERE = (("threads", 3), ("tcp", 2))
+SOMEWHERE = (("threads", 3), ("messages", 2))
 Outcome = str | list[str]
 _LISTED = re.compile(r"(?:\w+, )*\b(?:rechd|psgpu|oneshot)\b(?:, \w+)*")
 

@@ -88,8 +88,7 @@ def _of_threads(transport: str, size: int, local: int, job: Callable[[Group], li
         finally:
             group.close()
 
-    # The table's name for ranks that share no memory for their calls.
-    ranks = connect(size, {"tcp": "messages"}.get(transport, transport))
+    ranks = connect(size, transport)
     return together(*(lambda each=each: main(each) for each in ranks))
 
 
