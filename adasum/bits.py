@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 import kernels
-from adasum.optimizer.distributed_mixin import DistributedMixin
+from adasum.optimizer.distributed_optimizer import DistributedOptimizer
+from adasum.optimizer.local_step import parameters_of
 from collectives import validation
 from collectives.schedules.algorithm import tree_text
 
@@ -47,20 +48,20 @@ def bits_of(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
         >>> hvd.bits_of(hvd.DistributedOptimizer(plain))["reduction"]["op"]
         'Average'
     """
-    validation.instance("optimizer", optimizer, DistributedMixin, "a DistributedOptimizer")
-    assert isinstance(optimizer, DistributedMixin)
+    validation.instance("optimizer", optimizer, DistributedOptimizer, "a DistributedOptimizer")
+    assert isinstance(optimizer, DistributedOptimizer)
     return {"reduction": _reduction(optimizer), "torch": torch_facts()}
 
 
-def _reduction(optimizer: DistributedMixin) -> Facts:
-    settings, passes = optimizer._adasum_settings, optimizer.backward_passes_per_step
+def _reduction(optimizer: DistributedOptimizer) -> Facts:
+    settings, passes = optimizer._adasum.settings, optimizer.backward_passes_per_step
     reducer = settings.reducer
     size = 1 if settings.one_rank else reducer.group.size
     found = {
         "op": str(settings.op),
-        "dtypes": ", ".join(sorted({str(p.dtype) for p in optimizer._adasum_parameters()})),
+        "dtypes": ", ".join(sorted({str(p.dtype) for p in parameters_of(optimizer)})),
         "compression": reducer.compression.__name__,
-        "reduced": f"by {type(optimizer).__mro__[2].__name__}",
+        "reduced": f"by {type(optimizer._adasum).__name__}",
     }
     if not reducer.op.ordered:
         return {

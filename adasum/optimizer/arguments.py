@@ -10,12 +10,18 @@ from collections.abc import Sequence
 
 import torch
 
+from adasum.compression import Compressor
 from adasum.horovod.arguments import require
 from adasum.horovod.reduction_options import require_reducer
-from adasum.optimizer.buckets.planning import Groups, Named
+from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, steps_by_parameter
+from adasum.optimizer.gradient_method import GradientMethod
+from adasum.optimizer.method import Method
+from adasum.optimizer.owners_method import OwnersMethod
 from adasum.optimizer.pass_tree import require_passes
-from adasum.reducer import Adasum, require_declared
-from collectives import Average, Group, Reducer
+from adasum.optimizer.planning import Groups, Named
+from adasum.optimizer.reduction import BucketReducer
+from adasum.reducer import Adasum, AdasumReducer, require_declared
+from collectives import Average, Group, Reducer, Sum
 from collectives.transport import ThreadTransport
 from collectives.tree_order import in_order
 
@@ -28,7 +34,7 @@ def require_optimizer(optimizer: object) -> None:
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
         )
-    if "_adasum_hooks" in optimizer.__dict__:
+    if "_adasum" in optimizer.__dict__:
         raise ValueError("optimizer is already wrapped by DistributedOptimizer")
     step = optimizer.__dict__.get("step")
     # Those that a learning-rate scheduler has made call the class's step, and nothing else.
@@ -80,36 +86,6 @@ def require_order(
         )
 
 
-def require_local_steps(
-    local_steps: int,
-    op: Reducer,
-    method: str | None,
-    mode: str | None,
-    step_in_backward: bool,
-    backward_passes_per_step: int,
-) -> None:
-    """Raise ValueError where local steps do not go together with another argument."""
-    require_count("local_steps", local_steps, 1)
-    if local_steps == 1:
-        return
-    steps = f"local_steps={local_steps}"
-    if mode is not None:
-        raise ValueError(
-            f"{steps} and mode={mode!r} exclude each other: local steps need every parameter's "
-            "state on every rank"
-        )
-    if backward_passes_per_step > 1:
-        raise ValueError(
-            f"{steps} and backward_passes_per_step={backward_passes_per_step} exclude each other: "
-            "between reductions call backward() and step() as with a plain optimizer"
-        )
-    if not op.averages:
-        raise ValueError(f"{steps} needs op=Adasum or op=Average: a {op} of steps overshoots")
-    if method == "gradient" or step_in_backward:
-        other = "step_in_backward=True" if step_in_backward else "method='gradient'"
-        raise ValueError(f"{steps} and {other} exclude each other: local steps reduce differences")
-
-
 def require_groups(num_groups: int, groups: Groups) -> Groups:
     """Return how to divide parameters into buckets.
 
@@ -122,6 +98,63 @@ def require_groups(num_groups: int, groups: Groups) -> Groups:
         raise ValueError("groups supersedes num_groups: give only groups")
     warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
     return num_groups
+
+
+def choose_method(
+    optimizer: torch.optim.Optimizer,
+    op: Reducer,
+    method: str | None,
+    mode: str | None,
+    step_in_backward: bool,
+) -> type[Method]:
+    """Return the method that the arguments ask for; ValueError if they exclude each other."""
+    if method not in (None, "delta", "gradient"):
+        raise ValueError(f"method must be 'delta' or 'gradient', not {method!r}")
+    if mode not in (None, "owners"):
+        raise ValueError(f"mode must be 'owners' or None, not {mode!r}")
+    if mode is not None:
+        kind = type(optimizer)
+        by_parameter = steps_by_parameter(kind) or issubclass(kind, torch.optim.Muon)
+        require_owners(optimizer, method, step_in_backward, by_parameter)
+        return OwnersMethod
+    # Sum and Average take gradients whatever is asked for.
+    may_choose = op not in (Sum, Average)
+    if method == "delta" and may_choose and not op.averages:
+        raise ValueError(
+            f"method='delta' needs an op that averages, such as Adasum: a {op} of steps overshoots"
+        )
+    by_delta = method == "delta" if method else isinstance(op, AdasumReducer)
+    if not (by_delta and may_choose):
+        if step_in_backward:
+            raise ValueError("step_in_backward needs op=Adasum and method='delta'")
+        return GradientMethod
+    if not step_in_backward:
+        return DeltaMethod
+    if not steps_by_parameter(type(optimizer)):
+        raise ValueError(
+            f"step_in_backward needs an optimizer known to step each parameter by itself, which "
+            f"{type(optimizer).__name__} is not: pass step_in_backward=False"
+        )
+    return DeltaMethodInBackward
+
+
+def require_reducer_of(
+    group: Group,
+    op: Reducer,
+    compression: type[Compressor],
+    algorithm: str | None,
+    predivide_factor: float,
+) -> BucketReducer:
+    """Return the reducer of buckets; ValueError if `algorithm` cannot run `op`."""
+    if algorithm is not None:
+        try:
+            group.check_algorithm(algorithm, op)
+        except ValueError as error:
+            raise ValueError(f"algorithm={algorithm!r}: {error}") from None
+    if predivide_factor == 1.0:
+        return BucketReducer(group, op, compression, algorithm)
+    scales = 1.0 / predivide_factor, predivide_factor / group.size
+    return BucketReducer(group, Sum, compression, algorithm, *scales)
 
 
 def require_owners(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from inspect import unwrap
 from typing import Any
 
@@ -16,15 +17,13 @@ import torch
 from torch import Tensor, optim
 
 from adasum.modes import outside_modes
-from adasum.optimizer.buckets.delta_buffers import DeltaBuffers
-from adasum.optimizer.buckets.kinds import same_state, state_of
-from adasum.optimizer.buckets.planning import Named, by_kind
-from adasum.optimizer.buckets.reduction import Reduction
-from adasum.optimizer.consistency.membership import Change
-from adasum.optimizer.distributed_mixin import DistributedMixin
+from adasum.optimizer.bucket import Bucket, Member, Part, in_memory_order, memory_order
 from adasum.optimizer.errors import OptimizerOrderError, changed_under_way
-from adasum.optimizer.step_hooks import has_pre_hooks
-from adasum.real_pairs import as_reals
+from adasum.optimizer.local_step import has_pre_hooks, resparsify
+from adasum.optimizer.method import Method
+from adasum.optimizer.planning import Named, by_kind
+from adasum.optimizer.record import Record, version_of
+from adasum.optimizer.reduction import Reduction
 
 # While one bucket is reduced the next one steps; more in flight would only hold more memory.
 MAX_IN_FLIGHT = 2
@@ -44,26 +43,29 @@ def steps_by_parameter(kind: type[torch.optim.Optimizer]) -> bool:
     return any(unwrap(each.step) is unwrap(kind.step) for each in _BY_PARAMETER)
 
 
-class DeltaMethod(DistributedMixin):
+class DeltaMethod(Method):
     """Sets parameters to before + Adasum over the ranks of (after - before).
 
-    The optimizer's state follows each rank's own gradients. Where the optimizer treats every
-    parameter by itself, buckets step in turn, and only those in flight are copied; else the whole
-    model is. After an error each parameter has its value from before the step or after it.
+    The optimizer's state follows each rank's own gradients. If the optimizer treats every parameter
+    by itself, buckets step in turn, and only those in flight are copied; else the whole model is.
+    After an error each parameter has its value from before the step or after it.
     """
 
-    _adasum_asked = "op=Adasum and method='delta'"
-    _adasum_differences = True
-    _adasum_before: dict[Tensor, Tensor] | None = None
-    _adasum_buffers: DeltaBuffers
+    asked = "op=Adasum and method='delta'"
+    differences = True
 
-    def _prepare(self) -> None:
-        # While backward runs nothing waits for a slot: every bucket may be in flight at once.
-        self._adasum_buffers = DeltaBuffers(None if self._adasum_early else MAX_IN_FLIGHT + 1)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Values before the step of the parameters that have stepped, while the whole model does.
+        self._before: dict[Tensor, Tensor] | None = None
+        # Memory that the buckets in flight use in turn.
+        self._memory: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._turn = 0
 
-    def _follow(self, change: Change) -> None:
-        super()._follow(change)
-        self._adasum_buffers.clear()
+    def follow(self, new: Sequence[Named], gone: Sequence[Tensor]) -> None:
+        """Reduce other parameters from now on, in memory of their size."""
+        super().follow(new, gone)
+        self._memory.clear()
 
     def synchronize(self) -> None:
         """Do nothing: gradients stay this rank's own, and the step's differences are reduced.
@@ -72,113 +74,178 @@ class DeltaMethod(DistributedMixin):
         skip_synchronize(), which clips this rank's gradients.
         """
 
-    def _take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        if self._adasum_settings.one_rank:
-            return self._between_hooks(self._local_step, closure, options)
-        if self._any_rank_skips():
+    def take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        """Step, and reduce what that has changed."""
+        if self.settings.one_rank:
+            return self.between_hooks(self.local_step, closure, options)
+        if self.any_rank_skips():
             return None
-        return self._between_hooks(self._step_and_reduce, closure, options)
+        return self.between_hooks(self._step_and_reduce, closure, options)
 
     def _step_and_reduce(self, closure: Callable[[], Any] | None, **options: Any) -> Any:
-        self._adasum_buffers.restart()
-        if closure is None and not options and steps_by_parameter(self._adasum_base):
-            self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
+        self._turn = 0
+        if closure is None and not options and steps_by_parameter(self.base):
+            self.backward.synchronize(max_in_flight=MAX_IN_FLIGHT)
             return None
         return self._step_as_a_whole(closure, **options)
 
     def _step_as_a_whole(self, closure: Callable[[], Any] | None, **options: Any) -> Any:
         with torch.no_grad():
-            before = {p: p.clone() for _, p in self._adasum_hooks.named if may_step(p)}
-        with self._reducing_from(before):
-            result = self._local_step(closure, **options)
-            self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
-            # What a bucket's start has made dense.
-            self._resparsify()
-            return result
-
-    @contextmanager
-    def _reducing_from(self, before: dict[Tensor, Tensor]) -> Iterator[None]:
-        """Have buckets reduce what has changed since parameters had these values.
-
-        After an error those that have not been reduced have these values again.
-        """
-        self._adasum_before = before
+            before = {p: p.clone() for p in self.backward.records if may_step(p)}
+        self._before = before
         try:
-            yield
+            result = self.local_step(closure, **options)
+            self.backward.synchronize(max_in_flight=MAX_IN_FLIGHT)
         finally:
+            # After an error what has not been reduced has its value again.
             with torch.no_grad():
                 for parameter, value in before.items():
                     parameter.copy_(value)
-            self._adasum_before = None
+            self._before = None
+        if self.settings.sparse_as_dense:
+            # What a bucket's start has made dense.
+            resparsify(self.optimizer)
+        return result
 
-    @torch.no_grad()
-    def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
-        if self._adasum_early and has_pre_hooks(self):
+    def is_left(self, parameter: Tensor, record: Record) -> bool:
+        """Return False: a step by the same gradient is another step, which is reduced too."""
+        return False
+
+    def start(self, bucket: Bucket, members: list[Member]) -> list[Reduction]:
+        """Take the local step of a bucket's parameters, and start reducing their differences."""
+        if self.early and has_pre_hooks(self.optimizer):
             raise OptimizerOrderError(
                 "hooks of register_step_pre_hook cannot be used with step_in_backward=True: the "
                 "local steps are taken in backward; pass step_in_backward=False"
             )
-        whole = self._adasum_before
-        stepping = [(n, p) for n, p in members if (may_step(p) if whole is None else p in whole)]
+        self.densify()
+        whole = self._before
+        stepping = [
+            (record, p) for record, p in members if (may_step(p) if whole is None else p in whole)
+        ]
         started: list[Reduction] = []
         # One kind, unless dtypes or devices have changed since the buckets were planned.
-        for i, part in enumerate(by_kind(stepping)):
-            started.append(self._start_part(part, f"{bucket}, {i}" if i else bucket))
+        for i, each in enumerate(by_kind(stepping)):
+            name = f"{bucket.name}, {i}" if i else bucket.name
+            started.append(self._start_part(bucket, i, name, each))
         return started
 
-    def _start_part(self, members: Sequence[Named], bucket: str) -> Reduction:
-        """Take the local step of parameters of one kind, and start reducing its difference."""
-        whole = self._adasum_before
-        names, parameters = zip(*members, strict=True)
-        values = [as_reals(parameter.detach()) for parameter in parameters]
-        # Here, because the buffers would refuse a dtype without naming the operator.
-        self._adasum_settings.reducer.op.check(values[0].dtype)
-        saved, fused = self._adasum_buffers.of(bucket, parameters)
-        before, deltas = saved.views, fused.views
+    def _start_part(
+        self, bucket: Bucket, number: int, name: str, members: list[Member]
+    ) -> Reduction:
+        reducer, whole = self.settings.reducer, self._before
+        orders = [memory_order(parameter) for _, parameter in members]
+
+        def values() -> list[Tensor]:
+            each = zip(members, orders, strict=True)
+            return [in_memory_order(p.detach(), order) for (_, p), order in each]
+
+        now = values()
+        reducer.op.check(now[0].dtype)
+        names = [record.name for record, _ in members]
+        part = self._part(bucket, number, name, members, now) if reducer.casts else None
         if whole is None:
-            torch._foreach_copy_(before, values)
+            before = self._saved(part, now)
         else:
-            before = [as_reals(whole.pop(parameter).detach()) for parameter in parameters]
+            whole_of = [whole.pop(parameter).detach() for _, parameter in members]
+            before = [in_memory_order(b, o) for b, o in zip(whole_of, orders, strict=True)]
         try:
             if whole is None:
-                with self._only(parameters):
-                    self._local_step()
-            torch._foreach_copy_(deltas, values)
-            torch._foreach_sub_(deltas, before)
+                with self._only([parameter for _, parameter in members]):
+                    self.local_step()
+            deltas = self._differences(part, now, before)
         finally:
-            torch._foreach_copy_(values, before)
+            torch._foreach_copy_(now, before)
         with outside_modes():
-            reduction = self._adasum_settings.reducer.reduce_async(names, fused, bucket)
-        taken = [state_of(parameter.grad) for parameter in parameters if self._adasum_early]
+            if part is not None:
+                started = reducer.start(part, names)
+            else:
+                started = reducer.start_compressed(names, deltas, name)
+        gradients = [p.grad for _, p in members] if self.early else []
+        versions = [None if each is None else version_of(each) for each in gradients]
 
         def install(result: Any) -> None:
-            for name, parameter, state in zip(names, parameters, taken, strict=False):
-                if not same_state(state, state_of(parameter.grad)):
-                    raise changed_under_way(name)
-            reduction.install(result)
+            for (record, p), gradient, version in zip(members, gradients, versions, strict=False):
+                if p.grad is not gradient or (p.grad is not None and version_of(p.grad) != version):
+                    raise changed_under_way(record.name)
+            started.install(result)
+            if part is not None and part.tensors is not part.slots:
+                part.unpack(1.0)
             # By step_in_backward they may have been given other memory since.
-            now = [as_reals(parameter.detach()) for parameter in parameters]
-            for name, value, delta in zip(names, now, deltas, strict=True):
+            now = values()
+            for (record, _), value, delta in zip(members, now, deltas, strict=True):
                 if value.shape != delta.shape or value.dtype is not delta.dtype:
                     raise ValueError(
-                        f"{name} has another shape or dtype than when its local step was taken, "
-                        "in backward: change it between step() and backward(), or pass "
+                        f"{record.name} has another shape or dtype than when its local step was "
+                        "taken, in backward: change it between step() and backward(), or pass "
                         "step_in_backward=False"
                     )
             torch._foreach_add_(now, deltas)
 
-        return replace(reduction, install=install)
+        return replace(started, install=install)
+
+    def _saved(self, part: Part | None, now: list[Tensor]) -> list[Tensor]:
+        """Return copies of values; for a bucket's, in memory that the next bucket overwrites."""
+        if part is None or part.flat.dtype is not now[0].dtype:
+            return [value.clone() for value in now]
+        saved = part.layout.views(self._allocate(-1, *part.of_flat))
+        torch._foreach_copy_(saved, now)
+        return saved
+
+    def _differences(
+        self, part: Part | None, now: list[Tensor], before: list[Tensor]
+    ) -> list[Tensor]:
+        """Return now - before, packed if there is a part: in its memory, unless that is a cast."""
+        if part is not None and part.flat.dtype is now[0].dtype:
+            part.pack([each.contiguous() for each in now], 1.0)
+            torch._foreach_sub_(part.slots, before)
+            part.tensors = part.slots
+            return part.slots
+        deltas = [each.clone(memory_format=torch.contiguous_format) for each in now]
+        torch._foreach_sub_(deltas, before)
+        if part is not None:
+            part.pack(deltas, 1.0)
+        return deltas
+
+    def _part(
+        self, bucket: Bucket, number: int, name: str, members: list[Member], values: list[Tensor]
+    ) -> Part:
+        """Return the memory for differences: of its own in backward, otherwise used in turn."""
+        slot = self._turn % (MAX_IN_FLIGHT + 1)
+        self._turn += 1
+        part = bucket.parts.get(number)
+        held = part is not None and (self.early or self._holds(part, slot))
+        if part is None or not held or not part.fits(name, members, values):
+            allocate = None if self.early else partial(self._allocate, slot)
+            compression = self.settings.reducer.compression
+            tensors = [each.contiguous() for each in values]
+            part = Part(name, members, tensors, compression, allocate=allocate)
+            bucket.parts[number] = part
+        return part
+
+    def _allocate(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        memory = self._memory.get((slot, dtype, device))
+        if memory is None or memory.numel() < numel:
+            memory = torch.empty(numel, dtype=dtype, device=device)
+            self._memory[slot, dtype, device] = memory
+        return memory[:numel]
+
+    def _holds(self, part: Part, slot: int) -> bool:
+        """Return whether a part lies in the memory of a slot."""
+        memory = self._memory.get((slot, part.flat.dtype, part.flat.device))
+        return memory is not None and memory.data_ptr() == part.flat.data_ptr()
 
     @contextmanager
     def _only(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Hide all other parameters from the optimizer."""
-        wanted, whole = set(parameters), self.param_groups
+        optimizer, wanted = self.optimizer, set(parameters)
+        whole = optimizer.param_groups
         parts = [{**each, "params": [p for p in each["params"] if p in wanted]} for each in whole]
-        self.param_groups = [part for part in parts if part["params"]]
+        optimizer.param_groups = [part for part in parts if part["params"]]
         try:
             yield
         finally:
-            self.param_groups = whole
+            optimizer.param_groups = whole
 
 
 class DeltaMethodInBackward(DeltaMethod):
@@ -188,7 +255,7 @@ class DeltaMethodInBackward(DeltaMethod):
     Nothing can be done to the gradients between backward and step().
     """
 
-    _adasum_early = True
+    early = True
 
     def synchronize(self) -> None:
         """Raise OptimizerOrderError: clipping would come too late."""
@@ -197,8 +264,9 @@ class DeltaMethodInBackward(DeltaMethod):
             "while backward runs, before gradients could be clipped"
         )
 
-    def _take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        if "found_inf" in self.__dict__:
+    def take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        """Wait for the differences."""
+        if "found_inf" in self.optimizer.__dict__:
             raise OptimizerOrderError(
                 "GradScaler cannot be used with step_in_backward=True: the local steps were taken "
                 "with scaled gradients"
@@ -208,17 +276,14 @@ class DeltaMethodInBackward(DeltaMethod):
                 f"step({', '.join(options)}=...) comes too late with step_in_backward=True: the "
                 "local steps were taken in backward; pass step_in_backward=False"
             )
-        if self._adasum_settings.one_rank:
-            return self._between_hooks(self._local_step, closure, options)
-        return self._between_hooks(self._finish_steps, closure, options)
-
-    def _wants(self, parameter: Tensor) -> bool:
-        return may_step(parameter)
+        if self.settings.one_rank:
+            return self.between_hooks(self.local_step, closure, options)
+        return self.between_hooks(self._finish_steps, closure, options)
 
     def _finish_steps(self, closure: Callable[[], Any] | None) -> Any:
         with torch.enable_grad():
             result = None if closure is None else closure()
-        self._adasum_hooks.synchronize()
+        self.backward.synchronize()
         return result
 
 

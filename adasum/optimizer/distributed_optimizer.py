@@ -2,44 +2,48 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from adasum.compression import Compression, Compressor, require_compressor
 from adasum.horovod.arguments import require
 from adasum.horovod.capabilities import warn_of_scaled_rate
 from adasum.horovod.process_sets import ProcessSet, global_process_set, group_of
+from adasum.observer import DifferencesObserver, Observer, require_observer
 from adasum.optimizer.arguments import (
+    choose_method,
     require_count,
     require_groups,
-    require_local_steps,
     require_operator,
     require_optimizer,
     require_order,
     require_own_autograd,
-    require_owners,
+    require_reducer_of,
 )
-from adasum.optimizer.buckets.planning import Groups, Named, name_parameters, plan_buckets
-from adasum.optimizer.buckets.reduction import BucketReducer
 from adasum.optimizer.consistency.parameter_check import ParameterCheck, Setting, checks_parameters
 from adasum.optimizer.consistency.settings import describe_hyperparameters, describe_value
-from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, steps_by_parameter
-from adasum.optimizer.distributed_mixin import DistributedMixin
+from adasum.optimizer.errors import OptimizerOrderError
 from adasum.optimizer.gradient_method import GradientMethod
-from adasum.optimizer.local_steps import LocalStepsMethod
-from adasum.optimizer.owners_method import OwnersMethod, SoleOwnerMethod
-from adasum.optimizer.wrapped_step import Settings
-from adasum.optimizer.wrapping import wrap
+from adasum.optimizer.local_step import SCALER_STATE, refuse_plain_steps
+from adasum.optimizer.method import Method, Settings, clip
+from adasum.optimizer.outside_steps import guard_methods
+from adasum.optimizer.owners_method import OwnersMethod
+from adasum.optimizer.pass_tree import PassTree
+from adasum.optimizer.planning import Groups, Named, name_parameters, plan_buckets
+from adasum.optimizer.wrapping import class_of, keep_scheduler_patch
 from adasum.reducer import UNWEIGHTED, AdasumReducer
-from collectives import Average, Group, Reducer, Sum, default_group
+from collectives import Average, Reducer, default_group
 from collectives.tree_order import in_order
 
 
-class DistributedOptimizer(DistributedMixin):
+class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer that trains one model on all ranks; Horovod's names and meaning.
 
     It is an instance of the given optimizer's class, too, and shares everything with it: state,
@@ -74,9 +78,6 @@ class DistributedOptimizer(DistributedMixin):
             and Average gradients go to the owners alone, with the bits of rd and rechd, unless
             another algorithm is asked for. The optimizer must step each parameter by itself. None
             keeps the state on every rank.
-        local_steps: So many steps a rank takes of its own before their difference is reduced, with
-            Adasum or Average; the optimizer's `reduce_local_steps()` reduces before that. 1 reduces
-            at every step.
         weighted: With Adasum, weighs both sides of each pair by the ranks behind them, so that
             parallel gradients of n ranks weigh 1/n each, whatever n. False weighs them alike, as
             Horovod does; of a power of two of ranks, but for "xring" and the other algorithms in
@@ -107,8 +108,6 @@ class DistributedOptimizer(DistributedMixin):
             gradients, so that optimizer.zero_grad() leaves passes out, and model.zero_grad() does
             not. Average divides once, by ranks times passes.
         accumulate: With an order, of one pass: torch.float32 to add in float32 and round once.
-        gradient_as_bucket_view: Gradients that are reduced are views of their buckets' buffers, as
-            with DDP's argument of this name. False gives them memory of their own, as much again.
 
     Raises:
         TypeError: `optimizer` is no optimizer, `compression` no compression, or another argument
@@ -127,6 +126,17 @@ class DistributedOptimizer(DistributedMixin):
         >>> _ = optimizer.step()
     """
 
+    # Whatever reduces, and when; the optimizer that was given shares it, as all of its __dict__.
+    _adasum: Method
+    # Makes GradScaler call step() always and on every rank, and leave unscaling and skipping to it,
+    # so that the ranks can skip together.
+    _step_supports_amp_scaling = True
+
+    def __new__(cls, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> DistributedOptimizer:
+        """Make an instance of a subclass of this class and the optimizer's."""
+        require_optimizer(optimizer)
+        return object.__new__(class_of(cls, type(optimizer)))
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -144,17 +154,14 @@ class DistributedOptimizer(DistributedMixin):
         mode: Literal["owners"] | None = None,
         weighted: bool = True,
         check_parameters: bool | None = None,
-        local_steps: int = 1,
         method: Literal["delta", "gradient"] | None = None,
         step_in_backward: bool = False,
         memory_size: float | None = None,
         groups_size: int | None = None,
         check_every: int = 100,
-        gradient_as_bucket_view: bool = True,
         order: Literal["tree"] | None = None,
         accumulate: torch.dtype | None = None,
     ) -> None:
-        require_optimizer(optimizer)
         require_operator(op, weighted, gradient_predivide_factor)
         require_compressor(compression)
         require_count("backward_passes_per_step", backward_passes_per_step, 1)
@@ -162,42 +169,28 @@ class DistributedOptimizer(DistributedMixin):
         require("sparse_as_dense", sparse_as_dense, bool)
         require("step_in_backward", step_in_backward, bool)
         require("check_parameters", check_parameters, bool, type(None))
-        require("gradient_as_bucket_view", gradient_as_bucket_view, bool)
         require_count("check_every", check_every, 0, ", 0 for never")
-        require_local_steps(
-            local_steps, op, method, mode, step_in_backward, backward_passes_per_step
-        )
-        kind = _method(optimizer, op, method, mode, step_in_backward, local_steps)
+        kind = choose_method(optimizer, op, method, mode, step_in_backward)
         groups = require_groups(num_groups, groups)
         named = name_parameters(optimizer, named_parameters)
         members = default_group() if process_set is None else group_of(process_set)
         group, reduces_by = members or default_group(), op if weighted else UNWEIGHTED
-        size = 1 if members is None else group.size
-        passes, factor = backward_passes_per_step, gradient_predivide_factor
-        require_order(order, op, accumulate, passes, size, factor)
+        one_rank = members is None or members.size == 1
+        passes, factor = backward_passes_per_step, float(gradient_predivide_factor)
+        require_order(order, op, accumulate, passes, 1 if members is None else group.size, factor)
         if members is not None:
             reduces_by = in_order(reduces_by, order, accumulate, passes)
-        reducer = _reducer(group, reduces_by, compression, algorithm, gradient_predivide_factor)
+        reducer = require_reducer_of(group, reduces_by, compression, algorithm, factor)
         by_size = partial(plan_buckets, memory_size=memory_size, groups_size=groups_size)
         settings = Settings(
-            reducer,
-            by_size,
-            backward_passes_per_step,
-            sparse_as_dense,
-            one_rank=members is None or members.size == 1,
-            op=op,
-            process_set=process_set or global_process_set,
-            local_steps=local_steps,
-            gradient_as_bucket_view=gradient_as_bucket_view,
+            reducer, by_size, sparse_as_dense, one_rank, op, process_set or global_process_set
         )
-        comparing = checks_parameters(check_parameters) and not settings.one_rank
         asked = [
             ("op", str(reduces_by)),
             ("the method", kind.__name__),
-            ("local_steps", str(local_steps)),
             ("compression", describe_value(compression)),
             ("algorithm", repr(algorithm)),
-            ("gradient_predivide_factor", str(float(gradient_predivide_factor))),
+            ("gradient_predivide_factor", str(factor)),
             ("order", str(order)),
             ("accumulate", str(accumulate)),
             ("sparse_as_dense", str(sparse_as_dense)),
@@ -205,81 +198,247 @@ class DistributedOptimizer(DistributedMixin):
         ]
         if isinstance(op, AdasumReducer):
             warn_of_scaled_rate(algorithm)
-        if kind._adasum_early and not settings.one_rank:
+        if kind.early and not one_rank:
             require_own_autograd(group, named)
-        if settings.one_rank and kind is OwnersMethod:
-            kind = SoleOwnerMethod
-        wrap(self, optimizer, kind, named, by_size(named, groups), settings)
-        said = partial(_settings_of, weakref.ref(self), asked)
-        self._adasum_check = ParameterCheck(group, said, every=check_every, compares=comparing)
-        self._adasum_check.add(named)
+        buckets = by_size(named, groups)
+        if not one_rank and kind is not GradientMethod:
+            guard_methods(type(self), type(optimizer), kind.asked)
+        self.__dict__ = optimizer.__dict__
+        check = ParameterCheck(
+            group,
+            partial(_settings_of, weakref.ref(self), type(optimizer), asked),
+            every=check_every,
+            compares=checks_parameters(check_parameters) and not one_rank,
+        )
+        if one_rank and kind is OwnersMethod:
+            kind = GradientMethod
+        held = kind(self, optimizer, settings, check)
+        if reducer.op.ordered and isinstance(held, GradientMethod):
+            held.tree = PassTree(divides=bool(op.averages) and one_rank)
+        held.begin(named, buckets, passes)
+        check.add(named)
+        self._adasum = held
+        keep_scheduler_patch(self)
+        if not one_rank:
+            refuse_plain_steps(optimizer, self)
+
+    @property
+    def op(self) -> Reducer:
+        """The reducer that DistributedOptimizer was given."""
+        return self._adasum.settings.op
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that reduce."""
+        return self._adasum.settings.process_set
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes a step takes; `set_backward_passes_per_step` changes it."""
+        return self._adasum.backward.passes
+
+    @property
+    def _parameter_names(self) -> dict[Tensor, str]:
+        """The name of each parameter: Horovod's, which scripts and its own tests read."""
+        return {parameter: name for name, parameter in self._adasum.backward.named()}
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Reduce and take one step.
+
+        By the gradient method a closure is evaluated as often as the wrapped optimizer asks for.
+        Each time its gradients are reduced, and so is a loss returned as a floating-point tensor,
+        so that optimizers that decide by the loss decide alike on every rank. By the delta method
+        a closure sees this rank's data alone. Hooks of `register_step_pre_hook` see the gradients
+        that are stepped by, those of `register_step_post_hook` the parameters that are installed.
+
+        Args:
+            closure: Evaluates the model, calls backward and returns the loss.
+            options: What the wrapped optimizer's step takes besides it.
+
+        Returns:
+            What the wrapped optimizer's step returns: the loss with a closure, else None.
+
+        Raises:
+            OptimizerOrderError: The call comes where gradients would be lost or stepped by twice.
+            CollectiveMismatchError: The ranks' parameters or settings differ: at the first step, or
+                at a later one that compares them (`check_every`).
+            CollectiveError: A reduction failed.
+        """
+        try:
+            return self._adasum.step(closure, options)
+        except BaseException:
+            # GradScaler itself drops what it has set only after steps that return, and multiplies
+            # its next scale by what is left.
+            for key in SCALER_STATE:
+                self.__dict__.pop(key, None)
+            raise
+
+    def synchronize(self) -> None:
+        """Wait until the gradients may be read and changed.
+
+        By gradients: until every one is the reduced one. backward waits for what it started before
+        it returns: if it produced every gradient, they are reduced without this call. A trainable
+        parameter without a gradient contributes zeros and receives the reduced gradient, so that
+        all ranks have one, whatever path backward took; if no rank has one it stays None. By the
+        delta method gradients stay this rank's own, and there is nothing to wait for.
+        """
+        self._adasum.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Keep step() from synchronizing: for gradients changed after synchronize()."""
+        self._adasum.skips_synchronize = True
+        try:
+            yield
+        finally:
+            self._adasum.skips_synchronize = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accumulate `passes` backward passes from now on; to be called between two steps.
+
+        Raises:
+            ValueError: `passes` is not an int >= 1, or cuts the tree of order="tree".
+            OptimizerOrderError: Gradients are being reduced; or, with order="tree", some of a
+                step's passes are over, whose gradients would be lost.
+        """
+        require_count("backward_passes_per_step", passes, 1)
+        held = self._adasum
+        held.refuse_in_flight("set_backward_passes_per_step()")
+        if held.tree is not None and held.tree.holds_gradients:
+            raise OptimizerOrderError(
+                "set_backward_passes_per_step() was called between two passes of a step, whose "
+                "tree would be another: call it after step(), or zero_grad() to leave them out"
+            )
+        reducer = held.settings.reducer
+        if reducer.op.ordered:
+            order: Any = {**reducer.op.order_options, "passes": passes}
+            require_order("tree", self.op, order["accumulate"], passes, held.group.size, 1.0)
+            reducer.op = in_order(self.op, **order)
+        held.backward.passes = passes
+        held.backward.restart()
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the gradients that step() takes by the norm of all of them, and return that norm.
+
+        As `torch.nn.utils.clip_grad_norm_` does, but for gradients that are not all on this rank
+        (mode="owners"), too: then it is collective. It synchronizes first. By Adasum's delta
+        method these are this rank's own gradients.
+
+        Args:
+            max_norm: The norm that they have at most afterwards.
+            norm_type: The p of the p-norm, above 0; inf is the largest absolute value.
+            error_if_nonfinite: Raise RuntimeError if the norm is not finite.
+            foreach: As in torch.
+
+        Raises:
+            ValueError: `norm_type` is not above 0.
+            RuntimeError: See `error_if_nonfinite`; on every rank if gradients are reduced.
+            OptimizerOrderError: With step_in_backward, where clipping comes too late.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be above 0, not {norm_type!r}")
+        self._adasum.finish_gradients()
+        total = self._adasum.total_norm(float(norm_type), foreach)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot "
+                "be clipped: pass error_if_nonfinite=False to scale them by it all the same"
+            )
+        clip(self._adasum.backward.named(), max_norm, total, foreach)
+        return total
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Zero the gradients, and count backward passes anew: all ranks may leave a batch out.
+
+        If this rank's backward has not reached every parameter, another one's may have, and wait in
+        it for this rank: then the gradients are reduced before they are zeroed.
+
+        Raises:
+            OptimizerOrderError: backward was interrupted, with reductions in flight.
+        """
+        self._adasum.refuse_in_flight("zero_grad()")
+        self._adasum.zero_grad()
+        super().zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Do as the wrapped optimizer; call it in the same order on every rank.
+
+        The parameters have buckets by size of their own, reduced after all others; between backward
+        and step(), from the next step on.
+
+        Raises:
+            OptimizerOrderError: Gradients are being reduced.
+        """
+        self._adasum.refuse_in_flight("add_param_group()")
+        super().add_param_group(param_group)
+        self._adasum.follow_groups()
+
+    def set_observer(self, observer: Observer | None) -> None:
+        """Show an observer every reduction from now on; None ends it. The same on all ranks.
+
+        Raises:
+            TypeError: It lacks a method of `adasum.observer.Observer`.
+        """
+        require_observer(observer)
+        if isinstance(observer, DifferencesObserver):
+            observer.differences = self._adasum.differences
+        self._adasum.settings.reducer.observer = observer
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather every parameter's state, so that `state_dict()` is whole; collective.
+
+        Without mode="owners", where every rank has all of its state, it does nothing. Otherwise it
+        holds until the next step. The states are copies on the CPU, made one parameter after
+        another: besides them a rank needs no more memory than for the largest.
+
+        Args:
+            to: The rank whose state_dict is wanted, its number among the ranks that reduce
+                together; None for every rank.
+
+        Raises:
+            ValueError: `to` is no such rank.
+            TypeError: On every rank, if a state holds something that cannot be sent.
+        """
+        self._adasum.refuse_in_flight("consolidate_state_dict()")
+        self._adasum.consolidate_state_dict(to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state and the parameter groups; not collective.
+
+        Raises:
+            RuntimeError: With mode="owners", if other ranks have states that this one lacks: call
+                `consolidate_state_dict()` on all ranks before.
+        """
+        return self._adasum.state_dict(super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a whole state_dict, of any number of ranks: every rank, or a broadcast's root."""
+        self._adasum.refuse_in_flight("load_state_dict()")
+        super().load_state_dict(self._adasum.part_of(state_dict))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an optimizer wrapped by DistributedOptimizer cannot be copied or pickled: take its "
+            "state_dict(), and load it into a new optimizer"
+        )
+
+
+# The one signature that editors and help() show.
+DistributedOptimizer.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    DistributedOptimizer.__init__
+)
 
 
 def _settings_of(
-    reference: weakref.ref[DistributedOptimizer], asked: Sequence[Setting]
+    reference: weakref.ref[DistributedOptimizer], base: type, asked: Sequence[Setting]
 ) -> list[Setting]:
     """Return what ranks have to ask for alike, the hyperparameters as they are now."""
     wrapper: Any = reference()
     passes = ("backward_passes_per_step", str(wrapper.backward_passes_per_step))
-    return [*describe_hyperparameters(wrapper, wrapper._adasum_base), *asked, passes]
-
-
-def _reducer(
-    group: Group,
-    op: Reducer,
-    compression: type[Compressor],
-    algorithm: str | None,
-    predivide_factor: float,
-) -> BucketReducer:
-    """Return the reducer of buckets; ValueError where `algorithm` cannot run `op`."""
-    if algorithm is not None:
-        try:
-            group.check_algorithm(algorithm, op)
-        except ValueError as error:
-            raise ValueError(f"algorithm={algorithm!r}: {error}") from None
-    reducer = BucketReducer(group, op, compression, algorithm)
-    if predivide_factor != 1.0:
-        reducer.op = Sum
-        reducer.prescale = 1.0 / predivide_factor
-        reducer.postscale = predivide_factor / group.size
-    return reducer
-
-
-def _method(
-    optimizer: torch.optim.Optimizer,
-    op: Reducer,
-    method: str | None,
-    mode: str | None,
-    step_in_backward: bool,
-    local_steps: int,
-) -> type[DistributedMixin]:
-    if method not in (None, "delta", "gradient"):
-        raise ValueError(f"method must be 'delta' or 'gradient', not {method!r}")
-    if mode not in (None, "owners"):
-        raise ValueError(f"mode must be 'owners' or None, not {mode!r}")
-    if mode is not None:
-        kind = type(optimizer)
-        by_parameter = steps_by_parameter(kind) or issubclass(kind, torch.optim.Muon)
-        require_owners(optimizer, method, step_in_backward, by_parameter)
-        return OwnersMethod
-    if local_steps > 1:
-        return LocalStepsMethod
-    # Sum and Average take gradients whatever is asked for.
-    may_choose = op not in (Sum, Average)
-    if method == "delta" and may_choose and not op.averages:
-        raise ValueError(
-            f"method='delta' needs an op that averages, such as Adasum: a {op} of steps overshoots"
-        )
-    by_delta = method == "delta" if method else isinstance(op, AdasumReducer)
-    if not (by_delta and may_choose):
-        if step_in_backward:
-            raise ValueError("step_in_backward needs op=Adasum and method='delta'")
-        return GradientMethod
-    if not step_in_backward:
-        return DeltaMethod
-    if not steps_by_parameter(type(optimizer)):
-        raise ValueError(
-            f"step_in_backward needs an optimizer known to step each parameter by itself, which "
-            f"{type(optimizer).__name__} is not: pass step_in_backward=False"
-        )
-    return DeltaMethodInBackward
+    return [*describe_hyperparameters(wrapper, base), *asked, passes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -53,12 +53,12 @@ def changed_under_way(name: str) -> OptimizerOrderError:
     )
 
 
-def changed_unreduced(name: str) -> OptimizerOrderError:
-    """Return the error of a gradient changed before a reduction here, and behind it elsewhere."""
+def given_too_late(name: str) -> OptimizerOrderError:
+    """Return the error of a gradient that was given when the step's reduction had begun."""
     return OptimizerOrderError(
-        f"the gradient of {name} was changed between backward and step(), when this rank's "
-        "backward had left gradients unreduced that others' had not, so that the change means "
-        "another thing there: call optimizer.synchronize() before gradients are changed"
+        f"the gradient of {name} is this rank's own: it was given, or the parameter made trainable "
+        "or put into param_groups, between backward and step(). Do that before backward, or set "
+        "the gradient to None"
     )
 
 
@@ -73,13 +73,15 @@ def swapped(name: str) -> OptimizerOrderError:
 
 
 def explain_shapes(
-    names: Mapping[Tensor, str], state: Mapping[Tensor, Mapping[str, Any]], error: RuntimeError
+    named: Sequence[tuple[str, Tensor]],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    error: RuntimeError,
 ) -> None:
-    """Raise ValueError where the gradient or state of a parameter has another shape than it.
+    """Raise ValueError if the gradient or state of a parameter has another shape than it.
 
     `error` is what the optimizer's step raised.
     """
-    for parameter, name in names.items():
+    for name, parameter in named:
         for key, value in {"gradient": parameter.grad, **state.get(parameter, {})}.items():
             # A tensor of fewer dimensions is right: some optimizers keep a number, or a row, for a
             # matrix.

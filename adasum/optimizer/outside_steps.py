@@ -8,7 +8,7 @@ each rank steps a part, what they do is this rank's alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -17,29 +17,32 @@ import torch
 from adasum.optimizer.errors import OptimizerOrderError
 
 _RIGHT = (
-    "pass method='gradient' (or op=Average without local_steps and mode), by which gradients are "
+    "pass method='gradient' (or op=Average without mode), by which gradients are "
     "reduced in backward"
 )
 
 
-def methods_of(kind: type[torch.optim.Optimizer]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Give (name, function) of the public methods that torch's optimizers do not have."""
-    for name, function in inspect.getmembers(kind, inspect.isfunction):
-        if not name.startswith("_") and not hasattr(torch.optim.Optimizer, name):
-            yield name, function
+def guard_methods(both: type, kind: type[torch.optim.Optimizer], method: str) -> None:
+    """Guard the public methods of `kind` that torch's optimizers do not have, in the class `both`.
 
-
-def require_steps_alone(kind: type[torch.optim.Optimizer], method: str) -> None:
-    """Raise ValueError for an optimizer that trains at other parameters than it evaluates at."""
-    names = dict(methods_of(kind))
-    if "train" in names and "eval" in names:
+    ValueError: the optimizer trains at other parameters than it evaluates at. `method` is what the
+    optimizer was asked to do, for errors.
+    """
+    functions = {
+        name: function
+        for name, function in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
+    }
+    if "train" in functions and "eval" in functions:
         raise ValueError(
             f"{kind.__name__} changes parameters in train() and eval(), by a state that with "
             f"{method} differs between the ranks: {_RIGHT}"
         )
+    for name, function in functions.items():
+        setattr(both, name, _guarded(function, method))
 
 
-def guarded(function: Callable[..., Any], method: str) -> Callable[..., Any]:
+def _guarded(function: Callable[..., Any], method: str) -> Callable[..., Any]:
     """Return a method that may change parameters within step() alone.
 
     Called elsewhere it raises OptimizerOrderError where it has changed them, and puts them back,
@@ -49,7 +52,7 @@ def guarded(function: Callable[..., Any], method: str) -> Callable[..., Any]:
 
     @wraps(function)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        if self._adasum_stepping or self._adasum_settings.one_rank:
+        if self._adasum.stepping or self._adasum.settings.one_rank:
             return function(self, *args, **options)
         parameters = [each.detach() for group in self.param_groups for each in group["params"]]
         before = [each.clone() for each in parameters]

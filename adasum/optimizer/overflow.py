@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adasum.optimizer.buckets.kinds import dtype_of_gradient
-from collectives import Group
-from collectives.reducers import Max
+from adasum.optimizer.packed_gradients import dtype_of_gradient
 
 
 class SharedOverflow:
@@ -26,16 +24,12 @@ class SharedOverflow:
         # and whether NaN has taken its place.
         self._overwritten: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
-    def share(
-        self, group: Group, finite: Tensor, mine: Sequence[Tensor], others: Sequence[Tensor]
-    ) -> None:
-        """Let every rank see whether all gradients of all ranks are finite; collective.
+    def share(self, overflowed: Tensor, mine: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Let GradScaler see on this rank whether any rank's gradients overflow.
 
-        `finite` is whether this rank's are, `mine` are the parameters whose gradients this rank
-        has, `others` those whose gradients other ranks have.
+        `overflowed` says so, `mine` are the parameters whose gradients this rank has, `others`
+        those whose gradients other ranks have.
         """
-        overflows = (~finite).to(torch.float32).reshape(1)
-        group.all_reduce(overflows, Max, name="non-finite gradients")
         usable = [each.grad for each in mine if each.grad is not None and _is_writable(each.grad)]
         if not usable and others:
             self.substitute = max(others, key=lambda each: bool(each.numel()))
@@ -45,7 +39,7 @@ class SharedOverflow:
         if usable:
             # By way of `data`, since what torch counts as a change of a gradient is the user's.
             element = usable[0].data[(0,) * usable[0].dim()]
-            overflowed = overflows[0].to(element.device) > 0
+            overflowed = overflowed.to(element.device)
             self._overwritten = usable[0], element, element.clone(), overflowed
             element.masked_fill_(overflowed, float("nan"))
 

@@ -1,4 +1,4 @@
-"""mode="owners": each parameter is stepped, and its optimizer state kept, by one rank alone.
+"""mode="owners": each parameter is stepped, and its optimizer state kept, by one rank.
 
 Sources: TensorFlow's parameter servers; Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 1.
 """
@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adasum.horovod import objects
 from adasum.modes import outside_modes
-from adasum.optimizer.buckets.planning import Named
-from adasum.optimizer.buckets.reduction import Owners
-from adasum.optimizer.consistency.membership import Change
+from adasum.optimizer.bucket import Member
 from adasum.optimizer.errors import OptimizerOrderError
 from adasum.optimizer.gradient_method import GradientMethod
+from adasum.optimizer.local_step import parameters_of
 from adasum.optimizer.overflow import SharedOverflow
-from adasum.optimizer.owned_state import HAS, LACKS, assign_owners, gather_states
+from adasum.optimizer.planning import Named
+from adasum.optimizer.record import Record
 from adasum.real_pairs import as_reals
-from collectives import Needs, Reducer, Sum
+from collectives import Needs, Reducer, Sum, validation
 from collectives.reducers import Max
 from collectives.schedules.spec import parse_all_reduce_spec
 
@@ -42,257 +43,197 @@ def reduces_to_owners(op: Reducer, algorithm: str | None) -> bool:
 class OwnersMethod(GradientMethod):
     """Reduces each gradient onto its parameter's owner, which steps and broadcasts the parameter.
 
-    After `synchronize` the gradients of parameters that this rank does not own are None, so that
-    the wrapped optimizer leaves them out.
+    Once reduced, the gradients of parameters that this rank does not own are None, so that the
+    wrapped optimizer leaves them out.
     """
 
-    _adasum_asked = "mode='owners'"
-    _adasum_owners: dict[Tensor, int]
-    # Whether parameters have come that have no owner yet.
-    _adasum_unowned = False
-    # The parameters that were reduced in any step, so that owners may change them: the bucket of
-    # each.
-    _adasum_reduced: dict[Tensor, str]
-    # Every parameter's state by number, from its gathering until the next step; else None.
-    _adasum_whole_state: Mapping[int, Any] | None = None
-    # Whether ranks have states that others lack.
-    _adasum_scattered = False
-    _adasum_overflow: SharedOverflow
-    # The parameters whose gradients were reduced onto other ranks, until they are zeroed: those of
-    # earlier steps, and of this one.
-    _adasum_given: set[Tensor]
-    _adasum_giving: set[Tensor]
-    # A parameter to whose gradient of the last step backward has added, until they are zeroed.
-    _adasum_added = ""
-    # The ranks' places in a buffer.
-    _adasum_places: Mapping[int, int]
-    # Whether gradients go to their owners alone.
-    _adasum_to_owners: bool
+    asked = "mode='owners'"
 
-    def _prepare(self) -> None:
-        super()._prepare()
-        self._adasum_owners, self._adasum_reduced = {}, {}
-        self._adasum_given, self._adasum_giving = set(), set()
-        self._adasum_overflow = SharedOverflow()
-        reducer = self._adasum_settings.reducer
-        op = reducer.op
-        self._adasum_to_owners = reduces_to_owners(op, reducer.algorithm)
-        if self._adasum_to_owners and (op.associative or op.ordered):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.owners: dict[Tensor, int] = {}
+        # The parameters that were reduced in any step, so that their owners may change them.
+        self._reduced: dict[Tensor, None] = {}
+        # Parameters whose gradients this rank has given to their owners, until they are zeroed.
+        self._given: set[Tensor] = set()
+        # Every parameter's state by number, from its gathering until the next step.
+        self._whole_state: Mapping[int, Any] | None = None
+        # Whether ranks have states that others lack.
+        self._is_scattered = bool(self.optimizer.state)
+        self._overflow = SharedOverflow()
+        reducer = self.settings.reducer
+        self._to_owners = reduces_to_owners(reducer.op, reducer.algorithm)
+        if self._to_owners and (reducer.op.associative or reducer.op.ordered):
             # While an observer watches, gradients are all-reduced, to the same bits.
-            reducer.algorithm = "direct" if Needs.ALL_OPERANDS in op.needs else "rechd"
-        self._adasum_places = {rank: i for i, rank in enumerate(self._adasum_group.owners_order())}
-        self._adasum_scattered = bool(self.state)
-        self._assign_owners(self._adasum_parameters(), [])
+            reducer.algorithm = "direct" if Needs.ALL_OPERANDS in reducer.op.needs else "rechd"
+        self._places = {rank: i for i, rank in enumerate(self.group.owners_order())}
+        self._assign(parameters_of(self.optimizer), [])
 
-    def _assign_owners(self, new: Sequence[Tensor], states: Sequence[bytes]) -> None:
-        """Give parameters owners, and drop the states of other ranks' ones."""
-        assign_owners(self._adasum_owners, new, self._adasum_group.size, states)
-        for parameter in new:
-            if not self._is_mine(parameter):
-                self.state.pop(parameter, None)
+    def _assign(self, new: Sequence[Tensor], states: Sequence[bytes]) -> None:
+        """Give parameters owners, and drop the states of other ranks' ones.
 
-    def _is_mine(self, parameter: Tensor) -> bool:
-        rank = self._adasum_group.rank
-        return self._adasum_owners.get(parameter, rank) == rank
-
-    def _owner_of(self, parameter: Tensor) -> int:
-        # One that has left the optimizer since backward has no owner, and any will do.
-        return self._adasum_owners.get(parameter, 0)
-
-    def _wants(self, parameter: Tensor) -> bool:
-        if parameter is self._adasum_overflow.substitute or not super()._wants(parameter):
-            return False
-        gradient = parameter.grad
-        left, _ = self._adasum_left.get(id(gradient), (None, None))
-        # Zeros in the place of the last step's, as by zero_grad(set_to_none=False), are this rank's
-        # alone: the others had nothing to zero.
-        return left is None or gradient is None or left() is not gradient or bool(gradient.any())
-
-    def _follow(self, change: Change) -> None:
-        """Follow a change of the parameters.
-
-        OptimizerOrderError: one comes back whose gradient was reduced onto its owner alone.
+        Trainable ones first, each to the rank that owns the fewest bytes: then no rank has more
+        than an n-th of all state plus the largest one. `states` has for each rank a byte for each
+        parameter, whether it has a state of it: what some ranks have is the first one's of them,
+        since only the owner of a parameter that was replaced can have moved its state.
         """
-        for name, parameter in change.new:
-            if self._is_left(parameter):
+        loads = [0] * self.group.size
+        for parameter, rank in self.owners.items():
+            loads[rank] += parameter.nbytes
+        for k in sorted(range(len(new)), key=lambda k: not new[k].requires_grad):
+            holders = [i for i, each in enumerate(states) if each[k : k + 1] == b"1"]
+            some = 0 < len(holders) < sum(map(bool, states))
+            rank = holders[0] if some else loads.index(min(loads))
+            self.owners[new[k]] = rank
+            loads[rank] += new[k].nbytes
+            if rank != self.group.rank:
+                self.optimizer.state.pop(new[k], None)
+
+    def is_mine(self, parameter: Tensor) -> bool:
+        """Return whether this rank steps the parameter."""
+        return self.owners.get(parameter) == self.group.rank
+
+    @outside_modes()
+    def _own_new(self) -> None:
+        """Give owners to the parameters that have come; collective if any have."""
+        new = [each for each in parameters_of(self.optimizer) if each not in self.owners]
+        if new:
+            mine = b"".join(b"1" if self.optimizer.state.get(each) else b"0" for each in new)
+            name = "which ranks have states of new parameters"
+            self._assign(new, self.group.all_gather_bytes(mine, name=name))
+
+    def follow(self, new: Sequence[Named], gone: Sequence[Tensor]) -> None:
+        """Take other parameters; OptimizerOrderError: one comes back whose gradient was given."""
+        super().follow(new, gone)
+        for name, parameter in new:
+            record = self.backward.records[parameter]
+            if parameter in self._given or record.is_left(parameter.grad):
                 raise OptimizerOrderError(
                     f"{name} was taken out of param_groups and put back between backward and "
                     "step(), and with mode='owners' its owner alone has its gradient: step all "
                     "groups at once, or call zero_grad() and backward() before"
                 )
-        super()._follow(change)
-        reduced = [each for each in change.gone if each in self._adasum_reduced]
-        self._adasum_given |= {each for each in reduced if not self._is_mine(each)}
-        for parameter in change.gone:
-            self._adasum_owners.pop(parameter, None)
-            self._adasum_reduced.pop(parameter, None)
-        self._adasum_whole_state = None
-        self._adasum_unowned = True
+        for parameter in gone:
+            self.owners.pop(parameter, None)
+            self._reduced.pop(parameter, None)
+        self._whole_state = None
 
-    def _end_step(self) -> None:
-        # A step that is skipped has left its mark in a gradient, whose memory the next may use.
-        self._adasum_overflow.undo()
-        super()._end_step()
-        self._adasum_given |= self._adasum_giving
-        self._adasum_giving.clear()
+    def check_parameters(self) -> None:
+        """Compare the parameters that are new, and give them owners."""
+        super().check_parameters()
+        if len(self.owners) != len(self.backward.records):
+            self._own_new()
 
-    def _is_left(self, parameter: Tensor) -> bool:
-        if parameter not in self._adasum_given:
-            return super()._is_left(parameter)
-        if parameter.grad is None and self._is_zeroed():
-            self._adasum_given.clear()
-        return parameter.grad is None and parameter in self._adasum_given
+    # Gradients.
 
-    def _is_zeroed(self) -> bool:
-        """Return whether what the last step has left is gone, as by `model.zero_grad()`.
+    def is_left(self, parameter: Tensor, record: Record) -> bool:
+        """Return whether the last step has left the gradient, on its owner, unless it is zeroed.
 
-        The gradients of this rank's own parameters say so: those of the others are None anyway.
-        """
-        mine = filter(self._is_mine, self._adasum_reduced)
-        return bool(self._adasum_left) and not any(map(super()._is_left, mine))
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zero the gradients, and count backward passes anew: a batch may be left out."""
-        self._adasum_given.clear()
-        self._adasum_giving.clear()
-        self._adasum_added = ""
-        self._adasum_overflow.undo()
-        left = self._adasum_left
-        super().zero_grad(*args, **kwargs)
-        # By then those that have gone since the last call are in it.
-        self._adasum_given.clear()
-        # To be told by `_wants` where they are zeros now.
-        self._adasum_left = left
-
-    @staticmethod
-    def _wants_before(parameter: Tensor) -> bool:
-        return True
-
-    def _before_gradient(self, parameter: Tensor) -> None:
-        """Note where backward adds to a gradient that was reduced, which this rank alone has.
-
-        Another network's backward may, as a generator's to those of its discriminator, which are
-        zeroed before they are used.
+        The gradients that this rank owns say whether: those of the others are None anyway.
         """
         gradient = parameter.grad
-        left, _ = self._adasum_left.pop(id(gradient), (None, None))
-        if left is None or gradient is None or gradient is not left():
-            if super()._wants_before(parameter):
-                super()._before_gradient(parameter)
-        # Somebody may have changed it, to zeros or to something else.
-        elif bool(gradient.any()):
-            self._adasum_added = self._adasum_added or self._adasum_hooks.names[parameter]
+        if gradient is not None:
+            # Zeros in its place are this rank's: the others had nothing to zero.
+            held = record.left is not None and record.left() is gradient
+            zeroed = held and not parameter.requires_grad and not gradient.any()
+            return record.is_left(gradient) or zeroed
+        if parameter not in self._given:
+            return False
+        mine = [p for p in self._reduced if self.is_mine(p)]
+        records = self.backward.records
+        return not mine or any(p in records and records[p].is_left(p.grad) for p in mine)
 
-    def _refuse_added(self) -> None:
-        """Raise OptimizerOrderError where backward has added to a gradient of the last step."""
-        if self._adasum_added:
-            raise OptimizerOrderError(
-                f"backward has added to the gradient of {self._adasum_added} from the last step, "
-                "which with mode='owners' its owner alone has: call optimizer.zero_grad() between "
-                "two steps"
-            )
-
-    def _take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        if closure is None:
-            self._refuse_added()
-        return super()._take_step(closure, options)
-
-    def _check_parameters(self) -> None:
-        super()._check_parameters()
-        self._own_new_parameters()
-
-    @outside_modes()
-    def _own_new_parameters(self) -> None:
-        """Give owners to the parameters that have come; collective where any have.
-
-        Where a parameter has replaced another, only the owner of that one can have moved its state
-        to the new one, so it has to own that, too.
-        """
-        if not self._adasum_unowned:
-            return
-        new = [each for each in self._adasum_parameters() if each not in self._adasum_owners]
-        mine = b"".join(HAS if self.state.get(each) else LACKS for each in new)
-        name = "which ranks have states of new parameters"
-        self._assign_owners(new, self._adasum_group.all_gather_bytes(mine, name=name))
-        self._adasum_unowned = False
-
-    def _sorted(self, members: list[Named]) -> list[Named]:
-        if not self._adasum_to_owners:
+    def sorted(self, members: list[Member]) -> list[Member]:
+        """Return the members of a bucket as reduce_to_owners needs them in memory."""
+        if not self._to_owners:
             return members
-        return sorted(members, key=lambda each: self._adasum_places[self._owner_of(each[1])])
+        return sorted(members, key=lambda each: self._places[self.owners[each[1]]])
 
-    def _gradients_everywhere(self, named: Sequence[Named]) -> list[Named]:
-        return []
-
-    def _owners_of(self, parameters: Sequence[Tensor]) -> Owners:
-        if not self._adasum_to_owners or self._adasum_settings.reducer.observer is not None:
+    def owners_of(self, members: Sequence[Member]) -> tuple[int, ...] | None:
+        """Return the members' owners, unless an observer is to see gradients on all ranks."""
+        if not self._to_owners or self.settings.reducer.observer is not None:
             return None
-        return list(map(self._owner_of, parameters))
-
-    def _note_started(self, members: Sequence[Named], bucket: str) -> None:
-        for _, parameter in members:
-            if parameter in self._adasum_owners:
-                self._adasum_reduced.setdefault(parameter, bucket)
+        return tuple(self.owners[parameter] for _, parameter in members)
 
     @outside_modes()
     @torch.no_grad()
-    def _finish_reductions(self) -> None:
+    def finish(self) -> None:
         """Keep this rank's own gradients, and let every rank see a non-finite one of any."""
-        # What a reduction before this one, in the same step, has left.
-        self._adasum_overflow.undo()
-        super()._finish_reductions()
-        if not self._adasum_reduced:
+        self._overflow.undo()
+        reduced = [p for p, record in self.backward.records.items() if record.active]
+        if not reduced:
             return
-        mine = [each for each in self._adasum_reduced if self._is_mine(each)]
-        # Another may have been given a gradient that is reduced in the next round.
-        taken = filter(self._adasum_hooks.taken, self._adasum_reduced)
-        others = [each for each in taken if not self._is_mine(each)]
-        # None where no rank had one.
-        self._adasum_giving.update(each for each in others if each.grad is not None)
+        others = [p for p in reduced if not self.is_mine(p)]
+        self._reduced.update(dict.fromkeys(reduced))
+        self._given.update(others)
+        had = self.had_gradients()
         for parameter in others:
             parameter.grad = None
-        # A rank without gradients has a zero on the CPU.
-        device = next(iter(self._adasum_reduced)).device
-        finite = super()._total_norm(math.inf, None).isfinite().to(device)
-        self._adasum_overflow.share(self._adasum_group, finite, mine, others)
+        overflowed = ~super().total_norm(math.inf, None).isfinite()
+        counts = self.count_gradients(had, overflowed)
+        self.drop_missing(counts)
+        mine = [p for p in reduced if self.is_mine(p)]
+        self._overflow.share(counts[-1] > 0, mine, others)
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        loss = super()._evaluate(closure)
+    def _refuse_added(self) -> None:
+        """Raise OptimizerOrderError if backward has added to a gradient of the last step."""
+        for record in self.backward.records.values():
+            if record.added:
+                raise OptimizerOrderError(
+                    f"backward has added to the gradient of {record.name} from the last step, "
+                    "which with mode='owners' its owner alone has: call optimizer.zero_grad() "
+                    "between two steps"
+                )
+
+    # The step.
+
+    def take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        """Reduce, step and broadcast."""
+        if closure is None:
+            self._refuse_added()
+        return super().take_step(closure, options)
+
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Evaluate the closure of a step, and reduce its gradients and its loss."""
+        loss = super().evaluate(closure)
         self._refuse_added()
-        self._adasum_overflow.undo()
+        self._overflow.undo()
         return loss
 
-    def _between_hooks(
+    def between_hooks(
         self, step: Callable[..., Any], closure: Callable[[], Any] | None, options: dict[str, Any]
     ) -> Any:
-        if self._any_rank_skips():
+        """Step unless GradScaler has found a non-finite gradient on any rank."""
+        if self.any_rank_skips():
             return None
-        if "found_inf" in self.__dict__:
-            self._adasum_overflow.keep()
-        self._adasum_overflow.undo()
-        return super()._between_hooks(step, closure, options)
+        if "found_inf" in self.optimizer.__dict__:
+            self._overflow.keep()
+        self._overflow.undo()
+        return super().between_hooks(step, closure, options)
 
-    def _local_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        self._adasum_whole_state, self._adasum_scattered = None, True
-        result = super()._local_step(closure, **options)
+    def local_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Step what this rank owns, and give every rank the parameters."""
+        self._whole_state, self._is_scattered = None, True
+        result = super().local_step(closure, **options)
         self._broadcast_parameters()
         return result
 
     @outside_modes()
     @torch.no_grad()
     def _broadcast_parameters(self) -> None:
-        """Give every rank the parameters that their owners have stepped."""
-        buckets: dict[str, list[Tensor]] = {}
-        for parameter, bucket in self._adasum_reduced.items():
-            buckets.setdefault(bucket, []).append(parameter)
+        buckets: dict[int, list[Tensor]] = {}
+        for parameter in self._reduced:
+            number = self.backward.records[parameter].bucket
+            buckets.setdefault(number, []).append(parameter)
         started = []
-        for bucket, parameters in buckets.items():
+        for number, parameters in sorted(buckets.items()):
             targets = [as_reals(each.detach()) for each in parameters]
             sent = [target.contiguous() for target in targets]
-            ranks = [self._adasum_owners[parameter] for parameter in parameters]
-            name = f"parameters of {bucket}"
-            broadcast: Any = self._adasum_group.broadcast_from_owners
-            work = broadcast(sent, owners=ranks, name=name, async_op=True)
+            ranks = [self.owners[parameter] for parameter in parameters]
+            name = f"parameters of {self.backward.buckets[number].name}"
+            work: Any = self.group.broadcast_from_owners(
+                sent, owners=ranks, name=name, async_op=True
+            )
             started.append((work, targets, sent))
         for work, targets, sent in started:
             work.wait()
@@ -300,94 +241,103 @@ class OwnersMethod(GradientMethod):
                 if result is not target:
                     target.copy_(result)
 
+    def end_step(self) -> None:
+        """Begin a new step; one that was skipped has left its mark in a gradient."""
+        self._overflow.undo()
+        super().end_step()
+
+    def zero_grad(self) -> None:
+        """Count backward passes anew."""
+        self._overflow.undo()
+        left = {record: record.left for record in self.backward.records.values()}
+        super().zero_grad()
+        self._given.clear()
+        for record, gradient in left.items():
+            # To tell zeros in its place, see `is_left`.
+            record.left = gradient
+
     @outside_modes()
-    def _total_norm(self, norm_type: float, foreach: bool | None) -> Tensor:
+    def total_norm(self, norm_type: float, foreach: bool | None) -> Tensor:
         """Return the norm of all owners' gradients."""
-        mine = super()._total_norm(norm_type, foreach)
-        if not self._adasum_parameters():
+        mine = super().total_norm(norm_type, foreach)
+        parameters = parameters_of(self.optimizer)
+        if not parameters:
             return mine
         # A rank without gradients has a zero on the CPU.
-        total = mine.to(self._adasum_parameters()[0].device, torch.float64).reshape(1)
+        total = mine.to(parameters[0].device, torch.float64).reshape(1)
         if norm_type == math.inf:
-            self._adasum_group.all_reduce(total, Max, name="norm of the gradients")
+            self.group.all_reduce(total, Max, name="norm of the gradients")
         else:
             total.pow_(norm_type)
-            self._adasum_group.all_reduce(total, Sum, name="norm of the gradients")
+            self.group.all_reduce(total, Sum, name="norm of the gradients")
             total.pow_(1.0 / norm_type)
-        widest = max((p.dtype for p in self._adasum_parameters()), key=lambda dtype: dtype.itemsize)
+        widest = max((p.dtype for p in parameters), key=lambda dtype: dtype.itemsize)
         return total[0].to(torch.promote_types(widest.to_real(), torch.float32))
 
+    # States.
+
     @outside_modes()
-    def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Gather every parameter's state: `DistributedMixin.consolidate_state_dict`."""
-        self._refuse_in_flight("consolidate_state_dict()")
-        self._follow_groups()
-        self._own_new_parameters()
-        parameters, owners = self._adasum_parameters(), self._adasum_owners
-        states = [(owners[each], self.state.get(each, {})) for each in parameters]
-        held = self._whole_state(super().state_dict()["state"])
-        whole = gather_states(self._adasum_group, states, to, held)
-        if whole is not None:
-            self._adasum_whole_state = whole
+    def consolidate_state_dict(self, to: int | None) -> None:
+        """Gather every parameter's state to a rank, or to all for None; collective."""
+        self.follow_groups()
+        self._own_new()
+        group, parameters = self.group, parameters_of(self.optimizer)
+        if to is not None:
+            validation.rank("to", to, group.size)
+        held = self._all_states(torch.optim.Optimizer.state_dict(self.optimizer)["state"])
+        mine = b"0" if held is None else b"1"
+        has = group.all_gather_bytes(mine, name="states: who has them")
+        wanted = range(group.size) if to is None else [to]
+        gathered = held
+        if not all(has[rank] == b"1" for rank in wanted):
+            found = {}
+            for number, parameter in enumerate(parameters):
+                owner, state = self.owners[parameter], self.optimizer.state.get(parameter)
+                sent = objects.encode(dict(state)) if self.is_mine(parameter) and state else b""
+                received = objects.broadcast_bytes(group, owner, sent, f"state {number}")
+                if received:
+                    # By ranks that do not want it, too: all raise if it cannot be sent.
+                    what = f"the state of parameter {number} on rank {owner}"
+                    found[number] = objects.decode(received, what)
+            gathered = found
+        if group.rank in wanted:
+            self._whole_state = gathered
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters, and the parameter groups; not collective.
-
-        Raises:
-            RuntimeError: This rank has not the state of other ranks' parameters: where a step was
-                taken, `consolidate_state_dict()` has to be called on all ranks before.
-        """
-        packed = super().state_dict()
-        whole = self._whole_state(packed["state"])
+    def state_dict(self, packed: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of all parameters; RuntimeError: this rank has not the others'."""
+        whole = self._all_states(packed["state"])
         if whole is not None:
             packed["state"] = whole
-        elif self._adasum_scattered:
+        elif self._is_scattered:
             raise RuntimeError(
                 "mode='owners' keeps each parameter's state on one rank: call "
-                f"optimizer.consolidate_state_dict(to={self._adasum_group.rank}) on every rank "
-                "before optimizer.state_dict() on this one"
+                f"optimizer.consolidate_state_dict(to={self.group.rank}) on every rank before "
+                "optimizer.state_dict() on this one"
             )
         return packed
 
-    def _whole_state(self, mine: Mapping[int, Any]) -> Mapping[int, Any] | None:
+    def _all_states(self, mine: Mapping[int, Any]) -> Mapping[int, Any] | None:
         """Return the states of all parameters, this rank's as they are now.
 
-        None where this rank has not the others', or its own were taken out since it had.
+        None if this rank has not the others', or its own were taken out since it had.
         """
-        whole = self._adasum_whole_state
+        whole = self._whole_state
         if whole is None:
             return None
-        numbers = [i for i, each in enumerate(self._adasum_parameters()) if self._is_mine(each)]
+        parameters = enumerate(parameters_of(self.optimizer))
+        numbers = [i for i, each in parameters if self.is_mine(each)]
         if any(number in whole and number not in mine for number in numbers):
             return None
         return {**whole, **copy.deepcopy(mine)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state_dict, of any number of ranks, and keep this rank's part.
-
-        Every rank loads it, or the root of a broadcast_optimizer_state.
-        """
-        self._refuse_in_flight("load_state_dict()")
+    def part_of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a whole state_dict, of any number of ranks."""
         states = state_dict["state"]
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = self._adasum_parameters()
-        pairs = zip(saved, parameters, strict=False)
-        foreign = {number for number, parameter in pairs if not self._is_mine(parameter)}
+        pairs = zip(saved, parameters_of(self.optimizer), strict=False)
+        foreign = {number for number, parameter in pairs if not self.is_mine(parameter)}
         mine = {key: value for key, value in states.items() if key not in foreign}
-        super().load_state_dict({**state_dict, "state": mine})
         # For a state_dict() or a broadcast before the next step.
-        self._adasum_whole_state = {i: states[key] for i, key in enumerate(saved) if key in states}
-        self._adasum_scattered = bool(states)
-
-    def average_state(self) -> None:
-        """Raise OptimizerOrderError: every state is on one rank alone."""
-        raise OptimizerOrderError(
-            "average_state() makes no sense with mode='owners', where no two ranks have a state "
-            "of the same parameter: call consolidate_state_dict()"
-        )
-
-
-class SoleOwnerMethod(GradientMethod):
-    """mode="owners" with one rank, which steps every parameter: what several refuse, it does."""
-
-    average_state = OwnersMethod.average_state
+        self._whole_state = {i: states[key] for i, key in enumerate(saved) if key in states}
+        self._is_scattered = bool(states)
+        return {**state_dict, "state": mine}

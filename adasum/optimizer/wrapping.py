@@ -1,98 +1,37 @@
-"""Making one object of a DistributedOptimizer, a method and the optimizer that is wrapped."""
+"""The class of what DistributedOptimizer makes: a subclass of it and of the given optimizer's."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 
-from adasum.optimizer.backward_hooks import BackwardHooks
-from adasum.optimizer.buckets.planning import Named
-from adasum.optimizer.consistency.membership import Membership
-from adasum.optimizer.distributed_mixin import COLLECTIVE_METHODS, DistributedMixin
-from adasum.optimizer.gradient_method import GradientMethod
-from adasum.optimizer.outside_steps import guarded, methods_of, require_steps_alone
-from adasum.optimizer.pass_tree import PassTree
-from adasum.optimizer.step_hooks import refuse_plain_steps
-from adasum.optimizer.wrapped_step import Settings
+# The methods in which ranks may wait for each other, or which change what hooks do.
+_COLLECTIVE = (
+    *("step", "zero_grad", "synchronize", "clip_grad_norm_", "add_param_group"),
+    "consolidate_state_dict",
+)
 
 
-def wrap(
-    wrapper: Any,
-    optimizer: torch.optim.Optimizer,
-    method: type[DistributedMixin],
-    named: Sequence[Named],
-    buckets: Sequence[Sequence[Named]],
-    settings: Settings,
-) -> None:
-    """Make `wrapper` an instance of a subclass of its class, `method` and the optimizer's class.
-
-    It shares the __dict__ of the optimizer, which is left as it is but for what is added there:
-    load_state_dict on either replaces state and param_groups for both. `named` is (name, parameter)
-    of every parameter, in registration order, and `buckets` the same pairs in the order of their
-    reductions.
-    """
-    base = type(optimizer)
-    # Not in __new__, so that the one signature that editors and type checkers see is __init__'s.
-    both = type(base.__name__, (type(wrapper), method, base), {})
-    _override(both, method, base, settings)
-    try:
-        wrapper.__class__ = both
-    except TypeError as error:
+def class_of(cls: type, base: type[torch.optim.Optimizer]) -> Any:
+    """Return a subclass of both; TypeError if instances of `base` keep more than a __dict__."""
+    if any(getattr(each, "__slots__", ()) for each in base.__mro__):
         raise TypeError(
             f"optimizer must keep all attributes in its __dict__, which {base.__name__} does not: "
             "take __slots__ out of its class"
-        ) from error
-    wrapper.__dict__ = optimizer.__dict__
-    wrapper._adasum_base = base
-    wrapper._adasum_settings = settings
-    wrapper._adasum_unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-    wrapper._adasum_membership = Membership(optimizer.param_groups)
-    wrapper._prepare()
-    wrapper._adasum_hooks = BackwardHooks(
-        wrapper,
-        named,
-        buckets,
-        passes=settings.passes,
-        one_rank=settings.one_rank,
-        early=method._adasum_early and not settings.one_rank,
-        final=method._adasum_final,
-        before=(lambda _: False) if settings.one_rank else method._wants_before,
-        tree=_pass_tree(settings) if issubclass(method, GradientMethod) else None,
-    )
-    _keep_scheduler_patch(wrapper)
-    if not settings.one_rank:
-        refuse_plain_steps(optimizer, wrapper)
-
-
-def _pass_tree(settings: Settings) -> PassTree | None:
-    """Return what adds backward passes, where the order of a sum goes down to them."""
-    op = settings.reducer.op
-    return PassTree(divides=bool(op.averages) and settings.one_rank) if op.ordered else None
-
-
-def _override(
-    both: Any,
-    method: type[DistributedMixin],
-    base: type[torch.optim.Optimizer],
-    settings: Settings,
-) -> None:
-    """Keep torch.compile out of methods in which ranks wait for each other, and guard others."""
-    for name in COLLECTIVE_METHODS:
+        )
+    both: Any = type(base.__name__, (cls, base), {})
+    for name in _COLLECTIVE:
+        # torch.compile must not trace them.
         setattr(both, name, torch.compiler.disable(getattr(both, name)))
     # torch wraps the step of every other optimizer class, and would run step hooks twice.
     both.step.hooked = True
-    if settings.one_rank or method is GradientMethod:
-        return
-    require_steps_alone(base, method._adasum_asked)
-    for name, function in methods_of(base):
-        setattr(both, name, guarded(function, method._adasum_asked))
+    return both
 
 
-def _keep_scheduler_patch(wrapper: Any) -> None:
+def keep_scheduler_patch(wrapper: Any) -> None:
     """Patch the wrapper's step as a scheduler that was made before has patched the optimizer's.
 
     By the two attributes that torch's schedulers look for, which are private to torch.

@@ -18,7 +18,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "average": {"op": "Average"},
     "gradient": {"op": "Adasum", "method": "gradient"},
     "delta": {"op": "Adasum"},
-    "local steps": {"op": "Average", "local_steps": 2},
     "owners": {"op": "Average", "mode": "owners"},
     "delta in backward": {"op": "Adasum", "step_in_backward": True},
 }

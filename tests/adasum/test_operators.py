@@ -85,13 +85,12 @@ def train(op: Reducer, kind: str, **options: Any) -> Tensor:
     "options",
     [
         {},
-        {"groups": 2, "gradient_as_bucket_view": False},
+        {"groups": 2},
         {"algorithm": "bruck"},
         {"algorithm": "psgpu#2"},
         {"mode": "owners"},
         {"method": "gradient"},
         {"method": "delta"},
-        {"local_steps": 2},
     ],
     ids=str,
 )
@@ -100,7 +99,7 @@ def test_optimizer_with_a_users_operator_does_as_torch_on_gathered_values(
     name: str, options: dict[str, Any]
 ) -> None:
     op, apply = OPERATORS[name]
-    every = options.get("local_steps", 1 if options.get("method") == "delta" else 0)
+    every = 1 if options.get("method") == "delta" else 0
     if every and not op.averages:
         with pytest.raises(ValueError, match=f"a {op} of steps overshoots"):
             collectives.run_threads(1, lambda group: train(op, "sgd", **options))

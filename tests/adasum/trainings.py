@@ -6,7 +6,6 @@ same bits on every rank, and the same over every transport.
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +30,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 ALL_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     **WAYS,
     "owners": ("Average", {"mode": "owners"}),
-    "local steps": ("Adasum", {"local_steps": 2}),
 }
 Wrap = Callable[..., Any]
 
@@ -237,19 +235,12 @@ def process_sets(wrap: Wrap) -> Tensor:
 
 def resumed(wrap: Wrap) -> Tensor:
     """The same bits as without the interruption."""
-    runs = [_interrupted(wrap, stop, averaged=False) for stop in (None, STOP)]
+    runs = [_interrupted(wrap, stop) for stop in (None, STOP)]
     assert torch.equal(*runs)
     return runs[0]
 
 
-def resumed_from_one_rank(wrap: Wrap) -> Tensor:
-    """The same, all ranks resuming from rank 0's checkpoint of averaged state."""
-    runs = [_interrupted(wrap, stop, averaged=True) for stop in (None, STOP)]
-    assert torch.equal(*runs)
-    return runs[0]
-
-
-def _interrupted(wrap: Wrap, stop: int | None, averaged: bool) -> Tensor:
+def _interrupted(wrap: Wrap, stop: int | None) -> Tensor:
     def begin(seed: int) -> tuple[torch.nn.Module, Any, Any]:
         model = make_model(seed)
         optimizer = wrap("adamw", model)
@@ -257,13 +248,8 @@ def _interrupted(wrap: Wrap, stop: int | None, averaged: bool) -> Tensor:
 
     model, optimizer, rates = begin(0)
     for step in range(STEPS):
-        if step == STOP and averaged:
-            optimizer.average_state()
         if step == stop:
             parts = [each.state_dict() for each in (model, optimizer, rates)]
-            if averaged:
-                mine = copy.deepcopy(parts) if hvd.rank() == 0 else None
-                parts = hvd.broadcast_object(mine, root_rank=0)
             file = io.BytesIO()
             torch.save(parts, file)
             file.seek(0)
@@ -284,7 +270,7 @@ _AFTER_BACKWARD = tuple(way for way in WAYS if way != "in backward")
 LINES: dict[Callable[[Wrap], Tensor], tuple[str, ...]] = {
     groups: tuple(ALL_WAYS),
     accumulation: _EVERY,
-    compressed: (*_EVERY, "local steps"),
+    compressed: _EVERY,
     closures: _EVERY,
     line_search: _AFTER_BACKWARD,
     clipped: _AFTER_BACKWARD,
@@ -294,10 +280,9 @@ LINES: dict[Callable[[Wrap], Tensor], tuple[str, ...]] = {
     frozen_shared_and_added: _EVERY,
     two_optimizers: _EVERY,
     predivided: ("average",),
-    process_sets: (*_EVERY, "local steps"),
-    sparse: ("sum", "average", "delta", "in backward", "local steps"),
+    process_sets: _EVERY,
+    sparse: ("sum", "average", "delta", "in backward"),
     resumed: _EVERY,
-    resumed_from_one_rank: _EVERY,
 }
 
 

@@ -92,7 +92,6 @@ SIGNATURES: dict[str, tuple[Any, list[Strategy], dict[str, Strategy]]] = {
             "mode": value(None, "owners", "owner"),
             "weighted": value(True, False),
             "check_parameters": value(None, True, False),
-            "local_steps": value(1, 2, 0),
             "method": value(None, "delta", "gradient"),
             "step_in_backward": value(False, True),
             "memory_size": value(None, 1.0, -1),

@@ -38,8 +38,6 @@ def train(model: torch.nn.Linear) -> hvd.DistributedOptimizer:
         optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
-    optimizer.reduce_local_steps()
-    optimizer.average_state()
     optimizer.consolidate_state_dict(to=0)
     optimizer.load_state_dict(optimizer.state_dict())
     assert_type(optimizer.process_set, hvd.ProcessSet)

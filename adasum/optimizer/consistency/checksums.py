@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adasum.optimizer.buckets.planning import Named
+from adasum.optimizer.planning import Named
 
 # Words of a row. A prime: what two layers, rows or columns of a matrix have exchanged comes into
 # other columns, since no usual width is a multiple of it.

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from adasum.horovod.state import was_broadcast
 from adasum.modes import outside_modes
-from adasum.optimizer.buckets.planning import Named
 from adasum.optimizer.consistency.checksums import describe_parameters, has_bits
+from adasum.optimizer.planning import Named
 from collectives import CollectiveMismatchError, Group
 
 Setting: TypeAlias = tuple[str, str]
@@ -27,16 +27,22 @@ _VARIABLE = "ADASUM_CHECK_PARAMETERS"
 # What errors call the comparison: on ranks that do not agree on it, too.
 _CALL = f"check of the parameters, by check_parameters or {_VARIABLE}"
 _CALL_AGAIN = "running check of the parameters, by check_every"
-_CALL_KEPT = "check of the last step's gradients: call optimizer.zero_grad() between two steps"
 _OUT = f"check_parameters=False or {_VARIABLE}=0 leaves this check out"
 # Of a running check, so that it takes some milliseconds; of models larger than that each compares
 # the next part.
 _PART_BYTES = 16 * 2**20
+# Of a setting that the optimizer writes itself.
+WRITTEN = "written by the optimizer"
 _CAUSES = (
     "a checkpoint loaded on one rank alone, a schedule that follows a rank's own loss "
     "(ReduceLROnPlateau), weights that forward changes (Embedding(max_norm=...)), code under "
     "`if rank == 0`"
 )
+
+
+def setting_name(key: str, group: int) -> str:
+    """Return what an entry of a parameter group is called."""
+    return f"{key} of group {group}"
 
 
 def checks_parameters(asked: bool | None) -> bool:
@@ -64,14 +70,14 @@ def require_equal_parameters(
     settings: Sequence[Setting] = (),
     when: str = "before their first reduction",
     call: str = _CALL,
-    what: str = "parameters",
 ) -> bool:
     """Raise on every rank where ranks have not the same parameters, bit for bit; collective.
 
     Returns whether all ranks took part: those that have joined do not. `named` is in an order that
     is the same on all ranks; `fix` returns what the error says can be done about the first
-    parameter that differs; `settings` are (name, value) of what else must be the same; `when`,
-    `call` and `what` say, for errors, when they differ, what the comparison is called and of what.
+    parameter that differs; `settings` are (name, value) of what else must be the same, unless the
+    value is `WRITTEN` on a rank; `when` and `call` say, for errors, when they differ and what the
+    comparison is called.
     CollectiveMismatchError: names the first setting or parameter that differs.
     """
     rows = describe_parameters(named)
@@ -81,12 +87,14 @@ def require_equal_parameters(
         return all(digests)
     sent = group.all_gather_bytes(mine, name="what differs between the ranks")
     by_rank = {rank: json.loads(each) for rank, each in zip(group.ranks, sent, strict=True) if each}
-    difference = _differing_setting({rank: each[0] for rank, each in by_rank.items()}, when)
+    found = {rank: each[0] for rank, each in by_rank.items()}
+    difference = _differing_setting(found, when)
+    rows_of = {rank: each[1] for rank, each in by_rank.items()}
+    written = any(WRITTEN in dict(each).values() for each in found.values())
+    if not difference and written and all(each == rows for each in rows_of.values()):
+        return all(digests)
     if not difference:
-        found = {rank: each[1] for rank, each in by_rank.items()}
-        difference = _differing_parameter(
-            found, f"{what} differ {when}", lambda i: fix(named[i][1])
-        )
+        difference = _differing_parameter(rows_of, when, lambda i: fix(named[i][1]))
     raise CollectiveMismatchError(difference)
 
 
@@ -98,7 +106,7 @@ def _differing_setting(by_rank: dict[int, list[list[str]]], when: str) -> str:
         theirs = dict(by_rank[rank])
         for name in {**mine, **theirs}:
             values = [each.get(name, "not there") for each in (mine, theirs)]
-            if values[0] != values[1]:
+            if values[0] != values[1] and WRITTEN not in values:
                 return (
                     f"the ranks' settings differ {when}: {name} is {values[0]} on rank {first} "
                     f"and {values[1]} on rank {rank}: give DistributedOptimizer and the optimizer "
@@ -109,7 +117,7 @@ def _differing_setting(by_rank: dict[int, list[list[str]]], when: str) -> str:
 
 
 def _differing_parameter(
-    by_rank: dict[int, list[list[str]]], what: str, fix: Callable[[int], str]
+    by_rank: dict[int, list[list[str]]], when: str, fix: Callable[[int], str]
 ) -> str:
     """Return how the ranks' parameters differ, as `describe_parameters` describes them."""
     first, *others = by_rank
@@ -135,14 +143,14 @@ def _differing_parameter(
     differ = [i for i, row in enumerate(rows) if any(by_rank[rank][i] != row for rank in others)]
     if not differ:
         return (
-            f"the ranks' {what}, and did not a moment later: their threads train over one group at "
-            "the same time, and have met each other's messages. Train in one thread, or give one "
-            "optimizer a process_set"
+            f"the ranks' parameters differ {when}, and did not a moment later: their threads train "
+            "over one group at the same time, and have met each other's messages. Train in one "
+            "thread, or give one optimizer a process_set"
         )
     ranks = [rank for rank in others if by_rank[rank][differ[0]] != rows[differ[0]]]
     return (
-        f"the ranks' {what}: {rows[differ[0]][0]} on ranks {ranks} is not what it is on rank "
-        f"{first} ({len(differ)} of {len(rows)} parameters differ){fix(differ[0])}"
+        f"the ranks' parameters differ {when}: {rows[differ[0]][0]} on ranks {ranks} is not what "
+        f"it is on rank {first} ({len(differ)} of {len(rows)} parameters differ){fix(differ[0])}"
     )
 
 
@@ -168,6 +176,7 @@ class ParameterCheck:
         self._compares = compares
         self._new: dict[Tensor, str] = {}
         self._compared: dict[Tensor, str] = {}
+        self._written: set[str] = set()
         self._begun = False
         self._steps = self._due = 0
         # Where the next running check begins: a parameter's number, and an element of it.
@@ -184,18 +193,16 @@ class ParameterCheck:
             self._new.pop(parameter, None)
             self._compared.pop(parameter, None)
 
-    def run(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Compare what is new, and the settings; collective where anything is new.
+    def run(self) -> None:
+        """Compare what is new, and the settings; collective if anything is new.
 
-        `values` are compared in the place of some parameters. CollectiveMismatchError: on every
-        rank, where parameters or settings differ.
+        CollectiveMismatchError: on every rank, if parameters or settings differ.
         """
         if not self._new or _is_capturing(self._new):
             return
-        values = values or {}
-        named = [(name, values.get(parameter, parameter)) for parameter, name in self._new.items()]
+        named = [(name, parameter) for parameter, name in self._new.items()]
         everywhere = require_equal_parameters(
-            self._group, named, fix=self._fix, settings=self._settings()
+            self._group, named, fix=self._fix, settings=self._described()
         )
         if not self._begun and self._group.rank == 0:
             _warn_of_ddp(self._new)
@@ -214,23 +221,45 @@ class ParameterCheck:
         if self._compared:
             return (
                 ". It was put into param_groups after the first step: make it of the same values "
-                "on every rank, with local_steps after optimizer.reduce_local_steps(), or give it "
-                f"to hvd.broadcast_parameters; {_OUT}"
+                "on every rank, or give it to "
+                f"hvd.broadcast_parameters; {_OUT}"
             )
         return (
             ": call hvd.broadcast_parameters(model.state_dict(), root_rank=0) on every rank before "
             f"the first step; {_OUT}"
         )
 
-    def run_again(self, *, equal: bool = True) -> None:
-        """Count a step, and compare a part of the parameters where it is time; collective then.
+    def note_settings(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """Return what is in the optimizer's groups besides parameters, before its step."""
+        if not self._compares:
+            return []
+        return [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
 
-        Between two reductions of local steps parameters are not `equal`, and the check waits.
-        CollectiveMismatchError: on every rank, where they differ.
+    def note_written(
+        self, optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Compare no setting from now on that the optimizer's own step has written, as its rate."""
+        for i, (group, old) in enumerate(zip(optimizer.param_groups, before, strict=False)):
+            for key, value in old.items():
+                if group.get(key) is not value:
+                    self._written.add(setting_name(key, i))
+
+    def _described(self) -> list[Setting]:
+        return [
+            (name, WRITTEN if name in self._written else value) for name, value in self._settings()
+        ]
+
+    def run_again(self) -> None:
+        """Count a step, and compare a part of the parameters if it is time; collective then.
+
+        CollectiveMismatchError: on every rank, if they differ.
         """
         self._steps += 1
         self._due += 1
-        is_time = self._every and self._due >= self._every and equal
+        is_time = self._every and self._due >= self._every
         if not is_time or not self._compared or _is_capturing(self._compared):
             return
         self._due = 0
@@ -238,30 +267,9 @@ class ParameterCheck:
             self._group,
             self._next_part(),
             fix=lambda _: f". Usual causes: {_CAUSES}; check_every=0 leaves this check out",
-            settings=self._settings(),
+            settings=self._described(),
             when=f"after {self._steps} steps",
             call=_CALL_AGAIN,
-        )
-
-    def run_on_kept(self, gradients: Sequence[Named]) -> None:
-        """Compare gradients that the last step has left and this one steps by again; collective.
-
-        They were equal, but what is written by way of `.data` or NumPy torch does not count.
-        CollectiveMismatchError: on every rank, where they differ.
-        """
-        if _is_capturing(gradient for _, gradient in gradients):
-            return
-        require_equal_parameters(
-            self._group,
-            gradients,
-            fix=lambda _: (
-                ". Without a backward since the last step, what was written to it by way of .data, "
-                "NumPy or a CUDA graph is not reduced: write by copy_(), or call "
-                "optimizer.zero_grad(set_to_none=False) before"
-            ),
-            when="in a step without a backward",
-            call=_CALL_KEPT,
-            what="gradients",
         )
 
     def _next_part(self) -> list[Named]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adasum.optimizer.consistency.checksums import describe_parameters, describe_shape
-from adasum.optimizer.consistency.parameter_check import Setting
+from adasum.optimizer.consistency.parameter_check import Setting, setting_name
 
 # Of lists and dicts within each other: deeper than any optimizer's, since one may hold itself.
 _MAX_DEPTH = 8
@@ -26,7 +26,7 @@ def describe_hyperparameters(optimizer: torch.optim.Optimizer, kind: type) -> li
     for i, group in enumerate(optimizer.param_groups):
         values = {key: value for key, value in group.items() if key != "params"}
         rows += [
-            (f"{key} of group {i}", describe_value(values[key])) for key in sorted(values, key=str)
+            (setting_name(key, i), describe_value(values[key])) for key in sorted(values, key=str)
         ]
     return rows
 

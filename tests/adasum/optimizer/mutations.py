@@ -217,11 +217,6 @@ BEFORE: list[Callable[[Side], None]] = [
     *(change_values, freeze_or_thaw, change_rate, reload_optimizer, other_head),
     *(post_hook, pre_hook, remove_hooks, zeros, nones_by_the_model),
 ]
-# Those after which a difference from the start of local steps has no meaning.
-AT_A_PERIOD = {
-    *(swap_parameter, append_parameter, add_group, new_shape, channels_last, reload_optimizer),
-    remove_parameter,
-}
 
 
 def halve_data(side: Side) -> None:

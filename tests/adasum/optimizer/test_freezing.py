@@ -86,10 +86,12 @@ def test_parameter_frozen_or_unfrozen_between_passes_keeps_ranks_equal(trainable
     _equals_one_process(train, passes=2)
 
 
-def test_param_group_added_after_backward_is_reduced_with_its_gradients() -> None:
+def test_param_group_added_after_backward_counts_from_the_next_step() -> None:
     def train(model: Any, optimizer: Any, backward: Callable[[int, int], None]) -> None:
         backward(0, 0)
         optimizer.add_param_group({"params": list(model.parameters())[:2]})
+        for each in list(model.parameters())[:2]:
+            each.grad = None
         optimizer.step()
         optimizer.zero_grad()
         backward(1, 0)
@@ -98,19 +100,29 @@ def test_param_group_added_after_backward_is_reduced_with_its_gradients() -> Non
     _equals_one_process(train, owned=slice(2, None))
 
 
+def test_param_group_added_after_backward_with_gradients_of_this_rank_raises() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        first, *others = model.parameters()
+        optimizer: Any = DistributedOptimizer(torch.optim.SGD(others, lr=0.1))
+        loss_of(model, group.rank, 0).backward()
+        optimizer.add_param_group({"params": [first]})
+        with pytest.raises(OptimizerOrderError, match="put into param_groups, between backward"):
+            optimizer.step()
+        first.grad = None
+        optimizer.step()
+
+    collectives.run_threads(SIZE, run)
+
+
 @pytest.mark.parametrize("size", [{"groups_size": 1}, {"memory_size": 1e-4}], ids=str)
 def test_param_group_added_later_is_divided_by_the_same_size(size: Any) -> None:
     def run(group: collectives.Group) -> None:
         model, added = make_model(), make_model()
         optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **size)
         optimizer.add_param_group({"params": list(added.parameters())})
-        starts: list[int] = []
-        start_bucket = optimizer._start_bucket
-        optimizer._start_bucket = lambda members, name: (
-            starts.append(len(members)) or start_bucket(members, name)
-        )
         optimizer.step()
-        assert starts == [1] * 8
+        assert [len(each.members) for each in optimizer._adasum.backward.buckets] == [1] * 8
 
     collectives.run_threads(SIZE, run)
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 import adasum as hvd
-from collectives import CollectiveMismatchError, Group, run_threads
+from collectives import Group, run_threads
 
 WAYS: dict[str, dict[str, Any]] = {
     "average": {"op": hvd.Average},
     "sum": {"op": hvd.Sum},
-    "apart": {"op": hvd.Average, "gradient_as_bucket_view": False},
     "owners": {"op": hvd.Average, "mode": "owners"},
 }
 SIZE = 2
@@ -139,20 +138,9 @@ def estimated(model: Heads, optimizer: Any, rank: int, step: int) -> None:
         each.grad = torch.full_like(each, (rank + 1) * (step + i) / 8)
 
 
-def estimated_in_part(model: Heads, optimizer: Any, rank: int, step: int) -> None:
-    """After backward, which has reduced all that it reached."""
-    optimizer.zero_grad()
-    model.heads[1].requires_grad_(False)
-    model.loss(rank, step).backward()
-    model.heads[1].weight.grad = torch.full_like(model.heads[1].weight, rank + step / 8)
-
-
 CHANGES: dict[str, tuple[Step, int]] = {
     each.__name__: (each, 1)
-    for each in (
-        *(dropped_after_backward, undefined, probed, probed_before_zeroing, estimated),
-        *(estimated_in_part,),
-    )
+    for each in (*(dropped_after_backward, undefined, probed, probed_before_zeroing, estimated),)
 }
 CHANGES["dropped_between_passes"] = dropped_between_passes, 2
 
@@ -164,7 +152,27 @@ def test_gradients_changed_by_hand_give_the_steps_of_plain_torch(change: str, wa
     check(way, passes, before_step)
 
 
-@pytest.mark.parametrize("way", ["average", "apart"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_given_to_a_frozen_parameter_after_backward_raises_and_names_it(
+    way: str,
+) -> None:
+    """The reduction of the step has begun without it."""
+
+    def run(group: Group) -> None:
+        model = Heads()
+        optimizer: Any = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **WAYS[way])
+        model.heads[1].requires_grad_(False)
+        model.loss(group.rank, 0).backward()
+        model.heads[1].weight.grad = torch.full_like(model.heads[1].weight, group.rank)
+        with pytest.raises(
+            hvd.OptimizerOrderError, match=r"of heads\.1\.weight is this rank's own"
+        ):
+            optimizer.step()
+
+    run_threads(SIZE, run)
+
+
+@pytest.mark.parametrize("way", ["average"])
 def test_a_gradient_left_on_a_frozen_parameter_is_not_reduced_again(way: str) -> None:
     def run(group: Group) -> None:
         model = Heads()
@@ -233,15 +241,13 @@ class Flat:
         (model.loss(rank, step) + model.loss(rank, step, 1)).backward()
 
 
-@pytest.mark.parametrize("way", ["average", "sum", "apart"])
+@pytest.mark.parametrize("way", ["average", "sum"])
 @pytest.mark.parametrize("change", [shared, exchanged, expanded, made_in_inference])
 def test_gradients_in_odd_memory_give_the_steps_of_plain_torch(change: Step, way: str) -> None:
-    if change is exchanged and way == "apart":
-        pytest.skip("the definition's gradients lie apart, too")
     check(way, 1, change)
 
 
-@pytest.mark.parametrize("way", ["average", "sum", "apart"])
+@pytest.mark.parametrize("way", ["average", "sum"])
 def test_gradients_in_a_users_buffer_are_zeroed_with_it(way: str) -> None:
     check(way, 1, Flat())
 
@@ -267,86 +273,6 @@ def test_a_second_step_without_backward_steps_by_the_same_gradients(way: str) ->
     want = torch.cat([p.detach().reshape(-1) for p in models[0].parameters()])
     for got in run_threads(SIZE, run):
         assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("how", ["data", "swapped", "numpy"])
-@pytest.mark.parametrize("way", ["average", "sum", "apart"])
-def test_gradients_written_where_torch_counts_nothing_raise_unless_reduced(
-    way: str, how: str
-) -> None:
-    def write(model: Heads, rank: int, step: int) -> None:
-        parameters = list(model.parameters())
-        loss = model.loss(rank, step) + model.loss(rank, step, 1)
-        gradients = torch.autograd.grad(loss, parameters)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(gradient)
-            if how == "data":
-                parameter.grad.data.copy_(gradient)
-            elif how == "swapped":
-                parameter.grad.data = gradient.clone()
-            else:
-                parameter.grad.numpy()[...] = gradient.numpy()
-
-    def run(group: Group) -> Tensor:
-        model = Heads()
-        optimizer: Any = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **WAYS[way])
-        for step in range(2):
-            optimizer.zero_grad()
-            write(model, group.rank, step)
-            optimizer.step()
-        write(model, group.rank, 2)
-        with pytest.raises(CollectiveMismatchError, match=r"gradients differ .* heads\.1\.bias on"):
-            optimizer.step()
-        optimizer.zero_grad()
-        write(model, group.rank, 3)
-        optimizer.step()
-        return torch.cat([p.detach().view(-1) for p in model.parameters()])
-
-    first, other = run_threads(SIZE, run)
-    assert torch.equal(first, other)
-
-
-@pytest.mark.parametrize("change", ["zeroed", "not zeroed"])
-def test_owners_gradients_zeroed_where_torch_counts_nothing_may_be_added_to(change: str) -> None:
-    def run(group: Group, way: str) -> Tensor:
-        model = Heads()
-        optimizer: Any = hvd.DistributedOptimizer(
-            sgd(model), model.named_parameters(), algorithm="rechd", **WAYS[way]
-        )
-        for step in range(3):
-            for parameter in model.parameters():
-                if parameter.grad is not None and change == "zeroed":
-                    parameter.grad.data.zero_()
-            (model.loss(group.rank, step) + model.loss(group.rank, step, 1)).backward()
-            if step and change == "not zeroed":
-                with pytest.raises(hvd.OptimizerOrderError, match="has added to the gradient of"):
-                    optimizer.step()
-                break
-            optimizer.step()
-        return torch.cat([p.detach().view(-1) for p in model.parameters()])
-
-    owners = run_threads(SIZE, lambda group: run(group, "owners"))
-    if change == "zeroed":
-        assert torch.equal(owners[0], run_threads(SIZE, lambda group: run(group, "average"))[0])
-
-
-def test_a_kept_detached_gradient_of_a_bucket_of_one_keeps_its_values_apart() -> None:
-    def run(group: Group) -> None:
-        parameter = torch.nn.Parameter(torch.ones(3))
-        optimizer: Any = hvd.DistributedOptimizer(
-            torch.optim.SGD([parameter], lr=0.1), gradient_as_bucket_view=False
-        )
-        (parameter * (group.rank + 1)).sum().backward()
-        kept = parameter.grad.detach()
-        value = kept.clone()
-        for _ in range(2):
-            optimizer.step()
-            optimizer.zero_grad()
-            (parameter * 7).sum().backward()
-        assert torch.equal(kept, value)
-
-    run_threads(SIZE, run)
 
 
 def test_memory_of_the_users_is_let_alone_once_gradients_have_left_it() -> None:
@@ -385,41 +311,6 @@ def test_a_parameter_moved_between_backward_and_step_is_stepped_where_it_is_then
     assert torch.equal(moved[0], still[0]) and torch.equal(moved[0], moved[1])
 
 
-def test_local_steps_accumulate_as_many_passes_as_they_like() -> None:
-    def run(group: Group, passes: int) -> Tensor:
-        model = Heads()
-        optimizer: Any = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Average, local_steps=2
-        )
-        for step in range(2):
-            optimizer.zero_grad()
-            for _ in range(passes):
-                (model.loss(group.rank, step) / passes).backward()
-            optimizer.step()
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-    several = run_threads(SIZE, lambda group: run(group, 2))
-    once = run_threads(SIZE, lambda group: run(group, 1))
-    # Halves added are the whole, exactly.
-    assert torch.equal(several[0], several[1]) and torch.equal(several[0], once[0])
-
-
-def test_a_parameter_taken_out_within_local_steps_raises_and_says_where_it_may() -> None:
-    def run(group: Group) -> None:
-        model = Heads()
-        optimizer: Any = hvd.DistributedOptimizer(
-            sgd(model), model.named_parameters(), op=hvd.Average, local_steps=2
-        )
-        (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
-        optimizer.step()
-        params = optimizer.param_groups[0]["params"]
-        optimizer.param_groups[0]["params"] = params[:-1]
-        with pytest.raises(ValueError, match=r"heads\.1\.bias was taken out .* 1 local steps"):
-            optimizer.zero_grad()
-
-    run_threads(SIZE, run)
-
-
 def test_a_scheduler_of_the_optimizer_that_was_wrapped_raises_and_says_of_which() -> None:
     def run(group: Group) -> None:
         model = Heads()
@@ -440,7 +331,7 @@ def overlapping(model: Heads, optimizer: Any, rank: int, step: int) -> None:
     model.heads[0].weight.grad, model.heads[1].weight.grad = both[:3][None], both[1:][None]
 
 
-@pytest.mark.parametrize("way", ["average", "sum", "apart"])
+@pytest.mark.parametrize("way", ["average", "sum"])
 def test_gradients_that_overlap_are_reduced_each_by_itself(way: str) -> None:
     def run(group: Group) -> None:
         model = Heads()
@@ -519,34 +410,50 @@ def _halve(parameter: Tensor, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["replaced", "in place", "data", "data in place", "numpy"])
-@pytest.mark.parametrize("way", ["average", "apart", "owners", "step in backward"])
-def test_a_late_hook_may_change_a_gradient_in_any_way(way: str, how: str) -> None:
+@pytest.mark.parametrize("way", ["average", "owners", "step in backward"])
+def test_a_parameters_own_hook_may_change_a_gradient_in_any_way(way: str, how: str) -> None:
     options = WAYS.get(way, {"op": hvd.Adasum, "step_in_backward": True})
 
-    def run(group: Group, early: bool) -> Tensor:
+    def run(group: Group, hooked: bool) -> Tensor:
         model = Heads()
-
-        def register() -> None:
-            for each in model.parameters():
-                each.register_post_accumulate_grad_hook(lambda p: _halve(p, how))
-
-        if early:
-            register()
+        for each in model.parameters() if hooked else ():
+            each.register_post_accumulate_grad_hook(lambda p: _halve(p, how))
         optimizer: Any = hvd.DistributedOptimizer(sgd(model), **options)
-        if not early:
-            register()
         for step in range(2):
-            (model.loss(group.rank, step) + model.loss(group.rank, step, 1)).backward()
+            loss = model.loss(group.rank, step) + model.loss(group.rank, step, 1)
+            (loss if hooked else loss * 0.5).backward()
             optimizer.step()
             optimizer.zero_grad()
         return torch.cat([p.detach().view(-1) for p in model.parameters()])
 
-    early, late = (run_threads(SIZE, partial(run, early=early))[0] for early in (True, False))
-    assert torch.equal(early, late)
+    # Half of a gradient is the gradient of half the loss, exactly.
+    hooked, halved = (run_threads(SIZE, partial(run, hooked=each))[0] for each in (True, False))
+    assert torch.equal(hooked, halved)
 
 
-@pytest.mark.parametrize("how", ["replaced", "in place", "data"])
-@pytest.mark.parametrize("way", ["average", "apart"])
+@pytest.mark.parametrize("how", ["replaced", "in place"])
+@pytest.mark.parametrize("way", ["average", "owners", "step in backward"])
+def test_a_hook_put_on_later_that_changes_a_gradient_under_way_raises(way: str, how: str) -> None:
+    options = WAYS.get(way, {"op": hvd.Adasum, "step_in_backward": True})
+
+    def run(group: Group) -> None:
+        model = Heads()
+        optimizer: Any = hvd.DistributedOptimizer(sgd(model), **options)
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(lambda p: _halve(p, how))
+
+        def train() -> None:
+            (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
+            optimizer.step()
+
+        with pytest.raises(hvd.OptimizerOrderError, match="was changed while it was being reduced"):
+            train()
+
+    run_threads(SIZE, run)
+
+
+@pytest.mark.parametrize("how", ["replaced", "in place"])
+@pytest.mark.parametrize("way", ["average"])
 def test_a_hook_that_changes_another_parameters_gradient_too_late_raises(
     way: str, how: str
 ) -> None:
@@ -575,10 +482,9 @@ def test_a_hook_that_changes_another_parameters_gradient_too_late_raises(
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("way", [*WAYS, "tree"])
 def test_gradients_that_a_hook_has_taken_are_reduced_once_they_are_given(
-    way: str, late: bool, passes: int
+    way: str, passes: int
 ) -> None:
     """As where a model of bfloat16 adds its gradients up in float32."""
 
@@ -592,17 +498,11 @@ def test_gradients_that_a_hook_has_taken_are_reduced_once_they_are_given(
 
         options = WAYS.get(way, {"op": hvd.Average, "order": "tree"})
         named = list(zip("ab", parameters, strict=True))
-        for wraps in (late, not late):
-            if wraps:
-                optimizer: Any = hvd.DistributedOptimizer(
-                    torch.optim.SGD(parameters, lr=1.0),
-                    named,
-                    backward_passes_per_step=passes,
-                    **options,
-                )
-            else:
-                for p in parameters:
-                    p.register_post_accumulate_grad_hook(take)
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(take)
+        optimizer: Any = hvd.DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=1.0), named, backward_passes_per_step=passes, **options
+        )
         for _ in range(2):
             for _ in range(passes):
                 (sum(p.sum() for p in parameters) * (1 + 2 * group.rank)).backward()

@@ -19,7 +19,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "owners": {"op": hvd.Average, "mode": "owners"},
     "delta": {"op": hvd.Adasum},
     "delta in backward": {"op": hvd.Adasum, "step_in_backward": True},
-    "local steps": {"op": hvd.Adasum, "local_steps": 2},
 }
 
 
@@ -104,14 +103,12 @@ def test_parameters_replaced_many_times_leave_nothing_behind(way: str) -> None:
         gone: list[weakref.ref[Tensor]] = []
         for number in range(6):
             scene.step(group.rank)
-            if WAYS[way].get("local_steps"):
-                scene.step(group.rank)
             gone.append(weakref.ref(scene.points))
             scene.replace(5 + number)
         scene.step(group.rank)
         gc.collect()
         assert [each() is None for each in gone] == [True] * 6
-        assert len(scene.optimizer._adasum_hooks._buckets) <= 2
+        assert len(scene.optimizer._adasum.backward.buckets) <= 2
 
     run_threads(2, run)
 
@@ -122,8 +119,6 @@ def test_a_parameter_taken_out_and_put_back_before_the_step_is_reduced(way: str)
         scene = Scene(way)
         scene.step(group.rank)
         for number in range(2):
-            # Where a period ends.
-            scene.optimizer.reduce_local_steps()
             scene.optimizer.zero_grad()
             params = scene.optimizer.param_groups[0]["params"]
             params.clear()
@@ -133,7 +128,6 @@ def test_a_parameter_taken_out_and_put_back_before_the_step_is_reduced(way: str)
             params.append(scene.points)
             scene.backward(group.rank)
             scene.optimizer.step()
-        scene.optimizer.reduce_local_steps()
         assert everywhere(group, scene.points, "points")
 
     run_threads(2, run)
@@ -143,7 +137,7 @@ def test_parameters_that_come_with_a_state_are_owned_where_it_is() -> None:
     def run(group: Group) -> None:
         scene = Scene("owners")
         scene.step(group.rank)
-        owners = scene.optimizer._adasum_owners
+        owners = scene.optimizer._adasum.owners
         owner = owners[scene.points]
         for _ in range(3):
             old = scene.points
@@ -180,16 +174,3 @@ def test_parameters_that_differ_when_they_come_are_told_apart_from_a_forgotten_b
     text, other = run_threads(2, run)
     assert text == other
     assert "points on ranks [1]" in text and "put into param_groups after the first step" in text
-
-
-def test_a_shape_that_changes_within_local_steps_raises_and_says_where_it_may() -> None:
-    def run(group: Group) -> None:
-        scene = Scene("local steps")
-        scene.step(group.rank)
-        scene.points.grad = None
-        scene.points.data = torch.zeros(6, 3)
-        scene.optimizer.state.pop(scene.points)
-        with pytest.raises(ValueError, match=r"points was .*\(4, 3\).*\(6, 3\).*reduce_local_"):
-            scene.step(group.rank)
-
-    run_threads(2, run)

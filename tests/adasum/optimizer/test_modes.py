@@ -20,7 +20,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "average": {"op": hvd.Average},
     "gradient": {"op": hvd.Adasum, "method": "gradient"},
     "delta": {"op": hvd.Adasum},
-    "local steps": {"op": hvd.Average, "local_steps": 2},
     "owners": {"op": hvd.Average, "mode": "owners"},
 }
 

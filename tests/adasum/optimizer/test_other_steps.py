@@ -21,7 +21,6 @@ BY_GRADIENTS: dict[str, dict[str, Any]] = {
 }
 BY_STEPS: dict[str, dict[str, Any]] = {
     "delta": {"op": hvd.Adasum},
-    "local steps": {"op": hvd.Average, "local_steps": 2},
     "owners": {"op": hvd.Average, "mode": "owners"},
 }
 WAYS = {**BY_GRADIENTS, **BY_STEPS}
@@ -209,8 +208,6 @@ def test_hooks_that_clip_before_the_step_clip_what_it_takes(way: str) -> None:
         if not hooked:
             clip()
         optimizer.step()
-        if way == "local steps":
-            optimizer.reduce_local_steps()
         return flat(model)
 
     by_hook, by_hand = (run_threads(2, lambda group, how=how: run(group, how))[0] for how in (1, 0))
@@ -236,7 +233,6 @@ def test_arguments_of_step_reach_the_wrapped_optimizer(way: str) -> None:
         optimizer = hvd.DistributedOptimizer(Scaled(model.parameters(), lr=rate), **WAYS[way])
         loss_of(model, group.rank, 0).backward()
         optimizer.step(factor=factor)
-        optimizer.reduce_local_steps()
         return flat(model)
 
     got = run_threads(2, lambda group: run(group, 0.5, 0.25))

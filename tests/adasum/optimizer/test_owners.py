@@ -228,8 +228,6 @@ def test_owners_with_what_does_not_go_together_raises() -> None:
         with pytest.raises(ValueError, match="by itself, which LBFGS does not"):
             DistributedOptimizer(torch.optim.LBFGS(parameters), mode="owners")
         optimizer = wrapped(mode="owners")
-        with pytest.raises(RuntimeError, match=r"average_state\(\) makes no sense"):
-            optimizer.average_state()
         with pytest.raises(ValueError, match="to must be"):
             optimizer.consolidate_state_dict(to=2)
 

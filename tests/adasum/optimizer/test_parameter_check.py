@@ -23,7 +23,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "delta": {"op": hvd.Adasum},
     "delta in backward": {"op": hvd.Adasum, "step_in_backward": True},
     "owners": {"op": hvd.Average, "mode": "owners"},
-    "local steps": {"op": hvd.Adasum, "local_steps": 2},
 }
 
 
@@ -134,9 +133,6 @@ def test_ranks_that_disagree_whether_to_compare_raise_naming_both_ways_to_say_it
 ) -> None:
     def job(group: Group) -> str:
         model, optimizer = _training(0, check_parameters=group.rank == 0, **METHODS[method])
-        if group.rank == 1 and method == "local steps":
-            # This one is taken alone.
-            _step(model, optimizer, 0)
         with pytest.raises(CollectiveMismatchError) as caught:
             _step(model, optimizer, 1)
         return str(caught.value)
@@ -259,18 +255,6 @@ def test_a_group_of_parameters_added_later_is_compared_and_the_others_are_not() 
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2) + group.rank)]})
         with pytest.raises(CollectiveMismatchError, match=r"noname\.1\.0 on ranks \[1\]"):
             _step(model, optimizer, group.rank)
-
-    run_threads(2, job)
-
-
-def test_ranks_between_two_reductions_compare_what_the_last_one_left() -> None:
-    def job(group: Group) -> None:
-        model, optimizer = _training(0, op=hvd.Adasum, local_steps=2)
-        _step(model, optimizer, group.rank)
-        resumed, again = _training(0, op=hvd.Adasum, local_steps=2)
-        resumed.load_state_dict(model.state_dict())
-        again.load_state_dict(optimizer.state_dict())
-        _step(resumed, again, group.rank)
 
     run_threads(2, job)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from adasum.optimizer.buckets.planning import plan_buckets
+from adasum.optimizer.planning import plan_buckets
 
 
 def _named(*sizes: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:

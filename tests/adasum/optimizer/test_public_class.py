@@ -19,7 +19,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "gradient": {},
     "delta": {"op": hvd.Adasum},
     "owners": {"mode": "owners"},
-    "local steps": {"op": hvd.Adasum, "local_steps": 2},
 }
 
 
@@ -91,9 +90,6 @@ def test_methods_of_other_modes_do_nothing_or_their_own(way: str) -> None:
         optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), **WAYS[way])
         loss_of(model, group.rank, 0).backward()
         optimizer.step()
-        before = flat(model)
-        optimizer.reduce_local_steps()
-        assert torch.equal(before, flat(model)) == (way != "local steps")
         optimizer.consolidate_state_dict(to=None)
         assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
 
@@ -112,7 +108,7 @@ def test_clip_grad_norm_by_every_method_clips_what_step_takes(way: str) -> None:
         return norm, torch.nn.utils.get_total_norm(kept).item()
 
     norms, kept = zip(*collectives.run_threads(2, run), strict=True)
-    alone = way in ("delta", "local steps")
+    alone = way == "delta"
     assert (norms[0] != norms[1]) == alone
     # float64: of n squares and of the scaling each rounds by at most eps, n below 1000. torch adds
     # 1e-6 to the norm that it divides by.

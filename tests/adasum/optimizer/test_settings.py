@@ -45,11 +45,6 @@ DIFFERING: dict[str, tuple[Any, Any, str]] = {
         "the method is DeltaMethod on rank 0 and GradientMethod on rank 1",
     ),
     "mode": ((SGD, {"mode": "owners"}), (SGD, {}), "the method is OwnersMethod on rank 0"),
-    "local steps": (
-        (SGD, {"op": hvd.Adasum, "local_steps": 2}),
-        (SGD, {"op": hvd.Adasum, "local_steps": 3}),
-        "local_steps is 2 on rank 0 and 3 on rank 1",
-    ),
     "compression": (
         (SGD, {}),
         (SGD, {"compression": hvd.Compression.bf16}),
@@ -198,6 +193,38 @@ def test_a_rate_that_follows_a_ranks_own_loss_raises_at_the_next_running_check(w
     assert text == other
     assert "settings differ after 4 steps: lr of group 0 is 0.1 on rank 0 and 0.0" in text
     assert "hvd.allreduce(loss)" in text
+
+
+class _Estimating(torch.optim.SGD):
+    """Estimates its rate from all gradients that it sees, as Prodigy does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            total = sum(float(p.grad.square().sum()) for p in group["params"] if p.grad is not None)
+            if total:
+                group["lr"] = 0.01 / (1.0 + total)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("way", [each for each in METHODS if each != "delta in backward"])
+def test_settings_that_the_optimizer_itself_writes_are_not_compared_and_others_are(
+    way: str,
+) -> None:
+    def run(group: Group) -> str:
+        model = make_model()
+        optimizer: Any = hvd.DistributedOptimizer(
+            _Estimating(model.parameters(), lr=0.05), check_every=2, **METHODS[way]
+        )
+        for number in range(6):
+            _step(optimizer, model, group.rank, number)
+        optimizer.param_groups[0]["momentum"] = 0.25 * group.rank
+        _step(optimizer, model, group.rank, 6)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            _step(optimizer, model, group.rank, 7)
+        return str(caught.value)
+
+    text, other = run_threads(2, run)
+    assert text == other and "momentum of group 0 is 0.0 on rank 0 and 0.25 on rank 1" in text
 
 
 @pytest.mark.parametrize("options", [{"check_every": 0}, {"check_parameters": False}])

@@ -24,7 +24,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "average": {"op": hvd.Average},
     "owners": {"op": hvd.Average, "mode": "owners"},
     "delta": {"op": hvd.Adasum},
-    "local steps": {"op": hvd.Adasum, "local_steps": 2},
 }
 
 

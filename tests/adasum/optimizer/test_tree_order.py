@@ -209,7 +209,6 @@ def test_numbers_of_leaves_that_are_no_power_of_two_keep_the_tree_where_they_spl
         {"op": hvd.Sum},
         {"mode": "owners"},
         {"groups": 3},
-        {"gradient_as_bucket_view": False},
         {"algorithm": "rechd"},
         {"compression": hvd.Compression.bf16},
     ],

@@ -14,10 +14,10 @@ import torch
 
 from adasum import Adasum, Compression
 from adasum.compression import Compressor
-from adasum.optimizer.buckets.delta_buffers import DeltaBuffers
-from adasum.optimizer.buckets.gradient_buffers import GradientBuffers
-from adasum.optimizer.buckets.reduction import BucketReducer, Reduction
-from collectives import Average, FusedBuffer, Group, Reducer, Sum, Work
+from adasum.optimizer.bucket import Part
+from adasum.optimizer.record import Record
+from adasum.optimizer.reduction import BucketReducer, Reduction
+from collectives import Average, Group, Reducer, Sum, Work
 from collectives.cost import ASSUMED, Cost, LinkRates, estimate
 from collectives.execution import pipelining
 from collectives.execution.vendor import Libraries
@@ -233,51 +233,60 @@ def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> Non
     names = ["a", "b", "c"]
 
     def work(group: Group) -> None:
-        wire, buffers = BucketReducer(group, op, compression), GradientBuffers()
+        reducer = BucketReducer(group, op, compression)
         parameters = [mine(group, numel) for numel in (3, NUMEL, 7)]
+        members = [(Record(name), p) for name, p in zip(names, parameters, strict=True)]
+        part: Part | None = None
         for step in range(3):
             for parameter in parameters:
                 new = mine(group, parameter.numel())
                 parameter.grad = new if step == 0 else parameter.grad.add_(new)
-            named = list(zip(names, parameters, strict=True))
-            bucket = buffers.place("a bucket", named, [True] * len(named))
-            flight = wire.reduce_async(names, bucket.fused, f"step {step}")
-            flight.wait()
+            gradients = [parameter.grad for parameter in parameters]
+            part = part or Part("a bucket", members, gradients, compression, counts=reducer.counts)
+            part.pack(gradients, 0.5)
+            flight = reducer.start(part, names)
+            flight.install(flight.wait())
+            part.unpack(2.0)
             for parameter in parameters:
                 parameter.grad.mul_(2.0)
-            del new, bucket, flight
+            del new, flight
             machine.collect()
-            buffers.zero()
 
     assert run(work) == []
 
 
 def test_buckets_of_differences() -> None:
-    """Through memory that buckets use in turns, and that grows."""
+    """Through memory that buckets use in turns."""
 
-    def add(flight: Reduction, values: list[torch.Tensor], fused: FusedBuffer) -> None:
-        flight.wait()
-        torch._foreach_add_(values, fused.views)
+    def add(flight: Reduction, values: list[torch.Tensor], part: Part) -> None:
+        flight.install(flight.wait())
+        torch._foreach_add_(values, part.slots)
 
     def work(group: Group) -> None:
-        wire, buffers = BucketReducer(group, Adasum), DeltaBuffers(3)
+        reducer = BucketReducer(group, Adasum)
+        memory = [on_gpu(torch.empty(4 * NUMEL + 64)) for _ in range(3)]
         for step in range(2):
-            under_way: list[tuple[Reduction, list[torch.Tensor], FusedBuffer]] = []
+            under_way: list[tuple[Reduction, list[torch.Tensor], Part]] = []
             for bucket, numel in enumerate((100, NUMEL, 200, 2 * NUMEL, 50)):
                 values = [mine(group, numel) for _ in range(2)]
-                saved, fused = buffers.of(f"bucket {bucket}", values)
-                torch._foreach_copy_(saved.views, values)
+                before = [value.clone() for value in values]
                 torch._foreach_add_(values, 1.0)
-                torch._foreach_copy_(fused.views, values)
-                torch._foreach_sub_(fused.views, saved.views)
-                torch._foreach_copy_(values, saved.views)
-                flight = wire.reduce_async(["a", "b"], fused, f"step {step}, {bucket}")
-                under_way.append((flight, values, fused))
+                deltas = list(torch._foreach_sub(values, before))
+                torch._foreach_copy_(values, before)
+                part = Part(
+                    f"step {step}, {bucket}",
+                    [(Record(name), value) for name, value in zip("ab", values, strict=True)],
+                    deltas,
+                    Compression.none,
+                    allocate=lambda numel, dtype, device, i=bucket % 3: memory[i][:numel],
+                )
+                part.pack(deltas, 1.0)
+                flight = reducer.start(part, ["a", "b"])
+                under_way.append((flight, values, part))
                 if len(under_way) > 2:
                     add(*under_way.pop(0))
             for each in under_way:
                 add(*each)
-            buffers.restart()
 
     assert run(work) == []
 

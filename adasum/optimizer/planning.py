@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from collectives import plan_groups, split_bounds
 
+Entry = TypeVar("Entry")
 Named: TypeAlias = tuple[str, Tensor]
 PlanBuckets: TypeAlias = Callable[[Sequence[Named]], list[list[Named]]]
 Groups: TypeAlias = int | Sequence[Sequence[Tensor]] | None
@@ -139,10 +140,11 @@ def _listed(
 
 
 def by_kind(
-    entries: Sequence[Named], dtype_of: Callable[[Tensor], torch.dtype] = lambda each: each.dtype
-) -> list[list[Named]]:
+    entries: Iterable[tuple[Entry, Tensor]],
+    dtype_of: Callable[[Tensor], torch.dtype] = lambda each: each.dtype,
+) -> list[list[tuple[Entry, Tensor]]]:
     """Split by dtype, the parameters' own unless given, and device; by the first of each kind."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Entry, Tensor]]] = {}
     for entry in entries:
         kinds.setdefault((dtype_of(entry[1]), entry[1].device), []).append(entry)
     return list(kinds.values())

@@ -8,21 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from adasum.optimizer.buckets.planning import Named
-
-
-class Change(NamedTuple):
-    """The parameters that have come, with their names, and those that are in no group any more.
-
-    One at the place of another that has gone has its name.
-    """
-
-    new: Sequence[Named]
-    gone: Sequence[Tensor]
+from adasum.optimizer.planning import Named
 
 
 class Membership:
@@ -31,16 +21,20 @@ class Membership:
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._seen = [list(group["params"]) for group in groups]
 
+    def differs(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether there are others than at the last look, by identity."""
+        now = [group["params"] for group in groups]
+        return len(now) != len(self._seen) or not all(map(_same, now, self._seen))
+
     def update(
         self, groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]
-    ) -> Change | None:
-        """Return what has changed since the last look, by identity; None for nothing.
+    ) -> tuple[list[Named], list[Tensor]]:
+        """Return the parameters that have come, with names, and those that are in no group now.
 
-        `names` are those of the parameters that were there.
+        `names` are the names of the parameters that were there. One at the place of another that
+        has gone has its name.
         """
         now = [group["params"] for group in groups]
-        if len(now) == len(self._seen) and all(map(_same, now, self._seen)):
-            return None
         here = {parameter for group in now for parameter in group}
         gone = [parameter for parameter in names if parameter not in here]
         free = {names[parameter] for parameter in gone}
@@ -57,7 +51,7 @@ class Membership:
                 taken.add(name)
                 new[parameter] = name
         self._seen = [list(group) for group in now]
-        return Change([(name, parameter) for parameter, name in new.items()], gone)
+        return [(name, parameter) for parameter, name in new.items()], gone
 
 
 def _same(group: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
