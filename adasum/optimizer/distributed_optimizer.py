@@ -431,7 +431,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 # The one signature that editors and help() show.
 DistributedOptimizer.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-    DistributedOptimizer.__init__
+    DistributedOptimizer.__init__.__get__(object())
 )
 
 

@@ -5,8 +5,8 @@ are computed one rank after the other, and reduced as rows of a matrix by the li
 in the tree of "rd" and "vhdd": of n ranks, P the largest power of two in n, the first 2(n - P) pair
 first, and the P results are the leaves of a balanced tree.
 tests/examples/test_ranks.py compares it with DistributedOptimizer on as many ranks: the same bits
-in float32 under algorithm="rd", which sends whole vectors as is done here. "vhdd" adds up each dot
-product in parts, and so differs from both in float32's rounding.
+in float32 under algorithm="rd", but for Adasum on 3 ranks or more, which there takes a Gram matrix
+and so differs in float32's rounding, as "vhdd" does, which adds up each dot product in parts.
 """
 
 from __future__ import annotations
