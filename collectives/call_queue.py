@@ -143,11 +143,13 @@ class CallQueue:
         if not self._enter():
             return self.submit(call, rest, small=True)
         try:
+            with self.changed:
+                self._start_thread()  # before anything is sent, since it may fail
             self._guarded(call, first, whole=False)
             due = time.monotonic() + _LEFT_SECONDS
             work: Work[Any] = Work(self, call.title, partial(self._guarded, call, rest), (), due)
             with self.changed:
-                self._start_thread()
+                self._start_thread()  # raises if the group was shut down since
                 # In front of calls that were queued since `first` began.
                 self._works.appendleft(work)
                 self._tell(work)
