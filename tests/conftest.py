@@ -277,6 +277,12 @@ def _compile_kernels(folder: Path) -> None:
         pytest.exit(f"kernels/cpu/native.c is not compiled: {done.stderr}", returncode=2)
 
 
+@pytest.fixture
+def by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks that share memory send messages, as ranks of several hosts do."""
+    monkeypatch.setattr("collectives.calls.plan_host_all_reduce", lambda *arguments: None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _emulate_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Under `--emulated`, run every kernel of this process in the emulator."""

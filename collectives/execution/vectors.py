@@ -80,20 +80,6 @@ class Vector:
         if scale != 1.0:
             multiply(flat, scale)
 
-    def store_some(self, result: Tensor, chosen: Sequence[int], scale: float) -> None:
-        """Copy some of the tensors, by their places among the segments, and scale them."""
-        segments = (0, self.numel) if self.segments is None else self.segments
-        for i in chosen:
-            source = result[segments[i] : segments[i + 1]]
-            if self.layout is None:
-                target = self.tensors[0][segments[i] : segments[i + 1]]
-            else:
-                target = self.tensors[i].view(-1)
-                source = source[: target.numel()]
-            if result is not self.tensors[0]:
-                target.copy_(source)
-            multiply(target, scale)
-
 
 def vector_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Vector | None:
     """Return tensors of one dtype and device as one vector; None where nothing packs their dtype.

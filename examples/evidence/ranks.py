@@ -5,8 +5,9 @@ are computed one rank after the other, and reduced as rows of a matrix by the li
 in the tree of "rd" and "vhdd": of n ranks, P the largest power of two in n, the first 2(n - P) pair
 first, and the P results are the leaves of a balanced tree.
 tests/examples/test_ranks.py compares it with DistributedOptimizer on as many ranks: the same bits
-in float32 under algorithm="rd", but for Adasum on 3 ranks or more, which there takes a Gram matrix
-and so differs in float32's rounding, as "vhdd" does, which adds up each dot product in parts.
+in float32 under algorithm="rd" by messages, which sends whole vectors as is done here. "vhdd" adds
+up each dot product in parts, and ranks that share memory take a Gram matrix for Adasum: both differ
+in float32's rounding.
 """
 
 from __future__ import annotations

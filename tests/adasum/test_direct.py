@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adasum import Adasum, AdasumReducer
-from collectives import Average, Group, Max, Operands, Reducer, Sum, calls, run_threads
+from collectives import Average, Group, Max, Operands, Reducer, Sum, run_threads
 from collectives.reducers import Piece
 from collectives.schedules import direct
 from collectives.schedules.algorithm import Order
@@ -31,11 +31,6 @@ QUICK = {1, 2, 3, 4, 5, 8}
 SIZES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 18)]
 OPPOSED = [f"opposed {10.0**-power:g}" for power in range(1, 8)]
 KINDS = ["common", "apart", "parallel", "orthogonal", "tiny", "huge", "zeros", "half", *OPPOSED]
-
-
-@pytest.fixture
-def by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "plan_host_all_reduce", lambda *arguments: None)
 
 
 def vectors(kind: str, size: int, dtype: torch.dtype) -> list[Tensor]:
