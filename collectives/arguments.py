@@ -10,8 +10,8 @@ from typing_extensions import Unpack
 
 from collectives import validation
 from collectives._own_packages import require_ours
+from collectives.call import Call
 from collectives.execution.all_reduce import Runner
-from collectives.execution.call import Call
 from collectives.reducers import Reducer
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Schedule

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from collectives import validation
+from collectives.call import Call
 from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError, describe
-from collectives.execution.call import Call
-from collectives.recorder import ENDED, GroupRecord
-from collectives.trace import NOTHING, recording, span
+from collectives.recorder import ENDED, NOTHING, GroupRecord, recording, span
 from collectives.transport.base import Transport
 from collectives.work import Work, on_cuda
 

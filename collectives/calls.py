@@ -12,17 +12,16 @@ from typing import Any
 import torch
 
 from collectives import validation
+from collectives.call import Call
 from collectives.call_queue import CallQueue
-from collectives.consistency.negotiation import Joined, Negotiation
 from collectives.execution.all_reduce import AllReduceOptions, Runner
-from collectives.execution.call import Call
 from collectives.execution.host_all_reduce import plan_host_all_reduce
 from collectives.execution.node_all_reduce import by_messages, plan_node_all_reduce
 from collectives.execution.operations import OPERATIONS
 from collectives.execution.replay import NEW, SEEN, Replay
-from collectives.recorder import KIND, NEGOTIATED, UNRECORDED, GroupRecord
+from collectives.negotiation import Joined, Negotiation
+from collectives.recorder import KIND, NEGOTIATED, NOTHING, UNRECORDED, GroupRecord, recording, span
 from collectives.reducers import Average, Reducer, Sum
-from collectives.trace import NOTHING, recording, span
 from collectives.tree_order import KEYS, in_order
 from collectives.work import Work
 

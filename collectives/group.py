@@ -12,12 +12,11 @@ from typing_extensions import Unpack
 from collectives import validation
 from collectives.arguments import Arguments, ReductionOptions, ScaleOptions
 from collectives.bootstrap.locality import find_locality, locality_on
+from collectives.call import Call
 from collectives.calls import Calls
-from collectives.compiling import untraced
 from collectives.execution.all_reduce import Runner
-from collectives.execution.call import Call
-from collectives.execution.operations import symmetric_empty
-from collectives.execution.owners import owners
+from collectives.execution.operations import owners, symmetric_empty
+from collectives.modes import untraced
 from collectives.recorder import GroupRecord
 from collectives.reducers import Reducer, Sum
 from collectives.requests import Request

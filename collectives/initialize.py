@@ -26,8 +26,8 @@ from collectives.bootstrap.settings import (
     transport_choice,
 )
 from collectives.bootstrap.transport_selection import check_alone, connect, report, version
+from collectives.call import Call
 from collectives.errors import CollectiveTimeoutError, TransportError
-from collectives.execution.call import Call
 from collectives.group import Group
 from collectives.recorder import begin
 from collectives.schedules.topology import Topology

@@ -1,7 +1,10 @@
-"""The last calls of each rank, in a ring of fixed length, and the last call of each group.
+"""What a call leaves behind for people to look at: a record, and a range in a profiler's timeline.
 
-A call's record is a list of numbers and strings, never a tensor. `collectives.tools.flight` writes
-the records to a file: the core tells it of a failed call, and imports it only then.
+The last calls of each rank are kept in a ring of fixed length, and the last call of each group. A
+record is a list of numbers and strings, never a tensor. `collectives.tools.flight` writes the
+records to a file: the core tells it of a failed call, and imports it only then.
+
+torch.profiler shows the ranges of the threads that it records, on CUDA also NVTX for Nsight.
 """
 
 from __future__ import annotations
@@ -10,11 +13,13 @@ import itertools
 import os
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from time import perf_counter_ns
 from types import ModuleType
 from typing import Any, Protocol
+
+import torch
 
 FOLDER_VARIABLE = "ADASUM_FLIGHT_FOLDER"
 # How many calls of a rank are kept; how many tensors of each call, and characters of its name.
@@ -30,6 +35,7 @@ Record = list[Any]
 UNRECORDED: Record = [None] * 11
 # How many closed groups keep their last call.
 _CLOSED = 8
+NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class _Call(Protocol):
@@ -153,3 +159,28 @@ def _tool() -> ModuleType:
     from collectives.tools.flight import writer
 
     return writer
+
+
+def recording() -> bool:
+    """Return whether a profiler is recording; cheaper than an unused `span`."""
+    # torch has no public function that says so.
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def span(name: Callable[[], str], *, cuda: bool = False) -> AbstractContextManager[object]:
+    """Return a context that is a range in profilers' timelines, with `cuda` an NVTX range, too.
+
+    name: Returns the range's name; called only if the range can be seen.
+    """
+    profiled = torch.profiler.record_function(name()) if recording() else NOTHING
+    return _with_nvtx(name(), profiled) if cuda else profiled
+
+
+@contextmanager
+def _with_nvtx(name: str, profiled: AbstractContextManager[object]) -> Iterator[None]:
+    torch.cuda.nvtx.range_push(name)
+    try:
+        with profiled:
+            yield
+    finally:
+        torch.cuda.nvtx.range_pop()

@@ -13,9 +13,9 @@ from typing import Generic, TypeVar
 import torch
 
 from collectives import validation
+from collectives.call import Call
 from collectives.calls import Calls
-from collectives.compiling import untraced
-from collectives.execution.call import Call
+from collectives.modes import untraced
 from collectives.reducers import Reducer
 from collectives.work import Work
 

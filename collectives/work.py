@@ -10,9 +10,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from collectives.compiling import untraced
 from collectives.errors import CollectiveError
-from collectives.inference_mode import inference_mode
+from collectives.modes import inference_mode, untraced
 
 
 class _Queue(Protocol):

@@ -10,7 +10,7 @@ import torch
 
 from adasum.horovod.arguments import require
 from collectives import default_group
-from collectives.trace import recording
+from collectives.recorder import recording
 
 # What is being recorded, the file that it goes to, and the thread that started it.
 _current: tuple[torch.profiler.profile, str, int] | None = None

@@ -19,7 +19,7 @@ from adasum.reducer import AdasumReducer, gives_gram, observed_copy
 from adasum.request_pool import RequestPool, StartedRequest
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Request, Sum
-from collectives.trace import span
+from collectives.recorder import span
 
 
 @dataclass

@@ -19,8 +19,7 @@ from torch import Tensor
 import collectives
 from bench.collectives.ranks import timed
 from collectives.cost import LinkRates, Rate
-from collectives.execution.context import CallContext, Workspace
-from collectives.execution.executor import execute
+from collectives.execution.executor import CallContext, Workspace, execute
 from collectives.reducers import Sum, kernels
 from collectives.schedules import ring
 

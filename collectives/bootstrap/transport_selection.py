@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from collectives.consistency.negotiation import negotiate_by_messages
+from collectives.call import Call
 from collectives.errors import TransportError
-from collectives.execution.call import Call
+from collectives.negotiation import negotiate_by_messages
 from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.topology import Topology
 from collectives.transport import GlooTransport, NcclTransport, Transport, load_nccl

@@ -10,24 +10,23 @@ from typing import NamedTuple
 
 import torch
 
-from collectives.execution.call import Call
-from collectives.execution.context import CallContext, Workspace
-from collectives.execution.executor import execute
+from collectives.call import Call
+from collectives.execution.executor import CallContext, Workspace, execute
 from collectives.execution.phases import (
     AllReducePhases,
+    Libraries,
     auto_of,
     for_dtype,
     phases_of,
 )
 from collectives.execution.vectors import flatten, multiply, vector_of
-from collectives.execution.vendor import Libraries
+from collectives.recorder import span
 from collectives.reducers import Needs, Reducer, Sum, is_plain_sum
 from collectives.schedules.algorithm import ONE_TENSOR, RoundRobin
 from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.schedules.topology import Topology
-from collectives.trace import span
 from collectives.transport.base import Transport
 from collectives.transport.nccl.cupy_backend import DTYPES
 from collectives.transport.process_groups import has_nccl

@@ -1,23 +1,81 @@
-"""Run one rank's part of a schedule on a buffer, over any transport, with any reducer."""
+"""Run one rank's part of a schedule on a buffer, over any transport, with any reducer.
+
+The first parts of a step's messages are reduced while the others travel, if the transport only puts
+messages on a stream (NCCL's). On the host a rank cannot reduce and receive at once: there a step's
+messages are exchanged whole.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 
-from collectives.execution.context import CallContext, Workspace
 from collectives.execution.lowering import LoweredStep, Reduction, lower, lower_evenly
-from collectives.execution.pipelining import PostedStep, post
+from collectives.modes import inference_mode
 from collectives.reducers import Needs, Operands, Piece, Reducer, Sum
 from collectives.schedules import recursive_doubling
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Schedule
-from collectives.transport.base import Message
+from collectives.schedules.topology import Topology
+from collectives.transport.base import Message, Transport
 
 _VECTOR_ALIGNMENT = 64
+# How long a part of a message is at the least, to a peer on this node and to another's: it travels
+# twice as long as its own latency and the host's work on a step take, bytes = 2 (alpha + host) /
+# beta by `collectives.cost.ASSUMED`, so that the host, which puts one part after the other on the
+# stream, stays ahead of the link with a margin. Both ends of a message must cut it alike, and the
+# bits of Adasum depend on it, so that these are constants. Not measured between GPUs.
+_NEAR_PART_BYTES = 57_060_000
+_FAR_PART_BYTES = 7_400_000
+# Below it a reduction is no more than the launch of its kernel.
+_MIN_PART_BYTES = 1 << 20
+# The last part's reduction, which nothing hides, is an eighth of the step's then.
+MAX_PARTS = 8
+# Elements; a part of any dtype then begins at a whole number of the widest accesses.
+_ALIGNED = 1024
+
+
+class Workspace:
+    """Reusable memory for what is received but not yet reduced.
+
+    On the CPU it is one block, whose pages are mapped once. On CUDA torch's allocator does as much,
+    for each stream, and for each graph that is captured.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Return `numel` uninitialised elements of `like`'s dtype, valid until the next take."""
+        if not like.is_cpu:
+            return torch.empty(numel, dtype=like.dtype, device=like.device)
+        nbytes = numel * like.element_size()
+        # Nobody may write outside inference mode to a tensor made inside it.
+        with inference_mode(False):
+            if self._block.numel() < nbytes:
+                self._block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            return self._block[:nbytes].view(like.dtype)
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """What all steps of a call have in common; without a topology all ranks are on one node."""
+
+    transport: Transport
+    label: str
+    timeout: float
+    workspace: Workspace
+    topology: Topology | None = None
+
+    def is_near(self, peer: int) -> bool:
+        """Return whether `peer` is on this rank's node."""
+        nodes = self.topology
+        return nodes is None or nodes.node_of(peer) == nodes.node_of(self.transport.rank)
 
 
 def execute(
@@ -214,3 +272,99 @@ def _gather_partials(
     )
     transport.steps += 1
     return tables
+
+
+def parts_of(message: Message, call: CallContext) -> int:
+    """Return how many parts a message has, by its length and its link: alike at both its ends."""
+    shortest = _NEAR_PART_BYTES if call.is_near(message.peer) else _FAR_PART_BYTES
+    return max(1, min(MAX_PARTS, message.tensor.nbytes // shortest))
+
+
+def post(
+    sends: Sequence[Message], recvs: Sequence[Message], call: CallContext, label: str
+) -> PostedStep:
+    """Start the messages of a step; without parts they have arrived when this returns.
+
+    label: The step's name in errors.
+    """
+    transport, sent, received = call.transport, _cut(sends, call), _cut(recvs, call)
+    count = max((len(parts) for parts in (*sent, *received)), default=1)
+    if count == 1:
+        transport.exchange(sends, recvs, label, call.timeout)
+        return PostedStep([])
+    waits = []
+    for number in range(count):
+        # Some messages have fewer parts.
+        now = [parts[number] for parts in sent if number < len(parts)]
+        then = [parts[number] for parts in received if number < len(parts)]
+        part = f"{label}, part {number} of {count}"
+        waits.append(transport.post(now, then, part, call.timeout))
+    return PostedStep(waits)
+
+
+def _cut(messages: Sequence[Message], call: CallContext) -> list[list[Message]]:
+    return [_parts(message, parts_of(message, call)) for message in messages]
+
+
+def _parts(message: Message, count: int) -> list[Message]:
+    peer, tensor = message
+    bounds = pairwise(_part_bounds(tensor, count))
+    return [message] if count == 1 else [Message(peer, tensor[low:high]) for low, high in bounds]
+
+
+def _part_bounds(tensor: torch.Tensor, count: int) -> list[int]:
+    """Return the boundaries of a message's parts, so that aligned ones have aligned parts."""
+    numel = tensor.numel()
+    length = -(-numel // (count * _ALIGNED)) * _ALIGNED
+    return [min(part * length, numel) for part in range(count + 1)]
+
+
+class PostedStep:
+    """A step whose messages are under way. waits: functions that wait for each part, in order."""
+
+    def __init__(self, waits: Sequence[Callable[[], None]]) -> None:
+        self._waits = waits
+        self._arrived = 0
+
+    def wait(self, part: int | None = None) -> None:
+        """Wait until this part and those before it may be used; all unless given."""
+        stop = len(self._waits) if part is None else part + 1
+        for wait in self._waits[self._arrived : stop]:
+            wait()
+        self._arrived = max(self._arrived, stop)
+
+    def pieces(self, pieces: Sequence[Piece], *, apart: bool) -> Sequence[Piece]:
+        """Return the pieces of a step, each in at least as many parts as its messages.
+
+        So the n-th part of a piece needs no later part of any of its messages than their n-th.
+
+        apart: whether they may be reduced one by one; else they stay whole, and all have arrived.
+        """
+        if not apart or len(self._waits) < 2:
+            self.wait()
+            return pieces
+        parted: list[tuple[int, Piece]] = []
+        for parts, out, start in pieces:
+            count = max(1, min(len(self._waits), out.nbytes // _MIN_PART_BYTES))
+            for number, (low, high) in enumerate(pairwise(_part_bounds(out, count))):
+                here = tuple(part[low:high] for part in parts)
+                parted.append((number, Piece(here, out[low:high], start + low)))
+        return _ArrivingPieces(parted, self)
+
+
+class _ArrivingPieces(Sequence[Piece]):
+    """Pieces with the part that each arrives in. Taking one waits for it."""
+
+    def __init__(self, pieces: Sequence[tuple[int, Piece]], posted: PostedStep) -> None:
+        self._pieces = pieces
+        self._posted = posted
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        part, piece = self._pieces[index]
+        self._posted.wait(part)
+        return piece

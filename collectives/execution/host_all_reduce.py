@@ -21,8 +21,8 @@ from operator import itemgetter
 
 import torch
 
+from collectives.call import Call
 from collectives.execution.all_reduce import AllReduceOptions, Runner
-from collectives.execution.call import Call
 from collectives.execution.vectors import Vector, vector_of
 from collectives.reducers import TREE_RANKS, Needs, Operands, Piece, Reducer, Sum, is_plain_sum
 from collectives.schedules.folding import balanced_tree

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from collectives.call import Call
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
-from collectives.execution.call import Call
 from collectives.execution.vectors import Vector, multiply, vector_of
 from collectives.schedules.spec import spec_for
 from kernels.gpu.launcher import elsewhere

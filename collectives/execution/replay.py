@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
+from collectives.call import Call
 from collectives.errors import CollectiveError
 from collectives.execution.all_reduce import Runner
-from collectives.execution.call import Call
-from collectives.trace import span
+from collectives.recorder import span
 
 # How far a rank is: its host puts the work on the stream; it does so once more, and captures it; it
 # launches what it has captured, by the number of the group's capture, from CAPTURED on.

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from collectives.execution.context import Workspace
+from collectives.execution.executor import Workspace
 from collectives.fused_buffer import buffer_of, memory_of
 from collectives.reducers import as_real, kernels
 from kernels import Layout

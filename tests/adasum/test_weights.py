@@ -14,8 +14,7 @@ from torch import Tensor
 import adasum as hvd
 from adasum import Adasum, AdasumReducer
 from collectives import CollectiveMismatchError, Group, calls, run_threads
-from collectives.execution.context import CallContext, Workspace
-from collectives.execution.executor import execute
+from collectives.execution.executor import CallContext, Workspace, execute
 from collectives.schedules import recursive_doubling, ring
 from collectives.schedules.algorithm import Order
 from collectives.schedules.registry import ALGORITHMS, ORDERED

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from collectives import Group
+from collectives.call import Call
 from collectives.call_queue import CallQueue
-from collectives.execution.call import Call
 from collectives.recorder import GroupRecord
 from collectives.transport import ThreadWorld
 from collectives.work import Work

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collectives import CollectiveError, Group, TransportError, run_threads
-from collectives.execution.call import Call
+from collectives.call import Call
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 from tests.collectives.queues import hold
 

@@ -13,7 +13,7 @@ import adasum
 import collectives
 from collectives import Group, TransportError
 from collectives.bootstrap.transport_selection import connect
-from collectives.execution.call import Call
+from collectives.call import Call
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch
 
 import adasum as hvd
 from collectives import Group, run_threads
-from collectives.trace import recording, span
+from collectives.recorder import recording, span
 
 
 def _names(path: Path) -> list[str]:

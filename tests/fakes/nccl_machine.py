@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from collectives.errors import CollectiveError
-from collectives.execution.context import Workspace
+from collectives.execution.executor import Workspace
 from collectives.transport import Message, ThreadWorld
 from collectives.transport.nccl import backend, cupy_backend, graphs, watcher
 from collectives.transport.nccl import transport as nccl

@@ -20,7 +20,7 @@ import kernels
 from bench.static_analysis import compiled
 from bench.static_analysis.cases import KERNELS, cases
 from collectives import extract_ranges, plan_groups, split_bounds, split_by_size
-from collectives.execution.owners import owners
+from collectives.execution.operations import owners
 from collectives.schedules import ring
 from collectives.schedules.partition import segment_bounds
 from collectives.schedules.schedule import Schedule, steps_of

@@ -31,8 +31,7 @@ from collectives import (
     TransportError,
     Work,
 )
-from collectives.execution.context import CallContext, Workspace
-from collectives.execution.executor import execute
+from collectives.execution.executor import CallContext, Workspace, execute
 from collectives.execution.replay import CAPTURED
 from collectives.schedules import recursive_doubling, recursive_halving, ring
 from collectives.schedules.partition import split_bounds

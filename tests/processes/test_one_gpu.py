@@ -9,8 +9,7 @@ import torch
 
 from adasum import Adasum, DistributedOptimizer
 from collectives import Group, Reducer, Sum, run_threads
-from collectives.execution.context import CallContext, Workspace
-from collectives.execution.executor import execute
+from collectives.execution.executor import CallContext, Workspace, execute
 from collectives.schedules import recursive_doubling, recursive_halving, ring
 from collectives.transport import ThreadWorld
 from tests.adasum import definition

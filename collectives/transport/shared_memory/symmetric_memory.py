@@ -40,7 +40,7 @@ import numpy.typing as npt
 import torch
 
 from collectives.errors import CollectiveTimeoutError, describe
-from collectives.inference_mode import inference_mode
+from collectives.modes import inference_mode
 from collectives.stall import Stall
 from collectives.transport.shared_memory import futex
 

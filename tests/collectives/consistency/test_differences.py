@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from collectives import CollectiveMismatchError, Group, run_threads
-from collectives.consistency.differences import difference
-from collectives.execution.call import Call
+from collectives.call import Call
+from collectives.negotiation import difference
 from collectives.transport import ThreadWorld
 
 RANKS = ThreadWorld(3).transport(0)

@@ -23,7 +23,7 @@ from collectives import (
     TransportError,
     run_threads,
 )
-from collectives.execution.call import Call
+from collectives.call import Call
 from collectives.reducers import SumReducer
 from collectives.requests import Request
 from collectives.schedules import recursive_doubling

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adasum import Adasum, AdasumReducer
 from collectives import Average, FusedBuffer, Group, Sum, run_threads
-from collectives.execution.owners import owners
+from collectives.execution.operations import owners
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.topology import Topology
 from tests.collectives.consistency.ranks import everywhere, run

@@ -14,9 +14,8 @@ import torch
 from adasum import Adasum
 from collectives import CollectiveTimeoutError, Group, Operands, Reducer, Sum, run_threads
 from collectives.cost import ASSUMED
-from collectives.execution import pipelining
-from collectives.execution.context import CallContext, Workspace
-from collectives.execution.executor import execute
+from collectives.execution import executor
+from collectives.execution.executor import CallContext, Workspace, execute
 from collectives.execution.lowering import sent_first
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import Action, Schedule, Step, Transfer
@@ -35,8 +34,8 @@ SMALL = 400
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_MIN_PART_BYTES", "_NEAR_PART_BYTES", "_FAR_PART_BYTES"):
-        monkeypatch.setattr(pipelining, name, SMALL)
-    monkeypatch.setattr(pipelining, "_ALIGNED", 4)
+        monkeypatch.setattr(executor, name, SMALL)
+    monkeypatch.setattr(executor, "_ALIGNED", 4)
 
 
 @pytest.fixture
@@ -137,7 +136,7 @@ def parts_of(transport: Transport, nbytes: int, peer: int = 1) -> int:
     """Of a message of so many bytes, on a machine of two nodes of two ranks."""
     step = replace(context(transport), topology=Topology(4, 2))
     message = Message(peer, torch.empty(nbytes, dtype=torch.uint8, device="meta"))
-    return pipelining.parts_of(message, step)
+    return executor.parts_of(message, step)
 
 
 def test_parts_of_a_message_follow_its_length() -> None:
@@ -153,20 +152,20 @@ def test_parts_travel_twice_as_long_as_they_cost_beside_that(
     """At each kind of link, by the assumed rates; as many on the other side."""
     monkeypatch.undo()
     link = ASSUMED.intra if near else ASSUMED.inter
-    shortest = getattr(pipelining, name)
+    shortest = getattr(executor, name)
     assert shortest == pytest.approx(2 * (link.alpha + ASSUMED.host) / link.beta, rel=1e-12)
     world, peer = ThreadWorld(4), 1 if near else 2
     mine, theirs = (Late(world.transport(rank)) for rank in (0, peer))
     for nbytes, parts in ((shortest, 1), (2 * shortest - 1, 1), (2 * shortest, 2)):
         assert parts_of(mine, nbytes, peer) == parts_of(theirs, nbytes, 0) == parts
-    assert parts_of(mine, 100 * shortest, peer) == pipelining.MAX_PARTS
+    assert parts_of(mine, 100 * shortest, peer) == executor.MAX_PARTS
 
 
 @pytest.mark.parametrize("numel", [200, 201, 399, 1021, 12345])
 def test_parts_of_a_message_cover_it_and_begin_aligned(numel: int) -> None:
     message = Message(3, torch.arange(float(numel)))
-    for count in range(2, min(pipelining.MAX_PARTS, 4 * numel // SMALL) + 1):
-        found = pipelining._parts(message, count)
+    for count in range(2, min(executor.MAX_PARTS, 4 * numel // SMALL) + 1):
+        found = executor._parts(message, count)
         assert len(found) == count
         assert torch.equal(torch.cat([part.tensor for part in found]), message.tensor)
         assert all(part.peer == 3 and part.tensor.numel() for part in found)
@@ -181,7 +180,7 @@ def test_links_that_cut_their_messages_otherwise_give_the_same_answer(
 
     What is received is NaN until its part has arrived. For Adasum's bound see below.
     """
-    monkeypatch.setattr(pipelining, "_NEAR_PART_BYTES", int(2.5 * SMALL))
+    monkeypatch.setattr(executor, "_NEAR_PART_BYTES", int(2.5 * SMALL))
     op, inputs = Adasum if name in ("vhdd", "direct") else Sum, vectors(4, 2042)
     schedule = one_level(name, 4 if name == "psgpu" else 1, Topology(4, 4))
     counts = set()

@@ -20,8 +20,8 @@ from adasum import Adasum
 from collectives import Average, CollectiveMismatchError, Group, Max, Sum, calls
 from collectives.execution import replay
 from collectives.execution.replay import CAPTURED, NEW, SEEN, enabled
+from collectives.recorder import span
 from collectives.reducers import Reducer, SumReducer
-from collectives.trace import span
 from collectives.transport import ThreadTransport, ThreadWorld
 from collectives.tree_order import in_order
 from tests.collectives.consistency.ranks import WithoutSharedMemory

@@ -20,7 +20,7 @@ import collectives
 from adasum import HookState
 from collectives import Group, Operands, Sum, Work
 from collectives.bootstrap import transport_selection
-from collectives.execution.call import Call
+from collectives.call import Call
 from collectives.reducers import SumReducer
 from collectives.schedules.topology import Topology
 from collectives.transport import HostTransport, ThreadWorld

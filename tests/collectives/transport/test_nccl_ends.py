@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError, Work
+from collectives.call import Call
 from collectives.call_queue import CallQueue
-from collectives.execution.call import Call
 from collectives.recorder import GroupRecord
 from collectives.transport import Message
 from collectives.transport.nccl import cupy_backend, watcher

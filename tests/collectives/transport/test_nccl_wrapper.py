@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from collectives import Operands, Reducer, TransportError
-from collectives.execution.context import CallContext
-from collectives.execution.executor import execute
+from collectives.execution.executor import CallContext, execute
 from collectives.schedules import recursive_doubling, recursive_halving, ring
 from collectives.schedules.schedule import Schedule
 from collectives.transport import Message, ThreadWorld

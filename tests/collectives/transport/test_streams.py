@@ -19,8 +19,8 @@ from adasum.optimizer.record import Record
 from adasum.optimizer.reduction import BucketReducer, Reduction
 from collectives import Average, Group, Reducer, Sum, Work
 from collectives.cost import ASSUMED, Cost, LinkRates, estimate
-from collectives.execution import pipelining
-from collectives.execution.vendor import Libraries
+from collectives.execution import executor
+from collectives.execution.phases import Libraries
 from collectives.reducers import SumReducer
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.spec import OUTER
@@ -42,9 +42,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     streams.install(monkeypatch)
     fake = Nccl()
     monkeypatch.setattr(cupy_backend, "load_nccl", lambda: fake)
-    monkeypatch.setattr(pipelining, "_MIN_PART_BYTES", 4096)
-    monkeypatch.setattr(pipelining, "_NEAR_PART_BYTES", 4096)
-    monkeypatch.setattr(pipelining, "_FAR_PART_BYTES", 4096)
+    monkeypatch.setattr(executor, "_MIN_PART_BYTES", 4096)
+    monkeypatch.setattr(executor, "_NEAR_PART_BYTES", 4096)
+    monkeypatch.setattr(executor, "_FAR_PART_BYTES", 4096)
 
 
 def run(work: Callable[[Group], object], size: int = 2, local_size: int | None = None) -> list[str]:
@@ -109,7 +109,7 @@ def test_groups_of_nccl_are_those_that_the_model_prices(
 
     monkeypatch.setattr(machine, "access", counted)
     for parts in ("_NEAR_PART_BYTES", "_FAR_PART_BYTES"):
-        monkeypatch.setattr(pipelining, parts, 1 << 30)
+        monkeypatch.setattr(executor, parts, 1 << 30)
 
     def work(group: Group) -> None:
         group.all_reduce(mine(group, 8000), Adasum, algorithm=algorithm)

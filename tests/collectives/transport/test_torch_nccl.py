@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
-from collectives.execution.context import CallContext, Workspace
-from collectives.execution.vendor import Libraries
+from collectives.execution.executor import CallContext, Workspace
+from collectives.execution.phases import Libraries
 from collectives.transport import (
     GlooTransport,
     Message,

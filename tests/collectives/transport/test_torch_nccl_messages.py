@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.execution import pipelining
-from collectives.execution.context import CallContext
-from collectives.execution.executor import execute
+from collectives.execution import executor
+from collectives.execution.executor import CallContext, execute
 from collectives.reducers import Operands, SumReducer
 from collectives.schedules.topology import Topology
 from collectives.transport import (
@@ -95,10 +94,10 @@ def test_schedule_runs_in_parts_over_torchs_nccl(
     fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, name: str, size: int
 ) -> None:
     """Every step is on the streams at once: what is not ordered shows as a wrong sum."""
-    monkeypatch.setattr(pipelining, "_MIN_PART_BYTES", 400)
-    monkeypatch.setattr(pipelining, "_NEAR_PART_BYTES", 400)
-    monkeypatch.setattr(pipelining, "_FAR_PART_BYTES", 400)
-    monkeypatch.setattr(pipelining, "_ALIGNED", 4)
+    monkeypatch.setattr(executor, "_MIN_PART_BYTES", 400)
+    monkeypatch.setattr(executor, "_NEAR_PART_BYTES", 400)
+    monkeypatch.setattr(executor, "_FAR_PART_BYTES", 400)
+    monkeypatch.setattr(executor, "_ALIGNED", 4)
     generator = torch.Generator().manual_seed(size)
     inputs = [torch.randint(-9, 9, (1021,), generator=generator).float() for _ in range(size)]
     world = ThreadWorld(size)

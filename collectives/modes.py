@@ -1,12 +1,26 @@
-"""torch's inference mode, entered only if that changes it."""
+"""torch's modes: methods that torch.compile leaves alone, and inference mode."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from inspect import getmembers, isfunction
+from typing import TypeVar
 
 import torch
+from torch.compiler import disable
 
-__all__ = ["inference_mode"]
+_C = TypeVar("_C", bound=type)
+
+
+def untraced(kind: _C) -> _C:
+    """Decorate a class so that torch.compile calls its public methods instead of tracing them.
+
+    They wait for other ranks: its graph ends there.
+    """
+    for name, function in getmembers(kind, isfunction):
+        if not name.startswith("_"):
+            setattr(kind, name, disable(function))
+    return kind
 
 
 def inference_mode(enabled: bool) -> AbstractContextManager[None]:

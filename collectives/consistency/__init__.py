@@ -1,1 +1,0 @@
-"""The consistency check: do all ranks make the same call?"""
