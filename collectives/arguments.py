@@ -67,9 +67,7 @@ class Arguments:
         validation.tensor("tensor", tensor)
         if segments is not None:
             segments = validation.segments(segments, tensor.numel())
-        op, compared = self._reduction("all_reduce", [tensor], op, **options)
-        compared["segments"] = segments
-        return Call("all_reduce", options.get("name"), compared, [tensor], op)
+        return self._reduction("all_reduce", [tensor], op, {"segments": segments}, **options)
 
     def grouped_all_reduce(
         self,
@@ -83,9 +81,9 @@ class Arguments:
         tensors = validation.tensor_list("tensors", tensors)
         validation.instance("packed", packed, bool, "a bool")
         names = validation.names("names", options.pop("names", ()), len(tensors))
-        op, compared = self._reduction("grouped_all_reduce", tensors, op, **options)
-        compared["packed"] = packed
-        return Call("grouped_all_reduce", options.get("name"), compared, tensors, op, names)
+        call = self._reduction("grouped_all_reduce", tensors, op, {"packed": packed}, **options)
+        call.names = names
+        return call
 
     def run(
         self,
@@ -99,15 +97,13 @@ class Arguments:
         validation.tensor("tensor", tensor)
         if segments is not None:
             segments = validation.segments(segments, tensor.numel())
-        op, compared = self._reduction("run", [tensor], op, **options)
-        compared["segments"] = segments
+        call = self._reduction("run", [tensor], op, {"segments": segments}, **options)
         known = verified(schedule, self._transport.size)
-        require_carries(known, op, tensor.dtype)
-        del compared["algorithm"]
-        # In the algorithm's place. Ranks compare a hash of the steps: functions cannot be compared.
-        compared["schedule"] = f"{schedule.name} with steps {known.digest}"
-        name = options.get("name")
-        return Call("run", name, compared, [tensor], op, schedule=known.schedule)
+        require_carries(known, call.op, tensor.dtype)
+        # Ranks compare a hash of the steps: functions cannot be compared.
+        call.options["schedule"] = f"{schedule.name} with steps {known.digest}"
+        call.schedule = known.schedule
+        return call
 
     def reduce(
         self, tensor: Tensor, dst: int, op: Reducer, **options: Unpack[ScaleOptions]
@@ -115,9 +111,9 @@ class Arguments:
         """Check and describe a reduce."""
         validation.tensor("tensor", tensor)
         validation.rank("dst", dst, self._transport.size)
-        op, _ = self._onto_single_ranks("reduce", [tensor], op, **options)
-        compared = {"op": str(op), **op.order_options, "dst": dst}
-        return Call("reduce", options.get("name"), compared, [tensor], op)
+        call = self._reduction("reduce", [tensor], op, {"dst": dst}, **options)
+        _check_onto_one(call.op)
+        return call
 
     def symmetric_empty(self, numel: int, dtype: torch.dtype, num_nodes: int) -> Call:
         """Check and describe a symmetric_empty."""
@@ -155,10 +151,11 @@ class Arguments:
     ) -> Call:
         """Check and describe a reduce_to_owners."""
         tensors = validation.tensor_list("tensors", tensors)
-        kind = "reduce_to_owners"
-        op, compared = self._onto_single_ranks(kind, tensors, op, by_tree=True, **options)
-        compared["owners"] = self._owners(owners, len(tensors))
-        return Call("reduce_to_owners", options.get("name"), compared, tensors, op)
+        call = self._reduction("reduce_to_owners", tensors, op, {}, **options)
+        if not call.op.reads_tree:
+            _check_onto_one(call.op)
+        call.options["owners"] = self._owners(owners, len(tensors))
+        return call
 
     def broadcast_from_owners(
         self, tensors: Sequence[Tensor], owners: Sequence[int] | None, name: str | None
@@ -183,14 +180,14 @@ class Arguments:
         validation.instance("by_rows", by_rows, bool, "a bool")
         if by_rows:
             _check_rows(tensor)
-        op, compared = self._reduction("reduce_scatter", [tensor], op, **options)
-        compared["by_rows"] = by_rows
+        call = self._reduction("reduce_scatter", [tensor], op, {"by_rows": by_rows}, **options)
         if out is not None:
             rank, length = self._transport.rank, tensor.shape[0] if by_rows else tensor.numel()
             low, high = split_bounds(length, self._transport.size)[rank : rank + 2]
             mine = high - low
             _check_out(out, tensor, (mine, *tensor.shape[1:]) if by_rows else (mine,))
-        return Call("reduce_scatter", options.get("name"), compared, [tensor], op, out=out)
+        call.out = out
+        return call
 
     def all_gather(self, tensor: Tensor, name: str | None, out: Tensor | None) -> Call:
         """Check and describe an all_gather."""
@@ -227,22 +224,6 @@ class Arguments:
         _check_rows(tensor)
         self._transport.check_device(tensor.device)
 
-    def _onto_single_ranks(
-        self,
-        kind: str,
-        tensors: Sequence[Tensor],
-        op: Reducer,
-        *,
-        by_tree: bool = False,
-        **options: Unpack[ScaleOptions],
-    ) -> tuple[Reducer, dict[str, Any]]:
-        """Check a reduction; by_tree: whether an operator that reads trees can do it, too."""
-        op, compared = self._reduction(kind, tensors, op, **options)
-        if not (op.associative or op.ordered or (by_tree and op.reads_tree)):
-            raise ValueError(f"op {op} needs all ranks: use all_reduce")
-        del compared["algorithm"]
-        return op, compared
-
     def _owners(self, owners: Sequence[int] | None, count: int) -> list[int] | None:
         """Check that owners, if given, are one rank for each of `count` tensors."""
         if owners is None:
@@ -259,6 +240,7 @@ class Arguments:
         kind: str,
         tensors: Sequence[Tensor],
         op: Reducer,
+        more: dict[str, Any],
         *,
         algorithm: str | None = None,
         name: str | None = None,
@@ -268,12 +250,8 @@ class Arguments:
         order: Literal["tree"] | None = None,
         accumulate: torch.dtype | None = None,
         **unknown: object,
-    ) -> tuple[Reducer, dict[str, Any]]:
-        """Check what all reductions share.
-
-        Returns:
-            The operator, in the order asked for, and the options that ranks must agree on.
-        """
+    ) -> Call:
+        """Check what all reductions share; more: other options that ranks must agree on."""
         # By hand: the options arrive as **kwargs, so Python does not see one that is unknown.
         if algorithm is not None and kind not in _WITH_ALGORITHM:
             unknown["algorithm"] = algorithm
@@ -299,14 +277,18 @@ class Arguments:
             for tensor in scaled:
                 validation.scales_of(tensor.dtype, prescale=prescale, postscale=postscale)
         self._runner.check(specs, op, tensors)
-        return op, {
-            "op": str(op),
-            **op.order_options,
+        options = {"op": str(op), **op.order_options}
+        if kind in _WITH_ALGORITHM:
             # Ranks may write the same specification differently ("16k", "16384").
-            "algorithm": canonical_spec(text),
-            "prescale": prescale,
-            "postscale": postscale,
-        }
+            options["algorithm"] = canonical_spec(text)
+        options |= {"prescale": prescale, "postscale": postscale, **more}
+        return Call(kind, name, options, tensors, op)
+
+
+def _check_onto_one(op: Reducer) -> None:
+    """Raise ValueError for an operator that cannot reduce onto one rank."""
+    if not (op.associative or op.ordered):
+        raise ValueError(f"op {op} needs all ranks: use all_reduce")
 
 
 def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:

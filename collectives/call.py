@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -90,7 +90,7 @@ class Call:
 
     kind: str
     name: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     tensors: Sequence[torch.Tensor] = ()
     op: Reducer = Sum
     names: Sequence[str] = ()

@@ -13,7 +13,6 @@ import torch
 
 from collectives import validation
 from collectives.call import Call
-from collectives.call_queue import CallQueue
 from collectives.execution.all_reduce import AllReduceOptions, Runner
 from collectives.execution.host_all_reduce import plan_host_all_reduce
 from collectives.execution.node_all_reduce import by_messages, plan_node_all_reduce
@@ -23,7 +22,7 @@ from collectives.negotiation import Joined, Negotiation
 from collectives.recorder import KIND, NEGOTIATED, NOTHING, UNRECORDED, GroupRecord, recording, span
 from collectives.reducers import Average, Reducer, Sum
 from collectives.tree_order import KEYS, in_order
-from collectives.work import Work
+from collectives.work import CallQueue, Work
 
 # Up to so many bytes a call is begun by its caller: a longer copy would keep it from its own work.
 _BEGIN_BYTES = 2 * 1024 * 1024
@@ -48,7 +47,7 @@ class Calls:
         self._count = 0
         self._requests = itertools.count(1)
 
-    def run(self, call: Call, *, async_op: bool = False) -> Any:
+    def run(self, call: Call, async_op: bool = False) -> Any:
         """Carry out a direct call; return the result of its operation, or its Work if async."""
         self._plan(call)
         if async_op:

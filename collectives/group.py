@@ -168,7 +168,7 @@ class Group:
             [tensor([2., 2.]), tensor([2., 2.])]
         """
         call = self._arguments.all_reduce(tensor, op, segments, **options)
-        return self._run(call, async_op)
+        return self._calls.run(call, async_op)
 
     def grouped_all_reduce(
         self,
@@ -192,7 +192,7 @@ class Group:
         errors, the same on all ranks.
         """
         call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
-        return self._run(call, async_op)
+        return self._calls.run(call, async_op)
 
     def reduce(
         self,
@@ -213,7 +213,7 @@ class Group:
         result needs all ranks (all_reduce). `order` and `accumulate` are those of all_reduce.
         """
         options: ScaleOptions = {"name": name, "order": order, "accumulate": accumulate}
-        return self._run(self._arguments.reduce(tensor, dst, op, **options), async_op)
+        return self._calls.run(self._arguments.reduce(tensor, dst, op, **options), async_op)
 
     def reduce_scatter(
         self,
@@ -235,7 +235,7 @@ class Group:
         shares no memory with the tensor. Other arguments are those of all_reduce.
         """
         call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
-        return self._run(call, async_op)
+        return self._calls.run(call, async_op)
 
     def run(
         self,
@@ -259,7 +259,7 @@ class Group:
         arguments are those of all_reduce.
         """
         call = self._arguments.run(schedule, tensor, op, segments, **options)
-        return self._run(call, async_op)
+        return self._calls.run(call, async_op)
 
     def owners(self, numels: Sequence[int]) -> list[int]:
         """Return each tensor's owner: the lowest of the ranks with the fewest elements so far."""
@@ -284,7 +284,7 @@ class Group:
         another, with extra memory for one tensor. Other arguments are those of all_reduce.
         """
         call = self._arguments.reduce_to_owners(tensors, op, owners, **options)
-        return self._run(call, async_op)
+        return self._calls.run(call, async_op)
 
     def owners_order(self) -> tuple[int, ...]:
         """Return the ranks in the order in which reduce_to_owners needs their tensors in memory."""
@@ -303,7 +303,7 @@ class Group:
         Owners are chosen as in reduce_to_owners unless given.
         """
         call = self._arguments.broadcast_from_owners(tensors, owners, name)
-        return self._run(call, async_op)
+        return self._calls.run(call, async_op)
 
     def all_gather(
         self,
@@ -320,7 +320,7 @@ class Group:
         The result is written to `out`, if given, which shares no memory with the tensor; without as
         many rows as all ranks' tensors together it is a CollectiveMismatchError.
         """
-        return self._run(self._arguments.all_gather(tensor, name, out), async_op)
+        return self._calls.run(self._arguments.all_gather(tensor, name, out), async_op)
 
     def all_to_all(
         self,
@@ -344,13 +344,13 @@ class Group:
             >>> collectives.run_threads(2, exchange)
             [(tensor([10, 11]), tensor([1, 1])), (tensor([20, 21]), tensor([1, 1]))]
         """
-        return self._run(self._arguments.all_to_all(tensor, splits, name), async_op)
+        return self._calls.run(self._arguments.all_to_all(tensor, splits, name), async_op)
 
     def broadcast(
         self, tensor: Tensor, root: int = 0, *, name: str | None = None, async_op: bool = False
     ) -> Any:
         """Copy `root`'s tensor to every rank, in place, and return it."""
-        return self._run(self._arguments.broadcast(tensor, root, name), async_op)
+        return self._calls.run(self._arguments.broadcast(tensor, root, name), async_op)
 
     def all_gather_bytes(self, payload: bytes, *, name: str | None = None) -> list[bytes]:
         """Return the bytes of all ranks, in rank order; lengths may differ."""
@@ -460,9 +460,6 @@ class Group:
     ) -> Request[Tensor]:
         """Make a `run` that can be started repeatedly."""
         return self._request("run", schedule, tensor, op, **options)
-
-    def _run(self, call: Call, async_op: bool) -> Any:
-        return self._calls.run(call, async_op=async_op)
 
     def _request(
         self, kind: str, *arguments: Any, negotiate: bool = True, **options: Any

@@ -1,30 +1,41 @@
-"""Work: the handle by which a caller waits for an asynchronous collective."""
+"""A group's calls, one after the other in the order they were made in, and their handles.
+
+A call that finds nothing before it runs in its caller's thread. Others are queued for the
+communication thread, or for a thread that waits for them.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from time import perf_counter_ns
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from collectives.errors import CollectiveError
+from collectives import validation
+from collectives.call import Call
+from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError, describe
 from collectives.modes import inference_mode, untraced
+from collectives.recorder import ENDED, NOTHING, GroupRecord, recording, span
+from collectives.transport.base import Transport
 
-
-class _Queue(Protocol):
-    """The part of `CallQueue` that a Work uses."""
-
-    changed: threading.Condition
-
-    def result(self, work: Work[Any]) -> Any: ...
-    def note(self, error: BaseException) -> None: ...
-    def check_streams(self) -> None: ...
-    def check_process(self, what: str) -> None: ...
-
-
+# How many calls may be queued, so that memory is bounded: one more waits for the oldest.
+MAX_QUEUED = 8192
+# How long the communication thread leaves a small call to its caller, who may wait for it soon; and
+# how often it then looks for such calls without being woken, which costs as much as a small sum.
+_LEFT_SECONDS, _MAX_LOOKS = 5e-3, 10
+# How often a thread that waits checks whether a call can still end, or still progresses.
+CHECK_SECONDS = 1.0
+# `close` waits so much longer than a step may take, so that a late step raises its own error.
+_CLOSE_SECONDS = 2.0
 # The type that the synchronous call returns.
 T_co = TypeVar("T_co", covariant=True)
 
@@ -54,7 +65,7 @@ class Work(Generic[T_co]):
 
     def __init__(
         self,
-        queue: _Queue,
+        queue: CallQueue,
         title: str,
         function: Callable[[], Any],
         streams: Sequence[torch.cuda.Stream] = (),
@@ -90,7 +101,7 @@ class Work(Generic[T_co]):
         Raises:
             TransportError: It is not, in a process that was forked from the rank.
         """
-        self._check_process()
+        self._queue.check_process("this call", self)
         if not self._ended or all(event.query() for event in self._events):
             return self._ended
         try:
@@ -117,7 +128,7 @@ class Work(Generic[T_co]):
         Raises:
             TransportError: The collective has not ended, and this process was forked from the rank.
         """
-        self._check_process()
+        self._queue.check_process("this call", self)
         with self._queue.changed:
             if not self._ended:
                 self._callbacks.append(callback)
@@ -159,9 +170,437 @@ class Work(Generic[T_co]):
                     said = (*sys.exc_info(), threading.current_thread())
                     threading.excepthook(threading.ExceptHookArgs(said))
 
-    def _check_process(self) -> None:
-        if not self._ended:
-            self._queue.check_process("this call")
+
+class CallQueue:
+    """Runs one rank's calls one after the other, in the order in which they were made.
+
+    A synchronous call runs in its caller's thread if nothing is queued. Others are carried out by
+    the communication thread, or by a thread that waits for them.
+
+    After a mismatch the ranks are still in step; after any other error raised while a call runs
+    they are not, and every later call is a TransportError naming that error.
+
+    Threads take turns in the order in which they come, which may be another on each rank. Where
+    they do, calls with names are a mismatch on all ranks, but equal calls without names would get
+    each other's answers: so only one thread makes those, the first that did as long as it lives.
+
+    Attributes:
+        changed: Held to change the queue; notified when a call ends.
+        closed: Whether `close` was called.
+    """
+
+    def __init__(self, transport: Transport, timeout: float, record: GroupRecord) -> None:
+        self._transport, self._timeout, self._record = transport, timeout, record
+        # A signal's handler may make calls while its thread holds the lock.
+        lock = threading.RLock()
+        self.changed, self._added = threading.Condition(lock), threading.Condition(lock)
+        self._works: deque[Work[Any]] = deque()
+        # The thread that runs a call, which one if that is asynchronous, and for how long the
+        # communication thread found nothing.
+        self._inside: int | None = None
+        self._running: Work[Any] | None = None
+        self._in_call = False
+        self._looks = _MAX_LOOKS
+        self._thread: threading.Thread | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._process = os.getpid()
+        # The first error that may have left a call half done, and whether the transport has ended.
+        self._failure: BaseException | None = None
+        self._ended = self._aborted = self.closed = False
+        # The text of an asynchronous call's mismatch that no wait has raised yet.
+        self._unraised = ""
+        self._unnamed_from: Callable[[], threading.Thread | None] = lambda: None
+
+    def run(self, call: Call, function: Callable[[], Any]) -> Any:
+        """Run `function`, which carries out the call, when its turn comes; return its result."""
+        self._check_usable(call.kind)
+        if self._enter():
+            try:
+                with torch.no_grad():
+                    return self._guarded(call, function)
+            finally:
+                self._leave()
+        self._refuse_nested()
+        work = self.submit(call, function)
+        try:
+            return self.result(work)
+        except BaseException as error:
+            if not work._ended:
+                self.note(error)
+            raise
+
+    def submit(self, call: Call, function: Callable[[], Any], *, small: bool = False) -> Work[Any]:
+        """Queue `function`; on CUDA it runs on the group's streams, after the caller's work so far.
+
+        small: Whether its caller, who may soon wait for it, is given the time to carry it out.
+        """
+        self._check_usable(call.kind)
+        if len(self._works) >= MAX_QUEUED and not self.is_inside():
+            with suppress(IndexError):
+                self._wait_for(self._works[0])
+        before: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        for tensor in on_cuda(call.memory):
+            device = tensor.device
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
+            if stream not in before:
+                before[stream] = torch.cuda.current_stream(device).record_event()
+            # The caller may drop the tensor early: its memory must not be used again before the
+            # stream has finished with it.
+            tensor.record_stream(stream)
+
+        def run() -> Any:
+            for stream, event in before.items():
+                stream.wait_event(event)
+            return self._guarded(call, function)
+
+        due = time.monotonic() + _LEFT_SECONDS if small else 0.0
+        work: Work[Any] = Work(self, call.title, run, [*before], due)
+        with self.changed:
+            self._start_thread()
+            self._works.append(work)
+            if not small:
+                # No caller's time is left for what is in front of it.
+                for each in self._works:
+                    each.due = 0.0
+            self._tell(work)
+        if before and self._transport.shares_gpu and not self.is_inside():
+            # Another order on the GPU than the caller's could wait for ever: NCCL wants one order.
+            self._run_first(work)
+            self._wait_for(work)
+        return work
+
+    def begin(self, call: Call, first: Callable[[], None], rest: Callable[[], Any]) -> Work[Any]:
+        """Run `first`, which never waits, in this thread if it is its turn; queue `rest`.
+
+        If it is not its turn, `rest` begins with what `first` does.
+        """
+        self._check_usable(call.kind)
+        if not self._enter():
+            return self.submit(call, rest, small=True)
+        try:
+            with self.changed:
+                self._start_thread()  # before anything is sent, since it may fail
+            self._guarded(call, first, whole=False)
+            due = time.monotonic() + _LEFT_SECONDS
+            work: Work[Any] = Work(self, call.title, partial(self._guarded, call, rest), (), due)
+            with self.changed:
+                # In front of calls that were queued since `first` began.
+                self._works.appendleft(work)
+                self._tell(work)
+            return work
+        finally:
+            self._leave()
+
+    def result(self, work: Work[Any]) -> Any:
+        """Wait for the work, and return its result or raise its error."""
+        with span(lambda: f"wait {work.title}") if recording() else NOTHING:
+            if not work._ended:
+                self._wait_for(work)
+        if work._error is not None:
+            if self._unraised == str(work._error):
+                self._unraised = ""
+            raise work._error
+        if work._events:
+            for stream, event in zip(work._streams, work._events, strict=True):
+                torch.cuda.current_stream(stream.device).wait_event(event)
+            # The result may be allocated on the communication stream: the allocator must not use
+            # its memory again before this stream has finished with it.
+            for tensor in on_cuda(work._result):
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            self.check_streams()
+        return work._result
+
+    def _wait_for(self, work: Work[Any]) -> None:
+        """Return when the work has ended; this thread carries out what it can of the queue."""
+        self.check_process("this call")
+        self._refuse_nested()
+        while not work._ended:
+            # A mode of the caller would intercept the call's operations.
+            if not validation.active_mode() and self._run_first():
+                continue
+            with self.changed:
+                if not work._ended:
+                    self.changed.wait(CHECK_SECONDS)
+            if self._thread is not None and not self._thread.is_alive():
+                work._fail(TransportError("the communication thread ended before the call"))
+
+    def _run_first(self, only: Work[Any] | None = None) -> bool:
+        """Run the first queued call in this thread if that can be; return whether it ran.
+
+        Not if it calls back, or works on a GPU, which the communication thread does, except for
+        `only`.
+        """
+        with self.changed:
+            first = self._works[0] if self._works else None
+            if self._inside is not None or first is None or only not in (None, first):
+                return False
+            if only is None and (first._callbacks or first._streams):
+                return False
+            work = self._take()
+        try:
+            work._run()
+        finally:
+            self._leave()
+        error = work._error
+        if error is not None and not isinstance(error, Exception):
+            # An interrupt of this thread, whatever call it was in.
+            raise error
+        return True
+
+    def _enter(self) -> bool:
+        """Take the right to run a call, unless one is running or queued."""
+        with self.changed:
+            if self._inside is not None or self._works:
+                return False
+            self._inside = threading.get_ident()
+            return True
+
+    def _take(self) -> Work[Any]:
+        """Take the first queued call, and the right to run it."""
+        self._inside = threading.get_ident()
+        self._running = work = self._works.popleft()
+        return work
+
+    def _leave(self) -> None:
+        """Give back the right to run a call."""
+        try:
+            if self._aborted:
+                self._end_transport()
+        finally:
+            with self.changed:
+                self._inside = self._running = None
+                if self._works:
+                    self._tell(self._works[0])
+                if self._works or self.closed:
+                    self.changed.notify_all()
+
+    def _tell(self, work: Work[Any]) -> None:
+        """Wake the communication thread, unless the work is left to its caller for a while."""
+        if not work.due or work._callbacks or self._looks >= _MAX_LOOKS:
+            self._looks = 0
+            self._added.notify()
+
+    def _start_thread(self) -> None:
+        if self.closed:
+            raise TransportError("this group was shut down while it was called")
+        if self._thread is None:
+            thread = threading.Thread(
+                target=self._serve,
+                args=(torch.get_num_threads(),),
+                name=f"collectives-{self._transport.rank}",
+                daemon=True,
+            )
+            thread.start()
+            self._thread = thread
+
+    def _serve(self, threads: int) -> None:
+        """Run as the communication thread, until the queue is closed and nothing is left."""
+        # In a new thread BLAS would use as many threads as there are processors, whatever the
+        # caller set, and ranks that share a host would wait for each other's.
+        torch.set_num_threads(threads)
+        while True:
+            with self.changed:
+                while (pause := self._pause()) != 0.0:
+                    if self.closed and not self._works:
+                        return
+                    found = self._added.wait(pause)
+                    self._looks = 0 if found or self._works else self._looks + 1
+                work = self._take()
+            work._run()
+            # Its tensors must not be kept by a thread that waits.
+            del work
+            self._leave()
+
+    def _pause(self) -> float | None:
+        """Return how long the communication thread has nothing to do; None until it is told."""
+        if self._works and self._inside is None:
+            first = self._works[0]
+            left = first.due - time.monotonic()
+            return 0.0 if left <= 0.0 or first._callbacks or self.closed else left
+        return _LEFT_SECONDS if self._looks < _MAX_LOOKS else None
+
+    def _guarded(self, call: Call, function: Callable[[], Any], *, whole: bool = True) -> Any:
+        """Run `function`; record its failure, and keep one that leaves the group unusable.
+
+        whole: Whether the call has ended with it, so that the ranks are known to be together.
+        """
+        if self._failure is not None and self._transport.size > 1:
+            # A failure outside of a call has not ended the transport yet.
+            self._end_transport()
+            raise TransportError(
+                f"{call.kind}: this group is unusable since an earlier failure: "
+                f"{describe(self._failure)}"
+            ) from self._failure
+        self._in_call = True
+        try:
+            # What an earlier call left on a stream may have ended meanwhile.
+            self._transport.check_streams()
+            result = function()
+            if self.closed and self._failure is not None and self._transport.size > 1:
+                # A signal's handler has closed the transport: not all may have come.
+                raise TransportError(f"{call.kind}: {describe(self._failure)}")
+        except CollectiveMismatchError as error:
+            self._record.failed(call, error)
+            raise
+        except BaseException as error:
+            self.note(error)
+            if self._transport.size > 1:
+                self._end_transport()
+                self._record.failed(call, error)
+            if isinstance(error, CollectiveError) and self._unraised:
+                # Of an earlier call: a rank that got its error has ended since, and that error
+                # alone says why this call's peers never came.
+                raise CollectiveMismatchError(self._unraised) from error
+            failure = self._failure
+            if self.closed and isinstance(error, Exception) and failure not in (None, error):
+                raise TransportError(f"{call.kind}: {describe(failure)}") from error
+            raise
+        finally:
+            self._in_call = False
+        if whole:
+            self._unraised = ""
+            call.record[ENDED] = perf_counter_ns()
+        return result
+
+    def note(self, error: BaseException) -> None:
+        """Keep an error that may have left a call half done; after a mismatch none is."""
+        if isinstance(error, CollectiveMismatchError):
+            self._unraised = str(error)
+        elif self._failure is None:
+            self._failure = error
+
+    def check_streams(self) -> None:
+        """Raise the error of a call that failed on its stream, if any; write the flight record."""
+        try:
+            self._transport.check_streams()
+        except CollectiveError as error:
+            if not self._record.error:
+                self._record.failed(None, error)
+            raise
+
+    def check_thread(self, call: Call) -> None:
+        """Raise ValueError for a call without a name from a second thread."""
+        if call.name:
+            return
+        thread, first = threading.current_thread(), self._unnamed_from()
+        # In backward the first thread waits for autograd's, which come in one order. torch says
+        # whether a thread is in backward nowhere else.
+        if first is thread or torch._C._current_graph_task_id() != -1:
+            return
+        if first is not None and first.is_alive():
+            raise ValueError(
+                f"{call.kind} without a name from thread {thread.name!r}, while {first.name!r} "
+                "makes such calls on this group: threads may come in another order on each rank, "
+                "and equal calls would be mixed up; pass name=, or give each thread a group (split)"
+            )
+        self._unnamed_from = weakref.ref(thread)
+
+    def check_process(self, what: str, work: Work[Any] | None = None) -> None:
+        """Raise TransportError in a process that was forked from the rank, unless `work` ended."""
+        if os.getpid() != self._process and not (work and work._ended):
+            raise TransportError(
+                f"{what}: this process was forked from a rank; only the rank itself can use its "
+                "groups and wait for their calls: start processes that are to be ranks by torchrun "
+                "or by spawn"
+            )
+
+    def is_inside(self) -> bool:
+        """Return whether this thread is inside a call, as in a callback."""
+        return self._inside == threading.get_ident()
+
+    def _refuse_nested(self) -> None:
+        if self.is_inside():
+            raise TransportError(
+                "this thread is inside a call of the same group, in a callback or a signal's "
+                "handler, and would wait for itself: pass async_op=True and wait() elsewhere"
+            )
+
+    def _check_usable(self, kind: str) -> None:
+        validation.no_mode(kind)
+        if self.closed:
+            raise TransportError(
+                f"{kind}: this group was shut down; make it again as before, by init() or split()"
+            )
+        self.check_process(kind)
+
+    def abort(self, reason: str) -> None:
+        """Make the group unusable from any thread; what runs is interrupted, what waits raises."""
+        if self.closed or self._ended or self._aborted:
+            return
+        if self._failure is None:
+            self._failure = TransportError(reason)
+            # Before the file of a call that this interrupts.
+            self._record.aborted = perf_counter_ns(), reason
+        self._aborted = True
+        # No two threads may use the transport: one that runs a call ends it behind that.
+        with self.changed:
+            idle = self._inside is None
+            if idle:
+                self._inside = threading.get_ident()
+        if idle:
+            self._leave()
+        else:
+            self._transport.interrupt(reason)
+        self._record.write()
+
+    def _end_transport(self) -> None:
+        """Abort the transport, once: its peers are in this call, the next would meet its messages.
+
+        Called by the thread that runs a call, or takes the place of one.
+        """
+        if not self._ended and self._failure is not None:
+            self._ended = True
+            self._transport.abort(describe(self._failure))
+
+    def close(self) -> None:
+        """Take no more calls; let those under way finish, and end the communication thread.
+
+        They may take as long as they progress. Inside a call, as in a signal's handler, nothing is
+        waited for, and that call ends in an error.
+
+        Raises:
+            TransportError: Calls were lost: they failed, or did not progress for longer than a step
+                may take. Not after `abort`.
+        """
+        self.closed = self._record.closed = True
+        if os.getpid() != self._process:
+            return
+        with self.changed:
+            running = self._running
+            queued = [work for work in (running, *self._works) if work is not None]
+            self._added.notify()
+        # A callback is behind its call.
+        under_way = self._in_call if self.is_inside() else not self._drained()
+        if under_way:
+            error = TransportError("this group was closed while a call was under way")
+            self._failure = self._failure or error
+            self._transport.interrupt(describe(error))
+        lost = [work for work in queued if not (work._ended and work._error is None)]
+        if self._aborted or not (lost or under_way):
+            return
+        raised = next((each for work in lost if (each := work._error) is not None), None)
+        why = f"the first with {describe(raised)}" if raised else "they did not end"
+        count = len(lost) + (under_way and running not in lost)
+        raise TransportError(
+            f"{count} {'call was' if count == 1 else 'calls were'} under way when this group was "
+            f"closed and lost, {why}: wait() for what must be done"
+        ) from raised
+
+    def _drained(self) -> bool:
+        """Wait until nothing runs or is queued; return False when nothing progresses any more."""
+        seen, since = (-1, -1), time.monotonic()
+        with self.changed:
+            while self._works or self._inside is not None:
+                if (now := (len(self._works), self._transport.steps)) != seen:
+                    seen, since = now, time.monotonic()
+                elif time.monotonic() - since > self._timeout + _CLOSE_SECONDS:
+                    return False
+                self.changed.wait(CHECK_SECONDS)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CHECK_SECONDS)
+        return True
 
 
 def _current(streams: Sequence[torch.cuda.Stream]) -> AbstractContextManager[object]:

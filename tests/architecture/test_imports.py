@@ -73,7 +73,7 @@ WINGS = {
         ("collectives.group",),
         ("collectives.requests",),
         ("collectives.arguments", "collectives.calls"),
-        ("collectives.call_queue",),
+        ("collectives.work",),
         ("collectives.bootstrap",),
         ("collectives.negotiation",),
         ("collectives.execution",),

@@ -10,10 +10,9 @@ import torch
 
 from collectives import Group
 from collectives.call import Call
-from collectives.call_queue import CallQueue
 from collectives.recorder import GroupRecord
 from collectives.transport import ThreadWorld
-from collectives.work import Work
+from collectives.work import CallQueue, Work
 from tests.collectives.transport.thread_ranks import TIMEOUT
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import collectives
-from collectives import CollectiveError, Group, Sum, TransportError, call_queue, run_threads
+from collectives import CollectiveError, Group, Sum, TransportError, run_threads
 from collectives.reducers import SumReducer
 from collectives.transport import ThreadTransport, ThreadWorld
 from tests.collectives.consistency.ranks import everywhere, run
@@ -77,7 +77,7 @@ def test_close_waits_as_long_as_calls_end() -> None:
 def test_close_waits_for_one_call_as_long_as_its_steps_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(call_queue, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("collectives.work._CLOSE_SECONDS", 0.1)
 
     def job(group: Group) -> float:
         # As many steps as chunks, nearly, of which each takes a part of the timeout.
@@ -117,8 +117,8 @@ def test_close_raises_how_many_calls_were_lost(way: str, count: int) -> None:
 
 
 def test_close_raises_of_a_call_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_queue, "_CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr(call_queue, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("collectives.work._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("collectives.work.CHECK_SECONDS", 0.1)
     group = Group(ThreadWorld(1).transport(0), timeout=0.2, local_rank=0, local_size=1)
     gate = hold(group)
     behind = group.all_reduce(torch.ones(3), async_op=True)
@@ -263,7 +263,7 @@ def test_error_of_a_thread_rank_that_closes_with_calls_lost_is_its_own() -> None
 
 
 def test_call_beyond_the_bound_waits_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_queue, "MAX_QUEUED", 3)
+    monkeypatch.setattr("collectives.work.MAX_QUEUED", 3)
     queue, queued = Queue(), threading.Event()
     gate = hold(queue)
     works = [queue.later(lambda: 7) for _ in range(3)]
@@ -285,7 +285,7 @@ def test_call_beyond_the_bound_waits_for_the_oldest(monkeypatch: pytest.MonkeyPa
 def test_call_beyond_the_bound_in_a_callback_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(call_queue, "MAX_QUEUED", 2)
+    monkeypatch.setattr("collectives.work.MAX_QUEUED", 2)
     queue, works = Queue(), []
     gate = hold(queue)
     first = queue.later(lambda: 6)
@@ -301,7 +301,7 @@ def test_call_beyond_the_bound_in_a_callback_does_not_wait(
 def test_many_more_calls_than_the_bound_are_all_carried_out(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_queue, "MAX_QUEUED", 4)
+    monkeypatch.setattr("collectives.work.MAX_QUEUED", 4)
 
     def job(group: Group) -> list[float]:
         works = [group.all_reduce(torch.ones(3), async_op=True) for _ in range(50)]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info
 
-from collectives import Group, TransportError, call_queue, run_threads
-from collectives.call_queue import CallQueue
+from collectives import Group, TransportError, run_threads
+from collectives.work import CallQueue
 from tests.collectives.consistency.ranks import everywhere, run
 from tests.collectives.queues import Queue, done, hold
 
@@ -179,7 +179,7 @@ def test_wait_raises_where_the_communication_thread_has_ended(queue, monkeypatch
 
 def test_calls_after_a_pause_wake_the_thread(queue, monkeypatch):
     """It has stopped looking for them by itself."""
-    monkeypatch.setattr(call_queue, "_MAX_LOOKS", 1)
+    monkeypatch.setattr("collectives.work._MAX_LOOKS", 1)
     for number in range(3):
         for work in (
             queue.begun(lambda: None, lambda n=number: n),

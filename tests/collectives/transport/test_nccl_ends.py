@@ -16,11 +16,11 @@ import torch
 
 from collectives import CollectiveTimeoutError, TransportError, Work
 from collectives.call import Call
-from collectives.call_queue import CallQueue
 from collectives.recorder import GroupRecord
 from collectives.transport import Message
 from collectives.transport.nccl import cupy_backend, watcher
 from collectives.transport.nccl import transport as nccl
+from collectives.work import CallQueue
 from tests.fakes.fake_cuda import FakeEvent
 from tests.fakes.fake_nccl import FakeNccl, NcclError
 from tests.fakes.nccl_machine import Machine, all_good, full, make_machine, swap, told
