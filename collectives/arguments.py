@@ -11,8 +11,8 @@ from typing_extensions import Unpack
 from collectives import validation
 from collectives._own_packages import require_ours
 from collectives.call import Call
-from collectives.execution.all_reduce import Runner
-from collectives.reducers import Reducer
+from collectives.execution.all_reduce import AUTO, Runner
+from collectives.reducers import Reducer, is_plain_sum
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import canonical_spec, parse_all_reduce_spec
@@ -262,9 +262,11 @@ class Arguments:
         validation.reducer("op", op)
         if order is not None or accumulate is not None:
             op = in_order(op, order, accumulate)
-        text = "auto" if algorithm is None else algorithm
+        by_auto = algorithm is None and is_plain_sum(op)
+        if algorithm is None:
+            algorithm = "auto"
         try:
-            specs = parse_all_reduce_spec(text)
+            specs = AUTO if by_auto else parse_all_reduce_spec(algorithm)
         except (TypeError, ValueError) as error:
             raise type(error)(f"algorithm: {error}") from None
         for tensor in tensors:
@@ -276,11 +278,12 @@ class Arguments:
             scaled = tensors if prescale != 1.0 or postscale != 1.0 else ()
             for tensor in scaled:
                 validation.scales_of(tensor.dtype, prescale=prescale, postscale=postscale)
-        self._runner.check(specs, op, tensors)
+        if not by_auto:
+            self._runner.check(specs, op, tensors)
         options = {"op": str(op), **op.order_options}
         if kind in _WITH_ALGORITHM:
             # Ranks may write the same specification differently ("16k", "16384").
-            options["algorithm"] = canonical_spec(text)
+            options["algorithm"] = canonical_spec(algorithm)
         options |= {"prescale": prescale, "postscale": postscale, **more}
         return Call(kind, name, options, tensors, op)
 

@@ -14,10 +14,13 @@ import torch
 from collectives import validation
 from collectives.call import Call
 from collectives.execution.all_reduce import AllReduceOptions, Runner
-from collectives.execution.host_all_reduce import plan_host_all_reduce
-from collectives.execution.node_all_reduce import by_messages, plan_node_all_reduce
 from collectives.execution.operations import OPERATIONS
 from collectives.execution.replay import NEW, SEEN, Replay
+from collectives.execution.shared_memory import (
+    by_messages,
+    plan_host_all_reduce,
+    plan_node_all_reduce,
+)
 from collectives.negotiation import Joined, Negotiation
 from collectives.recorder import KIND, NEGOTIATED, NOTHING, UNRECORDED, GroupRecord, recording, span
 from collectives.reducers import Average, Reducer, Sum

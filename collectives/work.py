@@ -523,7 +523,8 @@ class CallQueue:
             raise TransportError(
                 f"{kind}: this group was shut down; make it again as before, by init() or split()"
             )
-        self.check_process(kind)
+        if os.getpid() != self._process:
+            self.check_process(kind)
 
     def abort(self, reason: str) -> None:
         """Make the group unusable from any thread; what runs is interrupted, what waits raises."""

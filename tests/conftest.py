@@ -42,7 +42,7 @@ LONGEST = (
     "adasum/test_ddp_fsdp.py",
     "collectives/execution/test_owners.py",
     "collectives/execution/test_pipelining.py",
-    "collectives/execution/test_host_all_reduce.py",
+    "collectives/execution/test_shared_memory.py",
     "collectives/schedules",
     "fuzz/test_compiled_code.py",
     "docs",

@@ -19,7 +19,7 @@ from collectives.execution.phases import (
     for_dtype,
     phases_of,
 )
-from collectives.execution.vectors import flatten, multiply, vector_of
+from collectives.execution.vectors import Vector, flatten, multiply, vector_of
 from collectives.recorder import span
 from collectives.reducers import Needs, Reducer, Sum, is_plain_sum
 from collectives.schedules.algorithm import ONE_TENSOR, RoundRobin
@@ -33,7 +33,7 @@ from collectives.transport.process_groups import has_nccl
 
 Tensor = torch.Tensor
 Specs = tuple[AllReduceSpec, ...]
-_AUTO = parse_all_reduce_spec("auto")
+AUTO = parse_all_reduce_spec("auto")
 # What gives its tensors back, and takes as many buffers at each start.
 _REPLAYED = ("all_reduce", "grouped_all_reduce", "run")
 
@@ -52,7 +52,7 @@ class AllReduceOptions(NamedTuple):
         """Return a call's; one that says its schedule, or onto single ranks, has no algorithm."""
         options = call.options
         text = options.get("algorithm", "")
-        specs = _AUTO if text == "auto" else parse_all_reduce_spec(text) if text else ()
+        specs = AUTO if text == "auto" else parse_all_reduce_spec(text) if text else ()
         scales = options["prescale"], options["postscale"]
         return cls(specs, options.get("segments"), *scales, options.get("packed", False))
 
@@ -75,6 +75,15 @@ class AllReduceOptions(NamedTuple):
                 ranges.setdefault(replace(spec, limit=-1), []).append(tensor)
             found += [(self._replace(specs=(spec,)), part) for spec, part in ranges.items()]
         return found
+
+    def as_vector(self, tensors: Sequence[Tensor]) -> tuple[AllReduceOptions, Vector | None]:
+        """Return tensors that all travel as one vector, with its options; else None for it."""
+        options = self
+        if len(tensors) > 1:
+            (options, _), *others = self.by_range(tensors)
+            if others:
+                return self, None
+        return options, vector_of(tensors, options.segments)
 
 
 class Runner:
@@ -162,16 +171,21 @@ class Runner:
             return "one rank", AllReducePhases()
         if schedule is not None:
             return schedule.name, AllReducePhases(schedule=schedule)
-        spec = spec_for(options.specs, flat.numel())
-        if spec.outer == "auto":
-            spec = self.choose(flat, op)
-        if op.reads_tree:
-            spec = for_dtype(spec, op, flat.dtype)
+        spec = self._spec(options, flat, op, flat.numel())
         round_robin = ONE_TENSOR
         if spec.is_round_robin:
             round_robin = RoundRobin(_count(options.segments), self.first)
         self.first += 1
         return spec, phases_of(spec, op, self.topology, round_robin)
+
+    def _spec(
+        self, options: AllReduceOptions, flat: Tensor, op: Reducer, numel: int
+    ) -> AllReduceSpec:
+        """Return the range that runs on `numel` elements like those of `flat`; never `auto`."""
+        spec = spec_for(options.specs, numel)
+        if spec.outer == "auto":
+            spec = self.choose(flat, op, numel * flat.element_size())
+        return for_dtype(spec, op, flat.dtype) if op.reads_tree else spec
 
     def all_reduce_packed(
         self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions, label: str
@@ -197,17 +211,12 @@ class Runner:
         self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions
     ) -> bool:
         """Return whether one reduction gets all ranks' operands of all tensors, with their tree."""
-        ranges = options.by_range(tensors)
-        if self.size == 1 or not op.reads_tree or len(ranges) != 1:
+        if self.size == 1 or not op.reads_tree or not tensors:
             return False
-        ((options, tensors),) = ranges
-        vector = vector_of(tensors, options.segments)
+        options, vector = options.as_vector(tensors)
         if vector is None:
             return False
-        spec = spec_for(options.specs, vector.numel)
-        if spec.outer == "auto":
-            spec = self.choose(tensors[0], op, vector.nbytes)
-        spec = for_dtype(spec, op, vector.dtype)
+        spec = self._spec(options, tensors[0], op, vector.numel)
         record = algorithm(spec.outer)
         return spec.inner is None and Needs.ALL_OPERANDS in record.meets and record.by_tree
 
@@ -243,21 +252,20 @@ class Runner:
         flat: Tensor,
         op: Reducer,
         bounds: Sequence[int] | None = None,
-        ranks: Sequence[int] | None = None,
     ) -> None:
         """Run a call's schedule in place, of one rank none; arguments as `execute` has them."""
         if self.size > 1:
-            execute(schedule, flat, op, self.context(call.label), bounds=bounds, ranks=ranks)
+            execute(schedule, flat, op, self.context(call.label), bounds=bounds)
 
     def factor(self, call: Call, dtype: torch.dtype) -> float:
         """Return what the call and its operator multiply contributions by before they reduce."""
-        asked: float = call.options.get("prescale", 1.0)
+        asked: float = call.options["prescale"]
         return asked * call.op.prescale(dtype, self.size)
 
     def finish(self, call: Call, flat: Tensor) -> None:
         """Do to a result what the operator and the call want after they have reduced."""
         call.op.finish(flat, self.size)
-        multiply(flat, call.options.get("postscale", 1.0))
+        multiply(flat, call.options["postscale"])
 
     def choose(self, flat: Tensor, op: Reducer, nbytes: int | None = None) -> AllReduceSpec:
         """Return what `auto` stands for, the same on all ranks and in every run.

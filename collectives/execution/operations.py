@@ -24,6 +24,7 @@ from collectives import validation
 from collectives.call import Call
 from collectives.errors import CollectiveMismatchError, TransportError
 from collectives.execution.all_reduce import (
+    AUTO,
     AllReduceOptions,
     Runner,
     all_reduce,
@@ -35,7 +36,6 @@ from collectives.schedules import binomial_tree, bruck, direct, ring
 from collectives.schedules.auto import all_gather_schedule, reduce_schedule
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Schedule
-from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.transport.base import Message
 from collectives.tree_order import in_order
 
@@ -73,7 +73,7 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
     bounds = [row * width for row in rows]
     schedule = _reduce_scatter_schedule(op, size)
     if schedule is None:
-        options = AllReduceOptions.of(call)._replace(specs=parse_all_reduce_spec("auto"))
+        options = AllReduceOptions.of(call)._replace(specs=AUTO)
         runner.all_reduce(flat, op, options, call.label)
     else:
         multiply(flat, runner.factor(call, flat.dtype))
@@ -214,7 +214,7 @@ def reduce_to_owners(runner: Runner, call: Call) -> list[int]:
     """
     op, chosen = call.op, _owners_of(call, runner.size)
     if Needs.ONE_TREE in op.needs:
-        options = AllReduceOptions.of(call)._replace(specs=parse_all_reduce_spec("auto"))
+        options = AllReduceOptions.of(call)._replace(specs=AUTO)
         for kind in _kinds(call.tensors).values():
             tensors = [call.tensors[i].detach() for i in kind]
             runner.all_reduce_packed(tensors, op, options, call.label)

@@ -1,8 +1,8 @@
-"""The command; see `collectives.tools.flight.__main__`."""
+"""The command; see `collectives.tools.flight.analysis`."""
 
 import sys
 
-from collectives.tools.flight.__main__ import main
+from collectives.tools.flight.analysis import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -32,7 +32,7 @@ from collectives import (
     arguments,
     calls,
 )
-from collectives.execution import node_all_reduce
+from collectives.execution import shared_memory
 from collectives.transport import ThreadTransport, ThreadWorld
 from collectives.transport.nccl import node_memory
 from collectives.transport.nccl.node_memory import NodeMemory
@@ -304,7 +304,7 @@ def test_launch_is_bound_for_the_gpu_of_its_tensor(monkeypatch):
         at_binding.append(current == [x.data_ptr()])
         return bind_sum(self, x, offset)
 
-    monkeypatch.setattr(node_all_reduce, "elsewhere", elsewhere)
+    monkeypatch.setattr(shared_memory, "elsewhere", elsewhere)
     monkeypatch.setattr(Node, "bind_sum", bind)
     run(1, lambda group: group.all_reduce(group.symmetric_empty(8)))
     assert at_binding == [True]

@@ -338,5 +338,5 @@ def test_the_whole_of_a_reduction_stays_below_shared_memorys_limit(
             group.close()
 
     for limit in (symmetric_memory.BUFFER_BYTES, 4096):
-        monkeypatch.setattr("collectives.execution.host_all_reduce.BUFFER_BYTES", limit)
+        monkeypatch.setattr("collectives.execution.shared_memory.BUFFER_BYTES", limit)
         together(*(lambda each=each: rank(each) for each in connect(3)))

@@ -1,24 +1,33 @@
-"""Write a rank's record to a file: JSON, whole or not at all, without an error of its own."""
+"""Write a rank's record to a file: JSON, whole or not at all, without an error of its own.
+
+SIGUSR1 writes it, too, also while the rank waits in C, as in gloo, where no Python handler would
+run before the wait ends. So the handler is faulthandler's, which at once writes the stack of the
+thread that got the signal to a pipe. A thread that reads the pipe writes the file.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
 import logging
 import os
 import re
+import select
+import signal
 import stat
 import tempfile
+import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from collectives import recorder
 from collectives.errors import CollectiveError, CollectiveMismatchError, compact
 from collectives.recorder import FOLDER_VARIABLE, UNRECORDED, GroupRecord, Record, Recorder
-from collectives.tools.flight import signals
 
 __all__ = ["dump_flight_record"]
 
@@ -32,6 +41,9 @@ _JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTA
 # What is kept of a peer's reason, which may be any text of the program.
 _OF_RANKS = re.compile(r"rank \d+ (?:has ended|called abort\(\))")
 _Path = str | os.PathLike[str] | None
+# A stack comes in many small writes, and is complete after a pause.
+_PAUSE_SECONDS, _MAX_STACK_BYTES = 0.05, 1 << 16
+_installed = False
 
 
 def dump_flight_record(path: str | os.PathLike[str] | None = None) -> list[str]:
@@ -86,7 +98,7 @@ def group_began(group: GroupRecord, kind: str, ranks: Sequence[int]) -> None:
             old = os.path.join(folder(), file_name(rank))
             os.replace(old, old.replace(".json", ".previous"))
     if len(ranks) > 1:
-        signals.install(_write_by_signal)
+        _install(_write_by_signal)
 
 
 def call_failed(group: GroupRecord, call: Any, error: BaseException) -> None:
@@ -230,3 +242,48 @@ def _call(record: Record, zero: float) -> dict[str, Any]:
     for name in ("queued", "begun", "negotiated", "ended"):
         said[name] = round(zero + said[name] / 1e9, 6) if said[name] else None
     return said
+
+
+def _install(write: Callable[[list[str]], object]) -> None:
+    """Have SIGUSR1 call `write` with the lines of the stack, unless the program handles it.
+
+    Only the main thread can install a handler.
+    """
+    global _installed
+    number, main = signal.SIGUSR1, threading.current_thread() is threading.main_thread()
+    used = signal.getsignal(number) is not signal.SIG_DFL or _is_caught(number)
+    if _installed or not main or used:
+        return
+    # Without a descriptor or a thread left, the signal keeps its default.
+    with suppress(OSError, RuntimeError):
+        read, written = os.pipe()
+        # The handler must not wait for the thread that reads.
+        os.set_blocking(written, False)
+        threading.Thread(target=_serve, args=(read, write), daemon=True).start()
+        faulthandler.register(number, file=written, all_threads=False)
+        os.register_at_fork(after_in_child=lambda: _forget(written))
+        _installed = True
+
+
+def _is_caught(number: int) -> bool:
+    """Return whether a handler in C, which Python does not know, handles a signal."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _forget(written: int) -> None:
+    """In a forked child: give the signal its default, and leave the parent's thread alone."""
+    faulthandler.unregister(signal.SIGUSR1)
+    with suppress(OSError):
+        os.close(written)
+
+
+def _serve(read: int, write: Callable[[list[str]], object]) -> None:
+    """Call `write` each time that a stack comes through the pipe."""
+    while stack := os.read(read, _MAX_STACK_BYTES):
+        while select.select([read], [], [], _PAUSE_SECONDS)[0] and len(stack) < _MAX_STACK_BYTES:
+            stack += os.read(read, _MAX_STACK_BYTES)
+        write(stack.decode(errors="replace").splitlines())

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.tools.flight.__main__ import report
-from collectives.tools.flight.analysis import Analysis
+from collectives.tools.flight.analysis import Analysis, report
 from collectives.tools.flight.reader import read
 from tests.collectives.flight.scenarios import (
     FAULTS,

@@ -28,8 +28,8 @@ from collectives import (
     calls,
     run_threads,
 )
-from collectives.execution import host_all_reduce
-from collectives.execution.host_all_reduce import plan_host_all_reduce
+from collectives.execution import shared_memory
+from collectives.execution.shared_memory import plan_host_all_reduce
 from collectives.reducers import SumReducer, kernels
 from collectives.transport.shared_memory.symmetric_memory import TABLE_BYTES, SymmetricMemory
 from tests.adasum import definition
@@ -37,7 +37,7 @@ from tests.collectives.operators import TrimmedMean
 
 OPS: dict[str, Reducer] = {"Sum": Sum, "Average": Average, "Adasum": Adasum}
 # Elements of float32 that each rank may read of all others.
-SMALL = host_all_reduce._ONE_SHOT_BYTES // 4
+SMALL = shared_memory._ONE_SHOT_BYTES // 4
 EPS = torch.finfo(torch.float32).eps
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
@@ -238,7 +238,7 @@ def test_small_adasum_by_auto_is_its_definition_in_one_shot(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one Gram matrix on every rank, with no wait but the negotiation's."""
-    count = min(SMALL, host_all_reduce._READ_BYTES // size // 4)
+    count = min(SMALL, shared_memory._READ_BYTES // size // 4)
     cases = [(1, [0, 1]), (4099, [0, 5, 5, 4099]), (count, [0, 7, count]), (count, [0, count])]
     inputs = [[draw(rank, n, seed=n) for rank in range(size)] for n, _ in cases]
     waits: list[str] = []
@@ -304,7 +304,7 @@ def test_call_sends_messages_where_it_must(
 
 
 def test_call_beyond_a_buffer_goes_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_all_reduce, "BUFFER_BYTES", 4 * 1000)
+    monkeypatch.setattr(shared_memory, "BUFFER_BYTES", 4 * 1000)
 
     def job(group: Group) -> list[bool]:
         return [

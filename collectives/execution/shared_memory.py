@@ -1,4 +1,4 @@
-"""All-reduces through memory that a host's ranks share: no message is sent.
+"""All-reduces through memory that ranks share, of a host or of a node's GPUs: no message is sent.
 
 Every rank copies its vector to its buffer before it signals the call. Once all ranks have signalled
 it, the result is made in one of two ways:
@@ -10,11 +10,17 @@ it, the result is made in one of two ways:
   between (dot products, or Gram matrices), which is one more wait.
 
 A sum is the balanced tree over the ranks, the order of `rd` and `rechd`, in one pass.
+
+Tensors in memory that the GPUs of a node share are reduced in one launch a rank: its kernel reads
+its slice straight from all GPUs' memory, and writes what it has reduced to all of them
+(`kernels.gpu.node_kernels`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -22,8 +28,8 @@ from operator import itemgetter
 import torch
 
 from collectives.call import Call
-from collectives.execution.all_reduce import AllReduceOptions, Runner
-from collectives.execution.vectors import Vector, vector_of
+from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
+from collectives.execution.vectors import Vector, multiply
 from collectives.reducers import TREE_RANKS, Needs, Operands, Piece, Reducer, Sum, is_plain_sum
 from collectives.schedules.folding import balanced_tree
 from collectives.schedules.partition import piece_bounds
@@ -35,12 +41,15 @@ from collectives.transport.shared_memory.symmetric_memory import (
     SymmetricMemory,
 )
 from collectives.tree_order import in_order
+from kernels.gpu.launcher import elsewhere
 
 Tensor = torch.Tensor
 # Up to so many bytes of a vector, and of all vectors together, one-shot is faster.
 _ONE_SHOT_BYTES, _READ_BYTES = 256 * 1024, 2 * 1024 * 1024
 _LINE = 64
 _TREE_SUM = in_order(Sum, "tree")
+# Where in the memory that GPUs share a call's tensor lies; ranks compare it.
+OPTION = "symmetric_memory"
 
 
 def plan_host_all_reduce(runner: Runner, call: Call) -> HostAllReduce | None:
@@ -59,12 +68,7 @@ def plan_host_all_reduce(runner: Runner, call: Call) -> HostAllReduce | None:
     for tensor in tensors:
         if not tensor.is_cpu:
             return None
-    if call.kind == "grouped_all_reduce":
-        ranges = options.by_range(tensors)
-        if len(ranges) > 1:
-            return None
-        options = ranges[0][0]
-    vector = vector_of(tensors, options.segments)
+    options, vector = options.as_vector(tensors)
     if vector is None or not 0 < vector.nbytes <= BUFFER_BYTES:
         return None
     spec, size = spec_for(options.specs, vector.numel), memory.size
@@ -254,3 +258,88 @@ class _Tables:
     def sum(self, table: Tensor) -> None:
         """Add all ranks' tables, in place."""
         table.copy_(self.gather(table).sum(0))
+
+
+def by_messages(call: Call) -> Call:
+    """Return a call that goes by messages whatever was planned, as another one to the ranks."""
+    options = {key: value for key, value in call.options.items() if key != OPTION}
+    return replace(call, options=options, plan=None)
+
+
+def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
+    """Return how a call runs in one launch; None where it goes by messages.
+
+    That is where `auto` is free to choose, an operator has such a kernel for the dtype, and the
+    tensor, or the FusedBuffer of several, lies in the group's symmetric memory: then the call's
+    options say where.
+    """
+    if not runner.transport.node_memories or call.kind not in ("all_reduce", "grouped_all_reduce"):
+        return None
+    # A request's buffer may be another one now.
+    call.options = {key: value for key, value in call.options.items() if key != OPTION}
+    options = AllReduceOptions.of(call)
+    tensors = call.tensors
+    if not any(map(Tensor.numel, tensors)) or not all(map(Tensor.is_contiguous, tensors)):
+        return None
+    options, vector = options.as_vector(tensors)
+    if vector is None or vector.layout is not None:
+        return None
+    if spec_for(options.specs, vector.numel).outer != "auto":
+        return None
+    (flat,) = vector.tensors
+    # Tables cannot be uploaded in a capture of the caller's, which is one on all ranks.
+    if flat.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    for number, memory in enumerate(runner.transport.node_memories):
+        offset = memory.offset_of(flat)
+        if offset is None:
+            continue
+        # Triton compiles and launches for the current device, which may be another one.
+        with elsewhere(flat) or nullcontext():
+            launch = call.op.bind_on_node(memory.node, flat, offset, vector.segments)
+        if launch is None:
+            return None
+        call.options = {**call.options, OPTION: [number, offset]}
+        # What the launch reads was put on this stream.
+        bound = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
+        return NodeAllReduce(runner, vector, options, number, launch, bound)
+    return None
+
+
+@dataclass(eq=False)
+class NodeAllReduce:
+    """One all-reduce of one rank's vector; it may be run any number of times.
+
+    Attributes:
+        vector: What is reduced, one tensor in the memory of this number.
+        launch: What reduces it in place, on the current stream.
+        bound: The event after which it may; None once that was waited for.
+    """
+
+    runner: Runner
+    vector: Vector
+    options: AllReduceOptions
+    number: int
+    launch: Callable[[], None]
+    bound: torch.cuda.Event | None = None
+
+    # Nothing is copied: the launch reads the vectors where they are.
+    nbytes = sys.maxsize
+    by_tree = False
+
+    def __str__(self) -> str:
+        return "one launch"
+
+    def fill(self) -> None:
+        """Do nothing: the vector lies in the memory that is shared."""
+
+    def run(self, call: Call) -> None:
+        """Put the call on the stream."""
+        (flat,), runner, options = self.vector.tensors, self.runner, self.options
+        if self.bound is not None:
+            torch.cuda.current_stream(flat.device).wait_event(self.bound)
+            self.bound = None
+        with call_span(call.label, call.op, "one launch", flat):
+            self.vector.fill(flat, options.prescale)
+            runner.transport.launch(self.number, self.launch, flat, call.label, runner.timeout)
+            multiply(flat, options.postscale)
