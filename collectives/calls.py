@@ -58,7 +58,6 @@ class Calls:
             # rank: the error of a mismatch then says so.
             call.movable = call.name is not None
             return self.start(call)
-        self.queue.check_thread(call)
         return self.queue.run(call, partial(self._carry_out, call))
 
     def _plan(self, call: Call) -> None:
@@ -84,14 +83,12 @@ class Calls:
         """Negotiate the making of a request and number it; return the call that a start makes."""
         # All ranks count it in the same negotiated call, and get the same number.
         making = replace(call, kind=f"{call.kind}_init", instead=self._requests.__next__)
-        self.queue.check_thread(making)
         number: int = self.queue.run(making, partial(self._carry_out, making))
         return replace(call, request=number)
 
     def start(self, call: Call) -> Work[Any]:
         """Start a planned call without waiting for other ranks."""
         call.label, call.record, call.queued = "", UNRECORDED, perf_counter_ns()
-        self.queue.check_thread(call)
         carry_out = partial(self._carry_out, call)
         on_gpu = any(tensor.is_cuda for tensor in call.tensors)
         if not on_gpu and call.replay is None:
@@ -190,7 +187,6 @@ class Calls:
                 self._take_part(outcome.call, by_name, device)
 
         joining = Call("join")
-        self.queue.check_thread(joining)
         answer: int = self.queue.run(joining, take_part)
         return answer
 

@@ -89,7 +89,8 @@ class Stall:
         # No thread for a warning that would come after the error.
         if self._next < self._timeout:
             _checked[id(self)] = self
-            _start_thread()
+            if _thread is None or not _thread.is_alive():
+                _start_thread()
         try:
             yield
         finally:
@@ -102,13 +103,12 @@ _thread: threading.Thread | None = None
 
 
 def _start_thread() -> None:
-    """Start the thread that checks waits, unless this process has it."""
+    """Start the thread that checks waits."""
     global _thread
-    if _thread is None or not _thread.is_alive():
-        # If the system has no thread left, the wait goes on without warnings.
-        with suppress(RuntimeError):
-            _thread = threading.Thread(target=_check_all, name="adasum-stall", daemon=True)
-            _thread.start()
+    # If the system has no thread left, the wait goes on without warnings.
+    with suppress(RuntimeError):
+        _thread = threading.Thread(target=_check_all, name="adasum-stall", daemon=True)
+        _thread.start()
 
 
 def _check_all() -> None:

@@ -213,7 +213,7 @@ class CallQueue:
 
     def run(self, call: Call, function: Callable[[], Any]) -> Any:
         """Run `function`, which carries out the call, when its turn comes; return its result."""
-        self._check_usable(call.kind)
+        self._check_usable(call)
         if self._enter():
             try:
                 with torch.no_grad():
@@ -234,7 +234,7 @@ class CallQueue:
 
         small: Whether its caller, who may soon wait for it, is given the time to carry it out.
         """
-        self._check_usable(call.kind)
+        self._check_usable(call)
         if len(self._works) >= MAX_QUEUED and not self.is_inside():
             with suppress(IndexError):
                 self._wait_for(self._works[0])
@@ -276,7 +276,7 @@ class CallQueue:
 
         If it is not its turn, `rest` begins with what `first` does.
         """
-        self._check_usable(call.kind)
+        self._check_usable(call)
         if not self._enter():
             return self.submit(call, rest, small=True)
         try:
@@ -480,14 +480,12 @@ class CallQueue:
                 self._record.failed(None, error)
             raise
 
-    def check_thread(self, call: Call) -> None:
+    def _check_thread(self, call: Call) -> None:
         """Raise ValueError for a call without a name from a second thread."""
-        if call.name:
-            return
         thread, first = threading.current_thread(), self._unnamed_from()
         # In backward the first thread waits for autograd's, which come in one order. torch says
         # whether a thread is in backward nowhere else.
-        if first is thread or torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:
             return
         if first is not None and first.is_alive():
             raise ValueError(
@@ -517,14 +515,20 @@ class CallQueue:
                 "handler, and would wait for itself: pass async_op=True and wait() elsewhere"
             )
 
-    def _check_usable(self, kind: str) -> None:
-        validation.no_mode(kind)
+    def _check_usable(self, call: Call) -> None:
+        """Raise unless the group, this process and this thread can make the call."""
+        # The tensors of other calls were checked in this thread, and so was its mode.
+        if call.queued or not call.tensors:
+            validation.no_mode(call.kind)
         if self.closed:
             raise TransportError(
-                f"{kind}: this group was shut down; make it again as before, by init() or split()"
+                f"{call.kind}: this group was shut down; make it again as before, by init() or "
+                "split()"
             )
         if os.getpid() != self._process:
-            self.check_process(kind)
+            self.check_process(call.kind)
+        if not call.name and self._unnamed_from() is not threading.current_thread():
+            self._check_thread(call)
 
     def abort(self, reason: str) -> None:
         """Make the group unusable from any thread; what runs is interrupted, what waits raises."""

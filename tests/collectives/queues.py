@@ -24,15 +24,15 @@ class Queue(CallQueue):
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Make a synchronous call."""
-        return self.run(Call("call"), function)
+        return self.run(Call("call", "queue"), function)
 
     def later(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor] = ()) -> Work[Any]:
         """Make an asynchronous call."""
-        return self.submit(Call("later", tensors=tensors), function)
+        return self.submit(Call("later", "queue", tensors=tensors), function)
 
     def begun(self, first: Callable[[], Any], rest: Callable[[], Any]) -> Work[Any]:
         """Begin a call in this thread if it can be."""
-        return self.begin(Call("begun"), first, rest)
+        return self.begin(Call("begun", "queue"), first, rest)
 
 
 def hold(queue: CallQueue | Group) -> threading.Event:
@@ -44,7 +44,7 @@ def hold(queue: CallQueue | Group) -> threading.Event:
         started.set()
         assert gate.wait(TIMEOUT)
 
-    queue.submit(Call("hold"), wait)
+    queue.submit(Call("hold", "queue"), wait)
     assert started.wait(TIMEOUT)
     return gate
 

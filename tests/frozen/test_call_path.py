@@ -28,11 +28,11 @@ class Limit(NamedTuple):
 # 1 MiB of float32, Sum, 2 ranks; and a gradient's hook to the start of its bucket's request.
 LIMITS: dict[str, dict[str, Limit]] = {
     "gloo": {
-        "frames": Limit(11, 11),
-        "files": Limit(6, 6),
-        "calls": Limit(100, 100),
+        "frames": Limit(10, 10),
+        "files": Limit(5, 5),
+        "calls": Limit(92, 92),
     },
-    "shm": {"calls": Limit(75, 75)},
+    "shm": {"calls": Limit(69, 69)},
     "gradient": {"frames": Limit(8, 8), "files": Limit(5, 5)},
 }
 TRACES: dict[str, Callable[[], Trace]] = {
