@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Generic
 
 import torch
 
@@ -17,11 +17,9 @@ from collectives.call import Call
 from collectives.calls import Calls
 from collectives.modes import untraced
 from collectives.reducers import Reducer
-from collectives.work import Work
+from collectives.work import T_co, Work
 
 Tensor = torch.Tensor
-# The type that the direct call returns.
-T_co = TypeVar("T_co", covariant=True)
 
 
 @untraced
