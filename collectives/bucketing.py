@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TypeVar
 
 import torch
@@ -38,6 +38,12 @@ class Packing:
 
     ranges: tuple[tuple[int, int], ...]
     shapes: tuple[torch.Size, ...]
+
+    @property
+    def sound(self) -> bool:
+        """Whether the ranges are ascending, disjoint and inside the list."""
+        ends = [-1, *(end for pair in self.ranges for end in pair), len(self.shapes)]
+        return all(a < b for a, b in pairwise(ends))
 
 
 def extract_ranges(
@@ -187,6 +193,8 @@ def unpack_small_tensors(tensors: Sequence[Tensor], packing: Packing | None) -> 
     if packing is None:
         return tensors
     validation.instance("packing", packing, Packing, "a Packing or None")
+    if not packing.sound:
+        raise ValueError("packing's fields contradict each other: take pack_small_tensors' own")
     count = len(packing.ranges)
     inside = sum(last - first + 1 for first, last in packing.ranges)
     if len(tensors) != count + len(packing.shapes) - inside:

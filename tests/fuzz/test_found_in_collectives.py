@@ -47,6 +47,7 @@ def test_timeout_that_no_thread_can_wait_for_raises(timeout: float) -> None:
 
 
 def test_plain_functions_of_bad_arguments_name_them() -> None:
+    packing = collectives.Packing(((2, 2), (2, 2)), (torch.Size([7]),) * 4)
     for call, error, words in [
         (lambda: collectives.split_by_size([3], 1), TypeError, r"tensors\[0\] must be a torch"),
         (lambda: collectives.plan_groups([None]), TypeError, r"tensors\[0\] must be a torch"),
@@ -54,6 +55,11 @@ def test_plain_functions_of_bad_arguments_name_them() -> None:
         (lambda: collectives.group_devices({"a": 1}, 1), TypeError, "devices must be a list"),
         (lambda: collectives.split_bounds(1.5, 2), TypeError, "numel must be an int"),
         (lambda: collectives.verify(None), TypeError, "schedule must be a Schedule"),
+        (
+            lambda: collectives.unpack_small_tensors([torch.ones(7)] * 4, packing),
+            ValueError,
+            "contradict each other",
+        ),
     ]:
         with pytest.raises(error, match=words):
             call()
