@@ -147,7 +147,6 @@ THINNED = (
     "examples",
     "faults",
     "kernels",
-    "processes/test_differing_calls.py",
 )
 QUICK = 4
 

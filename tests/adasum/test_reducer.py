@@ -69,50 +69,6 @@ def test_adasum_of_fewer_elements_than_ranks_equals_the_tree(size: int, numel: i
         assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e19])
-def test_adasum_of_squares_outside_float32_equals_the_tree(magnitude: float) -> None:
-    vectors = [v * magnitude for v in _inputs(4, 501, torch.float32)]
-    for algorithm in ("vhdd", "rd"):
-        result = _reduce(vectors, algorithm, None)[0]
-        # Elements near 1e-38 are subnormal or nearly so: their spacing, 2**-149, rounds each of the
-        # log2 4 = 2 levels, over and above the relative error.
-        floor = 2 * 2.0**-149 * 501**0.5 / tree(vectors).norm().item()
-        assert relative_error(result, tree(vectors)) <= tolerance(torch.float32) + floor
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_adasum_follows_the_order_of_the_ranks(size: int) -> None:
-    # Not associative: another order gives another answer, far outside the tolerance.
-    vectors = _inputs(size, 64, torch.float64)
-    turned = vectors[1:] + vectors[:1]
-    if size > 2:
-        assert relative_error(tree(turned), tree(vectors)) > 1e-3
-    result = _reduce(vectors, "vhdd", None)[0]
-    assert relative_error(result, tree(vectors)) <= tolerance(torch.float64)
-
-
-def test_adasum_of_zero_and_parallel_vectors_is_identity_and_average() -> None:
-    (vector,) = _inputs(1, 300, torch.float32)
-    zero = torch.zeros_like(vector)
-    for algorithm in ("vhdd", "rd"):
-        assert torch.equal(_reduce([zero, vector, zero], algorithm, None)[0], vector)
-        # Halves and doubles are exact; the average of v and 3v by the formula is 2v.
-        averaged = _reduce([vector, 3 * vector], algorithm, None)[0]
-        assert relative_error(averaged, 2 * vector.double()) <= tolerance(torch.float32)
-
-
-def test_adasum_with_a_nan_keeps_it_in_its_segment() -> None:
-    vectors = _inputs(4, BOUNDS[-1], torch.float32)
-    vectors[2][500] = float("nan")
-    clean = _inputs(4, BOUNDS[-1], torch.float32)
-    for algorithm in ("vhdd", "rd"):
-        result = _reduce(vectors, algorithm, BOUNDS)[1]
-        assert result[130:900].isnan().all()
-        kept = torch.cat([result[:130], result[900:]])
-        want = tree(clean, BOUNDS)
-        assert relative_error(kept, torch.cat([want[:130], want[900:]])) <= tolerance(torch.float32)
-
-
 def test_algorithm_is_direct_of_3_to_16_ranks_and_by_size_of_others() -> None:
     for size in range(2, 20):
         for nbytes, of_others in ((1024, "rd"), (1 << 24, "vhdd")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
@@ -293,9 +294,10 @@ def test_the_largest_factors_of_a_dtype_multiply(dtype: torch.dtype, factor: flo
     group.close()
 
 
-def test_group_of_a_bad_timeout_raises() -> None:
-    with pytest.raises(ValueError, match="timeout"):
-        Group(ThreadWorld(1).transport(0), timeout=-1.0, local_rank=0, local_size=1)
+@pytest.mark.parametrize("timeout", [math.inf, math.nan, 0, -1, 1e300])
+def test_group_of_a_bad_timeout_raises(timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
+        Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
 
 
 PURE: dict[str, Callable[[Any], Any]] = {

@@ -26,43 +26,6 @@ from tests.processes.harness import run_ranks
 TIMEOUT = 3.0
 
 
-def _survive(group: Group) -> tuple[str, float]:
-    """Wait for a rank that never comes; return what was said and after how long."""
-    start = time.monotonic()
-    with pytest.raises(CollectiveTimeoutError) as caught:
-        group.all_reduce(torch.ones(100_000), name="w")
-    waited = time.monotonic() - start
-    with pytest.raises(TransportError, match="unusable since an earlier failure"):
-        group.all_reduce(torch.ones(3))
-    return str(caught.value), waited
-
-
-def _rank(rank: int, transport: str, how: str) -> tuple[str, float] | None:
-    group = start(transport, TIMEOUT)
-    group.all_reduce(torch.ones(10))
-    if rank == 2:
-        if how == "stall":
-            time.sleep(4 * TIMEOUT)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return _survive(group)
-
-
-# Every fault over every transport: tests/faults.
-@pytest.mark.parametrize(("transport", "how"), [("gloo", "stall"), ("shm", "die"), ("gloo", "die")])
-def test_process(transport: str, how: str) -> None:
-    results = run_ranks(3, _rank, transport, how, timeout=60.0, may_die=frozenset({2}))
-    texts = [result[0] for result in results[:2]]
-    assert any("rank 2" in text for text in texts)
-    if transport != "gloo" and how == "die":
-        # It is seen at once, and who sees it tells the rank that waits for him.
-        assert all("rank 2" in text and waited < TIMEOUT / 2 for text, waited in results[:2])
-    for text, waited in results[:2]:
-        assert "step" in text and "all_reduce 'w'" in text
-        assert waited < TIMEOUT + 5.0
-        if how == "die":
-            assert waited < TIMEOUT + 1.0
-
-
 def _abort(rank: int, transport: str) -> tuple[str, float]:
     """Rank 2 aborts the call that it and rank 1 wait in; rank 0 comes later."""
     group = start(transport, TIMEOUT)
@@ -145,25 +108,6 @@ def test_ranks_that_start_with_other_options_are_told() -> None:
         "rank 1 calls init() with transport=gloo"
     )
     assert run_ranks(3, _unlike) == [(said, 3.0)] * 3
-
-
-@pytest.mark.parametrize("how", ["raise", "stall"])
-def test_threads(how: str) -> None:
-    def main(group: Group) -> tuple[str, float] | None:
-        if group.rank == 2:
-            if how == "stall":
-                over.wait(20.0)
-            return None
-        said = _survive(group)
-        over.set()
-        return said
-
-    over = threading.Event()
-    results = collectives.run_threads(3, main, timeout=0.5)
-    for result in results[:2]:
-        assert result is not None
-        assert "rank" in result[0] and "step" in result[0] and result[1] < 6.0
-    assert any("rank 2" in result[0] for result in results[:2] if result)
 
 
 def test_a_failed_thread_is_what_the_caller_sees() -> None:

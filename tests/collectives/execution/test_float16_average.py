@@ -205,12 +205,3 @@ def test_other_dtypes_are_divided_once_at_the_end(dtype: torch.dtype) -> None:
         assert torch.equal(as_real(averaged), as_real(summed) / 3)
 
     run_threads(3, job)
-
-
-def test_infinity_and_nan_stay() -> None:
-    def job(group: Group) -> None:
-        mine = torch.tensor([torch.inf, 1.0, torch.nan], dtype=torch.float16)
-        group.all_reduce(mine, Average)
-        assert mine[0] == torch.inf and mine[1] == 1.0 and mine[2].isnan()
-
-    run_threads(3, job)

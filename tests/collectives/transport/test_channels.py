@@ -232,18 +232,6 @@ def test_without_futexes_messages_arrive_too(kind: str, monkeypatch: pytest.Monk
     assert torch.equal(got, noise(LONG, 0))
 
 
-@both
-def test_the_last_messages_of_a_rank_that_has_ended_arrive(kind: str) -> None:
-    first, second = connect(2, kind)
-    for length in (1000, SLOT_BYTES):
-        exchange(first, [(1, noise(length, 1))], [])
-    first.close()
-    for length in (1000, SLOT_BYTES):
-        got = poisoned(length)
-        exchange(second, [], [(0, got)])
-        assert torch.equal(got, noise(length, 1))
-
-
 class Elsewhere(torch.Tensor):
     """A tensor whose memory the host cannot reach, as that of one on a GPU."""
 

@@ -168,18 +168,6 @@ def test_a_whole_that_is_closed_first_leaves_its_parts() -> None:
         receive(part[1], 3)
 
 
-def test_what_was_sent_before_a_part_was_closed_arrives() -> None:
-    whole = connect(2)
-    part = split(whole, [0, 1])
-    send(part[0], noise(50, 1))
-    part[0].close()
-    send(whole[0], noise(5, 2))
-    receive(whole[1], 5)
-    assert torch.equal(receive(part[1], 50), noise(50, 1))
-    with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended"):
-        receive(part[1], 5)
-
-
 def test_a_forked_child_leaves_all_connections_alone() -> None:
     whole = connect(2)
     part = split(whole, [0, 1])
@@ -211,11 +199,3 @@ def test_parts_of_ranks_on_two_hosts_share_memory_where_the_whole_does() -> None
         lambda: exchange(mixed[2], [], [(0, got[2])]),
     )
     assert all(torch.equal(got[seed], noise(LONG, seed)) for seed in (1, 2))
-
-
-def test_errors_of_a_split_transport_name_the_ranks_of_the_whole() -> None:
-    whole = connect(3)
-    part = split(whole, [2, 1])
-    part[0].close()
-    with pytest.raises(CollectiveTimeoutError, match="from rank 2 in a step: rank 2 has ended"):
-        exchange(part[1], [], [(0, poisoned(1))])
