@@ -17,7 +17,6 @@ from collectives.reducers import Piece
 from collectives.schedules import direct
 from collectives.schedules.algorithm import Order
 from collectives.schedules.folding import balanced_tree
-from collectives.schedules.registry import ORDERED
 from tests.collectives.consistency.ranks import WAYS, everywhere, run
 from tests.collectives.operators import Longest
 
@@ -312,32 +311,6 @@ def test_a_users_schedule_with_a_tree_carries_what_reads_it() -> None:
 
 
 @pytest.mark.usefixtures("by_messages")
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_reduce_scatter_is_the_slice_of_the_all_reduce(size: int) -> None:
-    numel = 70_000 * size + 5
-
-    def work(group: Group) -> None:
-        mine = torch.randn(numel, generator=torch.Generator().manual_seed(group.rank))
-        piece = group.reduce_scatter(mine.clone(), Adasum, prescale=0.5, postscale=2.0)
-        whole = group.all_reduce(mine.clone(), Adasum, prescale=0.5, postscale=2.0)
-        assert torch.equal(piece, whole.tensor_split(size)[group.rank])
-
-    run_threads(size, work)
-
-
-@pytest.mark.usefixtures("by_messages")
-def test_reduce_scatter_of_small_and_of_float64_vectors_is_the_slice_of_the_all_reduce() -> None:
-    def work(group: Group) -> None:
-        for numel, dtype in ((13, torch.float32), (90_001, torch.float64)):
-            mine = torch.randn(numel, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
-            piece = group.reduce_scatter(mine.clone(), Adasum)
-            whole = group.all_reduce(mine, Adasum)
-            assert torch.equal(piece, whole.tensor_split(4)[group.rank])
-
-    run_threads(4, work)
-
-
-@pytest.mark.usefixtures("by_messages")
 @pytest.mark.parametrize("op", [Sum, Average, Max], ids=str)
 def test_elementwise_operators_are_one_pass_in_rank_order(op: Reducer) -> None:
     def work(group: Group) -> None:
@@ -386,7 +359,3 @@ def test_reduce_and_plans_of_pieces_with_a_tree_have_the_same_bits(
         run_again()
         assert bits(outs[0]) == bits(outs[1])
         check(outs[0], defined(inputs, weighted=op.weighted), (kind, dtype, op, cuts))
-
-
-def test_names_that_carry_adasum_hold_direct() -> None:
-    assert "direct" in ORDERED

@@ -133,19 +133,6 @@ def test_unweighted_pairs_count_alike_whatever_is_behind_them(size: int) -> None
         assert relative_error(answer, want) <= tolerance(torch.float64), name
 
 
-def test_unweighted_three_parallel_vectors_weigh_a_quarter_a_quarter_and_a_half() -> None:
-    def work(group: Group) -> list[float]:
-        mine = [torch.tensor([3.0 * (1 + group.rank) ** 2]) for _ in range(4)]
-        for tensor, op in zip(mine, (UNWEIGHTED, Adasum) * 2, strict=True):
-            name = "rd" if tensor is mine[0] or tensor is mine[1] else "xring"
-            group.all_reduce(tensor, op, algorithm=name)
-        return [tensor.item() for tensor in mine]
-
-    values = run_threads(3, work)[0]
-    halves, mean = 0.25 * 3 + 0.25 * 12 + 0.5 * 27, (3 + 12 + 27) / 3
-    assert values == pytest.approx([halves, mean, halves, mean], rel=16 * 2.0**-23)
-
-
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_weighted_and_not_of_a_power_of_two_have_equal_bits(size: int) -> None:
     names = ["rd", "vhdd", "rechd#3", "auto"]

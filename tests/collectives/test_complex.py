@@ -11,7 +11,6 @@ import torch
 from collectives import Average, FusedBuffer, Group, Product, Reducer, Sum, run_threads
 from collectives.reducers import as_real
 from tests.collectives.consistency.ranks import WAYS, everywhere, run
-from tests.processes.harness import run_ranks
 
 Tensor = torch.Tensor
 DTYPES = (torch.complex32, torch.complex64, torch.complex128)
@@ -162,27 +161,3 @@ def test_average_of_complex_halves_cannot_overflow() -> None:
 def test_fused_buffer_of_complex_tensors_says_what_it_takes() -> None:
     with pytest.raises(TypeError, match="complex64"):
         FusedBuffer([torch.ones(3, dtype=torch.complex64)])
-
-
-def _over(rank: int, transport: str) -> None:
-    import collectives
-
-    group = collectives.init(timeout=30.0, transport=transport)
-    for dtype in DTYPES:
-        for op, expected in EXPECTED.items():
-            for numel in NUMELS:
-                mine = values(rank, numel, dtype)
-                assert equal(group.all_reduce(mine, op), expected(numel, dtype))
-            many = [values(rank, numel, dtype) for numel in NUMELS]
-            group.grouped_all_reduce(many, op)
-            for tensor, numel in zip(many, NUMELS, strict=True):
-                assert equal(tensor, expected(numel, dtype))
-    mine = values(rank, 77, torch.complex64)
-    group.all_reduce(mine, algorithm="collective")
-    assert equal(mine, total(77, torch.complex64))
-    collectives.shutdown()
-
-
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_complex_tensors_are_reduced_between_processes(transport: str) -> None:
-    run_ranks(SIZE, _over, transport)

@@ -177,16 +177,3 @@ def check(name: str, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_start_functions_raise_documented_errors_only(name: str, data: st.DataObject) -> None:
     check(name, data)
-
-
-def test_functions_without_a_group_say_what_to_call() -> None:
-    for function in (collectives.default_group, adasum.rank, adasum.cross_size, adasum.barrier):
-        with pytest.raises(RuntimeError, match="call init"):
-            function()
-    assert not collectives.is_initialized()
-
-
-def test_ddp_hook_with_no_hook_state_raises() -> None:
-    for state in (None, 3, Adasum):
-        with pytest.raises(TypeError, match="state must be a HookState"):
-            adasum.ddp_hook(state, None)

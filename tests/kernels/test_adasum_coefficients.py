@@ -249,30 +249,6 @@ def test_adasum_of_tiny_and_huge_vectors_is_within_100_eps(scale: float) -> None
     assert_within_100_eps(tensors[2:4], balanced(2), (0, 60))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3])
-def test_parallel_vectors_average_and_orthogonal_ones_sum(dtype: torch.dtype) -> None:
-    for count in (2, 3, 8, 13):
-        a = random(64, dtype, "cpu", 1)
-        tensors = [(a * 2.0**-i if i % 2 else a.clone()) for i in range(count)]
-        mean = torch.stack(tensors).double().mean(0)
-        got, _ = chain(tensors, balanced(count), (0, 64), 2)
-        assert ((got.double() - mean).norm() <= 100 * torch.finfo(dtype).eps * mean.norm()).all()
-        apart = [torch.zeros(64, dtype=dtype) for _ in range(count)]
-        for i, one in enumerate(apart):
-            one[i::count] = a[i::count]
-        assert bits(chain(apart, balanced(count), (0, 64), 2)[0]) == bits(a)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:3])
-def test_nan_stays_in_its_segment_all_the_way(dtype: torch.dtype) -> None:
-    tensors = [random(CUTS[-1], dtype, "cpu", i) for i in range(5)]
-    clean, _ = chain(tensors, balanced(5), CUTS, 3)
-    tensors[3][40] = math.nan
-    got, _ = chain(tensors, balanced(5), CUTS, 3)
-    assert got[1:50].isnan().all()
-    assert bits(got[:1]) == bits(clean[:1]) and bits(got[50:]) == bits(clean[50:])
-
-
 def test_adasum_coefficients_bytes_are_the_matrices_and_the_rows() -> None:
     partials = torch.zeros(3, 5, 2, 2, dtype=F64)
     assert kernels.adasum_coefficients_bytes(partials) == 8 * (3 * 5 * 4 + 5 * 2)

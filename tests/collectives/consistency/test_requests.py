@@ -137,19 +137,6 @@ def test_requests_of_two_groups_are_waited_for_in_any_order(numel: int) -> None:
     run("threads", 2, job)
 
 
-def test_small_request_ends_before_it_is_waited_for() -> None:
-    def job(group: Group) -> None:
-        request = group.all_reduce_init(torch.ones(3))
-        request.start()
-        deadline = time.monotonic() + TIMEOUT
-        while not request.is_completed():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        assert torch.equal(request.wait(), torch.full((3,), 2.0))
-
-    run("threads", 2, job)
-
-
 def test_done_callback_of_a_small_request_needs_no_wait() -> None:
     def job(group: Group) -> None:
         request = group.all_reduce_init(torch.ones(3))

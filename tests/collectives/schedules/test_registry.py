@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-import kernels
-from adasum import Adasum
-from collectives import Group, run_threads
 from collectives.schedules.algorithm import Order
 from collectives.schedules.registry import ALGORITHMS, LIBRARIES, ORDERED, SCHEDULES
 from collectives.schedules.spec import INNER, ONE_LEVEL, OUTER, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
-from tests.collectives.schedules.simulation import answers, one_level, ranks_in
+from tests.collectives.schedules.simulation import answers, one_level
 
 README = Path(__file__).parents[3] / "README.md"
 
@@ -69,32 +64,3 @@ def test_orders_are_the_trees_promised() -> None:
     assert Order.BALANCED.tree(range(6)) == (((0, 1), (2, 3)), (4, 5))
     assert Order.BALANCED.tree(range(5)) == (((0, 1), 2), (3, 4))
     assert Order.LINE.tree("a") == Order.BALANCED.tree("a") == "a"
-
-
-@pytest.mark.parametrize("name", ORDERED)
-def test_adasum_by_every_algorithm_is_its_tree_with_equal_bits(name: str) -> None:
-    """Wherever the buffers begin: each rank's begins at another element."""
-    count, size = 37, 5
-    inputs = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(size)]
-
-    def work(group: Group) -> torch.Tensor:
-        mine = torch.empty(count + group.rank)[group.rank :].copy_(inputs[group.rank])
-        return group.all_reduce(mine, Adasum, algorithm=name)
-
-    results = run_threads(size, work)
-    order = ALGORITHMS[name].order
-    assert order is not None
-    expected = _reference(order.tree(range(size)), inputs)
-    for result in results:
-        assert torch.equal(result, results[0])
-    # At most four reductions deep. Each rounds coefficients, products and their sum by half an eps,
-    # four times in all; twice that, since inputs that are partly parallel have a smaller result.
-    error = (results[0].double() - expected).norm() / expected.norm()
-    assert error <= 4 * 4 * torch.finfo(torch.float32).eps
-
-
-def _reference(tree: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
-    if isinstance(tree, int):
-        return inputs[tree].double()
-    p, q = (len(ranks_in(side)) for side in tree)
-    return kernels.adasum_reference(*(_reference(side, inputs) for side in tree), weights=(p, q))

@@ -24,20 +24,6 @@ def several(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [random(shape, dtype, "cpu", seed + i) for i, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rebound_and_released_plans_compute_on_the_new_tensors(dtype: torch.dtype) -> None:
-    plan = kernels.plan_pack(several(1, dtype))
-    for seed in (2, 3):
-        tensors = several(seed, dtype)
-        plan.rebind(tensors)
-        plan.check()
-        assert bits(plan(0.5)) == bits(kernels.pack(tensors, scale=0.5))
-        plan.release()
-    tensors[3].data = random((40,), dtype, "cpu", 9)
-    plan.rebind(tensors)
-    assert bits(plan()) == bits(kernels.pack(tensors))
-
-
 def test_parameters_are_taken() -> None:
     plan, tensors = kernels.plan_pack(several(1)), several(2)
     tensors[0] = torch.nn.Parameter(torch.full((5, 3), 3.0))
