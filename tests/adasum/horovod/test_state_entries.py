@@ -28,10 +28,6 @@ class Scaled(nn.Linear):
         self.extra = state
 
 
-def _equal(tensors: list[Tensor]) -> bool:
-    return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
-
-
 @pytest.mark.parametrize(
     "make",
     [bytes, dict, io.BytesIO, lambda: None, lambda: [torch.ones(2)]],

@@ -13,9 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from collectives.transport import ThreadWorld
 from collectives.transport.shared_memory import futex
-from tests.collectives.transport.thread_ranks import TIMEOUT, together
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="futexes are Linux's")
 
@@ -104,33 +102,3 @@ def test_sandbox_that_forbids_futexes_later_makes_them_unavailable(
     monkeypatch.setattr(futex, "_holding", refuse)
     futex.wake(0)
     assert not futex.available
-
-
-@pytest.mark.parametrize("available", [True, False])
-def test_symmetric_memory_with_and_without_futexes_waits_for_late_ranks(
-    available: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Late ranks are waited for either way, in calls and within them."""
-    if available and not futex.available:
-        pytest.skip("no futexes here")
-    monkeypatch.setattr(futex, "available", available)
-    world = ThreadWorld(3)
-    order: list[tuple[int, int]] = []
-
-    def run(rank: int) -> None:
-        memory = world.transport(rank).symmetric_memory
-        assert memory is not None
-        for call in range(9):
-            if rank == call % 3:
-                time.sleep(0.03)
-            order.append((2 * call, rank))
-            memory.signal(call + 1)
-            memory.wait("a step", TIMEOUT)
-            if rank == (call + 1) % 3:
-                time.sleep(0.03)
-            order.append((2 * call + 1, rank))
-            memory.barrier("a step", TIMEOUT)
-
-    together(*(lambda r=r: run(r) for r in range(3)))
-    # Nobody goes on before all have come.
-    assert [when for when, _ in order] == sorted(when for when, _ in order)

@@ -35,18 +35,31 @@ def memory_of(transport: HostTransport) -> SymmetricMemory:
 
 
 @both
-def test_wait_returns_when_the_last_rank_has_signalled(kind: str) -> None:
+@pytest.mark.parametrize("futexes", [True, False])
+def test_wait_returns_when_the_last_rank_has_signalled(
+    kind: str, futexes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futex, "available", futexes and futex.available)
     ranks = transports(kind, 3)
     arrived: list[int] = []
+    met: list[int] = []
 
     def run(transport: Any) -> None:
         for call in range(300):
             if transport.rank == call % 3:
+                if call < 9:
+                    time.sleep(0.03)
                 arrived.append(call)
             memory_of(transport).signal(call + 1)
             memory_of(transport).wait("a step", TIMEOUT)
             # The late rank of this call wrote before it entered, and none is a call further.
             assert len(arrived) in (call + 1, call + 2)
+            if call < 9:
+                # Each rank is the late one at a barrier, too.
+                time.sleep(0.03 * (transport.rank == (call + 1) % 3))
+                met.append(call)
+                memory_of(transport).barrier("a step", TIMEOUT)
+                assert met.count(call) == 3
 
     together(*(lambda t=t: run(t) for t in ranks))
 
