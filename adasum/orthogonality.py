@@ -30,7 +30,7 @@ from adasum.observer import ObservedGram, squared_norms_by
 from adasum.real_pairs import as_reals
 from adasum.reducer import Adasum
 from collectives import Group, Sum, default_group, validation
-from collectives.schedules.folding import balanced_tree
+from collectives.schedules.halving import balanced_tree
 
 __all__ = ["Recorder", "Row", "orthogonality"]
 

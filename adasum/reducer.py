@@ -20,7 +20,7 @@ from adasum.observer import GramObserver, ObservedGram, Observer
 from adasum.pieces import ClippedPiece, add_up, are_whole, clip, clipped, device_of, segments_of
 from adasum.real_pairs import real_dtype, real_operands
 from collectives import Group, Needs, Operands, Reducer
-from collectives.schedules.folding import balanced_tree
+from collectives.schedules.halving import balanced_tree
 from kernels.validation import EQUAL, tracing
 
 if TYPE_CHECKING:

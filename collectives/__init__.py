@@ -46,9 +46,8 @@ from collectives.initialize import (
 )
 from collectives.reducers import Average, Max, Min, Needs, Operands, Piece, Product, Reducer, Sum
 from collectives.requests import Request
-from collectives.schedules.orders import order_of
-from collectives.schedules.partition import split_bounds
-from collectives.schedules.schedule import Action, Collective, Step, Transfer
+from collectives.schedules.levels import order_of
+from collectives.schedules.schedule import Action, Collective, Step, Transfer, split_bounds
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, parse_general_int
 from collectives.schedules.topology import Topology, ring_permutations
 from collectives.schedules.verify import verify

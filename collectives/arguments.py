@@ -13,11 +13,10 @@ from collectives._own_packages import require_ours
 from collectives.call import Call
 from collectives.execution.all_reduce import AUTO, Runner
 from collectives.reducers import Reducer, is_plain_sum
-from collectives.schedules.partition import split_bounds
-from collectives.schedules.schedule import Schedule
+from collectives.schedules.schedule import Schedule, split_bounds
 from collectives.schedules.spec import canonical_spec, parse_all_reduce_spec
 from collectives.schedules.user_schedules import require_carries, verified
-from collectives.transport.byte_gathering import as_tensor
+from collectives.transport.base import as_tensor
 from collectives.tree_order import in_order
 
 kernels = require_ours("kernels")

@@ -15,7 +15,7 @@ from collectives import validation
 from collectives.recorder import UNRECORDED
 from collectives.reducers import Reducer, Sum
 from collectives.schedules.schedule import Schedule
-from collectives.transport.shared_memory.symmetric_memory import CODE_BITS
+from collectives.transport.symmetric_memory import CODE_BITS
 
 ANY = -1
 

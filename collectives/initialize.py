@@ -18,14 +18,17 @@ import kernels
 from collectives import validation
 from collectives.bootstrap.launchers import local_ranks, world_size
 from collectives.bootstrap.rendezvous import agree_on_backend, start_torch_distributed
-from collectives.bootstrap.settings import (
+from collectives.bootstrap.transport_selection import (
     TIMEOUT,
     Settings,
     TransportName,
+    check_alone,
     check_process_group,
+    connect,
+    report,
     transport_choice,
+    version,
 )
-from collectives.bootstrap.transport_selection import check_alone, connect, report, version
 from collectives.call import Call
 from collectives.errors import CollectiveTimeoutError, TransportError
 from collectives.group import Group

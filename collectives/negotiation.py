@@ -23,9 +23,8 @@ import torch
 from collectives.call import Call
 from collectives.errors import CollectiveMismatchError, TransportError
 from collectives.execution.operations import WITH_JOINED
-from collectives.transport.base import Message, Transport
-from collectives.transport.byte_gathering import gather_bytes, read_objects
-from collectives.transport.shared_memory.symmetric_memory import JOINED, RanksDiffer
+from collectives.transport.base import Message, Transport, gather_bytes, read_objects
+from collectives.transport.symmetric_memory import JOINED, RanksDiffer
 
 # The code of a joined rank when the largest one is sought: smaller than any other.
 _NO_CODE = torch.iinfo(torch.int64).min

@@ -131,7 +131,6 @@ FOR_CI = (
     "processes/test_conformance.py::test_transport[gloo",
     "processes/test_conformance.py::test_transport[hybrid",
     "processes/test_conformance.py::test_transport[mixed",
-    "processes/test_cpu_paths.py::test_a_later_group",
     "processes/test_limits.py::test_rank_without_memory_in_init",
     "processes/test_one_process.py::test_adasum_log_info",
     "processes/test_specs.py::test_sum_and_average[6",

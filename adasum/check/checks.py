@@ -18,7 +18,7 @@ from torch import Tensor
 import collectives
 import kernels
 from adasum.reducer import Adasum
-from collectives.bootstrap.settings import TransportName
+from collectives.bootstrap.transport_selection import TransportName
 from collectives.transport import load_nccl
 
 # Odd, so that every kernel has a tail.

@@ -14,7 +14,7 @@ from adasum.horovod.arguments import require
 from adasum.horovod.process_sets import ProcessSet, add_process_set, require_group
 from adasum.reducer import UNWEIGHTED, Adasum
 from collectives import default_group
-from collectives.bootstrap.settings import TransportName
+from collectives.bootstrap.transport_selection import TransportName
 
 _logger = logging.getLogger(__name__)
 _looked_for_variables = False

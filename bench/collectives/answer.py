@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.schedules.partition import split_bounds
 from collectives.schedules.registry import algorithm
+from collectives.schedules.schedule import split_bounds
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
 

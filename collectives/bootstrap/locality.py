@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from collectives.schedules.topology import Topology
-from collectives.transport.base import Transport
-from collectives.transport.byte_gathering import gather_objects
+from collectives.transport.base import Transport, gather_objects
 
 
 @dataclass(frozen=True)

@@ -1,43 +1,92 @@
-"""Select a group's transports: what its ranks ask for, as far as it is available, and report it."""
+"""What ranks ask for in `init`, and the transports that they get as far as they are available."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
 
 import kernels
+from collectives import validation
 from collectives.call import Call
 from collectives.errors import TransportError
 from collectives.negotiation import negotiate_by_messages
 from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.topology import Topology
 from collectives.transport import GlooTransport, NcclTransport, Transport, load_nccl
-from collectives.transport.byte_gathering import gather_objects
+from collectives.transport.base import gather_objects
 from collectives.transport.host import on_host
 from collectives.transport.host_memory import host_place, share_memory
+from collectives.transport.nccl.backend import TorchBackend
 from collectives.transport.nccl.cupy_backend import CupyBackend, shared_stream
-from collectives.transport.nccl.torch_backend import TorchBackend
 from collectives.transport.process_groups import has_nccl
-from kernels.cpu.dispatch import use_torch
 
 # `BackendInfo.cpu_path` where the compiled C kernels are used.
 _COMPILED = "compiled"
-# Whether a group of this process relies on compiled code: to change to torch's functions later
-# would change its bits on this rank alone.
-_promised = False
 # The report names the algorithm that `auto` takes for each of these: small, medium and large.
 _SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "64 MiB": 2**26}
-_logger = logging.getLogger(__name__)
+# Seconds. Where one rank validates or saves for longer, the user passes `timeout`.
+TIMEOUT = 300.0
+# How tensors may travel; `init` says what each is.
+TransportName: TypeAlias = Literal["auto", "gloo", "shm", "nccl"]
+_CHOICES = get_args(TransportName)
+
+
+def transport_choice(transport: str | None) -> str:
+    """Return the argument, else ADASUM_TRANSPORT, else "auto"; ValueError if that is unknown."""
+    source, choice = "transport", transport
+    if choice is None:
+        source, choice = "ADASUM_TRANSPORT", os.environ.get("ADASUM_TRANSPORT") or "auto"
+    if choice == "tcp":
+        # An earlier version's name for messages over TCP, which now go by gloo.
+        return "gloo"
+    if choice not in _CHOICES:
+        raise ValueError(f"{source} must be one of {', '.join(_CHOICES)}, got {choice!r}")
+    return choice
+
+
+class Settings(NamedTuple):
+    """The arguments of `init`; None for one that was left out."""
+
+    timeout: float | None = None
+    process_group: dist.ProcessGroup | None = None
+    transport: str | None = None
+
+    def checked(self) -> Settings:
+        """Return the arguments, checked, with defaults for those that were left out."""
+        timeout = TIMEOUT if self.timeout is None else self.timeout
+        validation.timeout(timeout)
+        if self.process_group is not None:
+            check_process_group(self.process_group)
+        return Settings(timeout, self.process_group, transport_choice(self.transport))
+
+    def require_same(self, first: Settings) -> None:
+        """Raise ValueError if a given argument differs from the first call's, as `checked`."""
+        for name, given, value, earlier in zip(
+            self._fields, self, self.checked(), first, strict=True
+        ):
+            if given is not None and value != earlier:
+                raise ValueError(
+                    f"{name} is {value!r} in a second call of init, and was {earlier!r} in the "
+                    "first: leave it out, or call shutdown() before"
+                )
+
+
+def check_process_group(process_group: object) -> None:
+    """Raise TypeError unless this is a process group that this rank is in."""
+    if not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup that this rank is in, got "
+            f"{type(process_group).__name__}"
+        )
 
 
 @functools.cache
@@ -72,7 +121,7 @@ def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
         host = on_host(gloo, shared)
     with ExitStack() as failed:
         failed.callback(host.close)
-        _compute_alike(gather([kernels.backend_info().cpu_path, _promised]), gloo.rank)
+        _require_alike(gather(kernels.backend_info().cpu_path))
         host = _with_torchs_nccl(host, timeout)
         if choice == "nccl":
             _check_gpus(gather(_gpu_report()))
@@ -97,28 +146,19 @@ def check_alone(choice: str) -> None:
         _check_gpus([_gpu_report()])
 
 
-def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:
-    """Let all ranks use compiled code for CPU tensors, or all of them torch's functions.
+def _require_alike(paths: Sequence[str]) -> None:
+    """Raise TransportError if compiled code computes on CPU tensors on some ranks only.
 
-    Results of the two may differ in the last bit, and all ranks are to have the same bits. ranks:
-    For each rank `BackendInfo.cpu_path`, and whether other groups of it rely on compiled code.
+    Results of it and of torch's functions may differ in the last bit, and all ranks are to have the
+    same bits. paths: For each rank `BackendInfo.cpu_path`.
     """
-    global _promised
-    lacking = [i for i, (path, _) in enumerate(ranks) if path != _COMPILED]
-    bound = [i for i, (path, promised) in enumerate(ranks) if path == _COMPILED and promised]
-    _promised = _promised or not lacking
-    if len(lacking) in (0, len(ranks)):
-        return
-    why = f"rank {lacking[0]} has {ranks[lacking[0]][0]}"
-    if bound:
+    lacking = [rank for rank, path in enumerate(paths) if path != _COMPILED]
+    if 0 < len(lacking) < len(paths):
         raise TransportError(
-            f"ranks {bound} compute on CPU tensors in compiled code, as other groups of theirs do, "
-            f"and ranks {lacking} cannot: {why}; set ADASUM_CPU_KERNELS=torch on all ranks"
+            f"ranks {lacking} cannot compute on CPU tensors in compiled code, as the other ranks "
+            f"do: rank {lacking[0]} has {paths[lacking[0]]}; install the package there with a C "
+            "compiler, or set ADASUM_CPU_KERNELS=torch on all ranks"
         )
-    use_torch(why)
-    if rank == lacking[0]:
-        said = "all ranks compute on CPU tensors by torch's functions, as ranks %s have to: %s"
-        _logger.warning(said, lacking, why)
 
 
 def _check_shared(near: Sequence[Sequence[int]]) -> None:

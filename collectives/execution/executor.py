@@ -18,9 +18,8 @@ import torch
 from collectives.execution.lowering import LoweredStep, Reduction, lower, lower_evenly
 from collectives.modes import inference_mode
 from collectives.reducers import Needs, Operands, Piece, Reducer, Sum
-from collectives.schedules import recursive_doubling
-from collectives.schedules.partition import split_bounds
-from collectives.schedules.schedule import Schedule
+from collectives.schedules import halving
+from collectives.schedules.schedule import Schedule, split_bounds
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Message, Transport
 
@@ -251,7 +250,7 @@ def _sum_partials(partials: torch.Tensor, group: tuple[int, ...], step: CallCont
         raise ValueError(f"{step.label} names no group to sum over; use rd, rechd or vhdd")
     # The step's own workspace holds what is being reduced.
     call = replace(step, label=f"the dot products of {step.label}", workspace=Workspace())
-    execute(recursive_doubling.all_reduce(len(group)), partials.view(-1), Sum, call, ranks=group)
+    execute(halving.doubling(len(group)), partials.view(-1), Sum, call, ranks=group)
 
 
 def _gather_partials(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from collectives.schedules.partition import Ranges, segment_bounds, split_bounds
-from collectives.schedules.schedule import Action, Schedule, Step, Tree, steps_of
+from collectives.schedules.schedule import (
+    Action,
+    Schedule,
+    Step,
+    Tree,
+    segment_bounds,
+    split_bounds,
+    steps_of,
+)
 
 # A ring of 1,024 ranks takes a megabyte.
 _MAX_ENTRIES = 128
@@ -141,6 +149,12 @@ def _leaves(received: Sequence[tuple[int, int] | None], before: int) -> tuple[in
 
 def sent_first(step: Step) -> bool:
     """Return whether the elements that a message is reduced into are sent before it arrives."""
-    sent = Ranges(each[1:3] for each in step.sends)
+    sent = {each[1:3] for each in step.sends}
     received = {each[1:3] for each in step.recvs if each.action is not Action.COPY}
-    return all(sent.overlapping(*each) <= (each in sent) for each in received)
+    starts, stops = sorted(start for start, _ in sent), sorted(stop for _, stop in sent)
+
+    def overlapping(start: int, stop: int) -> int:
+        # Those that begin before its end, less those that have ended before it begins.
+        return bisect_left(starts, stop) - bisect_right(stops, start)
+
+    return all(overlapping(*each) <= (each in sent) for each in received)

@@ -32,10 +32,9 @@ from collectives.execution.all_reduce import (
 )
 from collectives.execution.vectors import Vector, flatten, multiply, vector_of
 from collectives.reducers import Needs, Reducer, Sum, is_plain_sum
-from collectives.schedules import binomial_tree, bruck, direct, ring
+from collectives.schedules import copying, direct, ring
 from collectives.schedules.auto import all_gather_schedule, reduce_schedule
-from collectives.schedules.partition import split_bounds
-from collectives.schedules.schedule import Schedule
+from collectives.schedules.schedule import Schedule, split_bounds
 from collectives.transport.base import Message
 from collectives.tree_order import in_order
 
@@ -47,10 +46,7 @@ def _reduce(runner: Runner, call: Call) -> Tensor:
     (tensor,) = call.tensors
     flat, dst = flatten(tensor), call.options["dst"]
     multiply(flat, runner.factor(call, flat.dtype))
-    if Needs.BALANCED_TREE in call.op.needs:
-        schedule = direct.reduce(runner.size, dst)
-    else:
-        schedule = reduce_schedule(flat.nbytes, dst, runner.size)
+    schedule = reduce_schedule(flat.nbytes, dst, runner.size, call.op.needs)
     runner.execute(call, schedule, flat, call.op)
     if runner.rank == dst:
         runner.finish(call, flat)
@@ -59,7 +55,7 @@ def _reduce(runner: Runner, call: Call) -> Tensor:
 
 def _broadcast(runner: Runner, call: Call) -> Tensor:
     (tensor,) = call.tensors
-    schedule = binomial_tree.broadcast(runner.size, call.options["root"])
+    schedule = copying.broadcast(runner.size, call.options["root"])
     runner.execute(call, schedule, flatten(tensor), Sum)
     return tensor
 
@@ -128,7 +124,7 @@ def _row_bounds(runner: Runner, call: Call) -> list[int]:
     table[runner.rank, 0] = mine.shape[0]
     table[runner.rank, 1] = _NO_OUT if call.out is None else call.out.shape[0]
     bounds = range(0, 2 * runner.size + 1, 2)
-    runner.execute(call, bruck.all_gather(runner.size), table.view(-1), Sum, bounds)
+    runner.execute(call, copying.all_gather(runner.size), table.view(-1), Sum, bounds)
     _check_counts(runner, call, table[:, 0])
     rows = [0, *torch.cumsum(table[:, 0], 0).tolist()]
     for rank, rows_of_out in enumerate(table[:, 1].tolist()):
@@ -182,7 +178,7 @@ def symmetric_empty(runner: Runner, call: Call, device: torch.device | None) -> 
     # All ranks' pads are cleared before anyone launches.
     ready = torch.zeros(runner.size, device="cpu")
     bounds = range(runner.size + 1)
-    runner.execute(call, bruck.all_gather(runner.size), ready, Sum, bounds)
+    runner.execute(call, copying.all_gather(runner.size), ready, Sum, bounds)
     return memory.tensor.view(dtype)
 
 

@@ -23,9 +23,8 @@ from collectives.reducers import Needs, Reducer, is_plain_sum
 from collectives.schedules.algorithm import ONE_TENSOR, Algorithm, RoundRobin, refusal
 from collectives.schedules.auto import sum_algorithm, tree_algorithm
 from collectives.schedules.levels import schedule_of
-from collectives.schedules.partition import split_bounds
 from collectives.schedules.registry import algorithm, carriers
-from collectives.schedules.schedule import Schedule
+from collectives.schedules.schedule import Schedule, split_bounds
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport

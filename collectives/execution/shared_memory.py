@@ -31,11 +31,11 @@ from collectives.call import Call
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
 from collectives.execution.vectors import Vector, multiply
 from collectives.reducers import TREE_RANKS, Needs, Operands, Piece, Reducer, Sum, is_plain_sum
-from collectives.schedules.folding import balanced_tree
-from collectives.schedules.partition import piece_bounds
+from collectives.schedules.halving import balanced_tree
 from collectives.schedules.registry import algorithm
+from collectives.schedules.schedule import piece_bounds
 from collectives.schedules.spec import AllReduceSpec, spec_for
-from collectives.transport.shared_memory.symmetric_memory import (
+from collectives.transport.symmetric_memory import (
     BUFFER_BYTES,
     TABLE_BYTES,
     SymmetricMemory,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from collectives.reducers import TREE_RANKS
-from collectives.schedules import binomial_tree, bruck, ring
+from collectives.reducers import TREE_RANKS, Needs
+from collectives.schedules import copying, direct, halving, ring
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
@@ -22,9 +22,9 @@ STEP_BYTES = {"cpu": 1 << 18, "cuda": 1 << 23}
 By the cost model and by `python -m bench.collectives.all_reduce`; a buffer that is cut in slices
 pays for more steps.
 """
-# Up to here a reduction to one rank goes by a tree, whose root takes the whole buffer as extra
-# memory; beyond along a line, where each rank takes one n-th.
-TREE_BYTES = 1 << 20
+# Up to here a reduction to one rank goes in pairs, with half of the buffer as extra memory, or all
+# of it if ranks are folded; beyond by a ring, with one n-th.
+PAIRS_BYTES = 1 << 20
 
 
 # Every call asks, and few differ.
@@ -84,10 +84,13 @@ def all_gather_schedule(device: str, nbytes: int, topology: Topology) -> Schedul
     """
     alike = 1 in (topology.num_nodes, topology.local_size)
     if alike or device == "cuda" or nbytes <= STEP_BYTES[device]:
-        return bruck.all_gather(topology.size)
+        return copying.all_gather(topology.size)
     return ring.all_gather(topology.size)
 
 
-def reduce_schedule(nbytes: int, root: int, size: int) -> Schedule:
-    """Return the reduction of so many bytes of each of `size` ranks onto `root`."""
-    return (binomial_tree if nbytes <= TREE_BYTES else ring).reduce(size, root)
+def reduce_schedule(nbytes: int, root: int, size: int, needs: Needs) -> Schedule:
+    """Return the reduction of so many bytes of each rank onto `root`, in the order of `needs`."""
+    if Needs.ALL_OPERANDS in needs:
+        return direct.scatter_gather(size).reduce(root)
+    in_pairs = needs or nbytes <= PAIRS_BYTES
+    return (halving if in_pairs else ring).scatter_gather(size).reduce(root)

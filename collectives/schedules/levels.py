@@ -1,16 +1,33 @@
-"""The levels and the schedule that a range of the specification string stands for."""
+"""Two levels: reduce inside every node, all-reduce across nodes, share the result inside again.
+
+Wins where connections between nodes are slower than those inside them. The inner algorithm reduces
+each region of the buffer onto one owner per node; a region's owners, one per node, all-reduce it by
+the outer schedule, all regions at once; the inner algorithm sends it from the owner to the rest of
+the node. Steps are the sum of both levels'; a rank's bytes are the inner algorithm's on the whole
+buffer and the outer's on a region, and its extra memory is the larger of the two. A region is 1/L
+of the buffer for `xring`, L = local_size; 1/P for `rechd`, P the largest power of two <= L; 1/k for
+`pscpu` and `psgpu` with k shards. Inner reductions are phase 0, outer ones phase 1, so that Adasum
+across nodes can follow a sum inside them. Sources: Mikami et al., "Massively distributed SGD",
+arXiv 1811.05233 (2D-torus all-reduce); Maleki et al., arXiv 2006.02924 (Adasum across nodes).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from typing import Any
 
-from collectives.reducers import Needs
-from collectives.schedules import two_level
+from collectives import validation
+from collectives.reducers import Needs, Reducer, Sum
+from collectives.schedules import ring
 from collectives.schedules.algorithm import ONE_TENSOR, Level, RoundRobin, refusal
 from collectives.schedules.registry import ALGORITHMS, ORDERED, SCHEDULES, algorithm
-from collectives.schedules.schedule import Schedule
-from collectives.schedules.spec import AllReduceSpec
-from collectives.schedules.topology import Topology
+from collectives.schedules.schedule import IDLE, Collective, ScatterGather, Schedule, Step, Transfer
+from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
+from collectives.schedules.symbolic_step import Joins
+from collectives.schedules.topology import Topology, topology_of
+from collectives.schedules.verify import verify
+from collectives.tree_order import in_order
 
 
 def levels_of(
@@ -80,4 +97,150 @@ def schedule_of(
     if near is None or spec.inner is None:
         return make(far)
     scatter_gather = algorithm(spec.inner).scatter_gather
-    return two_level.all_reduce(topology, scatter_gather and scatter_gather(near), make(far))
+    return two_level(topology, scatter_gather and scatter_gather(near), make(far))
+
+
+def order_of(
+    algorithm: str, size: int, op: Reducer = Sum, *, order: str | None = None, nodes: int = 1
+) -> Any:
+    """Return the expression tree of every element of an all-reduce.
+
+    A rank is its number, and a reduction of two operands a pair. It is read off the schedule, which
+    `verify` runs for all ranks on symbols: for up to some hundred of them.
+
+    Args:
+        algorithm: One range of a specification, such as "rd", "xring#2" or "rechd/rd".
+        size: Number of ranks.
+        op: The operator, which may join more than two operands at once.
+        order: As in `Group.all_reduce`.
+        nodes: Over how many nodes the ranks are spread evenly.
+
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: It is no such algorithm, or its elements are reduced in different orders, as in
+            a ring.
+
+    Examples:
+        >>> collectives.order_of("rd", 4)
+        ((0, 1), (2, 3))
+    """
+    validation.reducer("op", op)
+    op = in_order(op, order)
+    topology = topology_of(size, nodes)
+    specs = parse_all_reduce_spec(algorithm)
+    if len(specs) > 1 or specs[0].outer == "auto":
+        raise ValueError(f"algorithm must be one algorithm, such as 'rd', got {algorithm!r}")
+    return tree_of(specs[0], topology, joins_of(op), Needs.ONE_TREE in op.needs)
+
+
+def joins_of(op: Reducer) -> Joins:
+    """Return how an operator joins more than two operands at once."""
+    if Needs.BALANCED_TREE in op.needs:
+        return "tree"
+    return "said" if op.reads_tree else "list"
+
+
+@lru_cache(maxsize=64)
+def tree_of(spec: AllReduceSpec, topology: Topology, joins: Joins, one_tree: bool = False) -> Any:
+    """Return the tree of `order_of` of an algorithm on a topology; ValueError as there."""
+    schedule = schedule_of(spec, topology, one_tree=one_tree)
+    tree = verify(schedule, joins=joins).tree
+    if tree is None:
+        raise ValueError(
+            f"algorithm {str(spec)!r} of {topology.size} ranks reduces its elements in different "
+            "orders: use one with one order, such as 'rd'"
+        )
+    return tree
+
+
+def two_level(topology: Topology, inner: ScatterGather | None, outer: Schedule) -> Schedule:
+    """Return `inner` on every node's local ranks around `outer` on the nodes.
+
+    inner: None if a library has done the inner all-reduce, so that the local ranks start with
+    their node's sum: the schedule then has no phase 0 and ends with a ring all-gather in the node.
+    """
+    local_size, nodes = topology.local_size, topology.num_nodes
+    node = inner or ring.scatter_gather(local_size, topology.node().ring_orders())
+    if node.size != local_size:
+        raise ValueError(f"inner is of {node.size} ranks, a node of the topology has {local_size}")
+    if outer.size != nodes:
+        raise ValueError(f"outer is of {outer.size} ranks, the topology has {nodes} nodes")
+    if outer.gathered:
+        raise ValueError(f"outer is {outer.name}, which reduces whole buffers, not regions")
+
+    # With `inner` a node's value stands for all of its ranks.
+    behind = 1 if inner is None else local_size
+
+    def steps(rank: int) -> Iterator[Step]:
+        local = rank % local_size
+        first = rank - local
+        if inner is None and nodes == 1:
+            return
+        if inner is not None:
+            yield from _inside(inner.scatter(local), first, outer.chunks)
+        yield from _across(node, outer, rank, behind)
+        yield from _inside(node.gather(local), first, outer.chunks)
+
+    return Schedule(
+        f"{inner.name if inner else 'library'}/{outer.name}",
+        topology.size,
+        node.chunks * outer.chunks,
+        Collective.ALL_REDUCE,
+        steps,
+        whole_segments=outer.whole_segments,
+        replicas=1 if inner else local_size,
+    )
+
+
+def _inside(steps: Iterable[Step], first: int, width: int) -> Iterator[Step]:
+    """Yield the steps of a node whose first rank is `first`, in chunks `width` times smaller."""
+    for step in steps:
+        yield Step(
+            sends=_mapped(step.sends, first, 1, 0, width),
+            recvs=_mapped(step.recvs, first, 1, 0, width),
+        )
+
+
+def _across(node: ScatterGather, outer: Schedule, rank: int, behind: int) -> Iterator[Step]:
+    """Yield a rank's steps of `outer`: on the region that it owns, or idle where it owns none.
+
+    `behind` ranks stand behind a node's value.
+    """
+    at, local = divmod(rank, node.size)
+    regions = {owner: region for region, owner in enumerate(node.owners)}
+    region = regions.get(local)
+    if region is None:
+        yield from (IDLE for _ in outer.steps(at))
+        return
+    owners = sorted(regions)
+    start = region * node.width * outer.chunks
+    for step in outer.steps(at):
+        group = tuple(w * node.size + owner for w in step.group for owner in owners)
+        yield Step(
+            sends=_mapped(step.sends, local, node.size, start, node.width),
+            recvs=_mapped(step.recvs, local, node.size, start, node.width, behind),
+            # Each owner of a node's regions holds whole segments by itself.
+            group=(rank,) if group and outer.whole_segments else group,
+            phase=1,
+            tree=tuple((left, right, p * behind, q * behind) for left, right, p, q in step.tree),
+        )
+
+
+def _mapped(
+    transfers: tuple[Transfer, ...],
+    first: int,
+    stride: int,
+    start: int,
+    width: int,
+    behind: int = 1,
+) -> tuple[Transfer, ...]:
+    """Return a level's transfers in the ranks and chunks of the whole schedule."""
+    return tuple(
+        one._replace(
+            peer=first + one.peer * stride,
+            start=start + one.start * width,
+            stop=start + one.stop * width,
+            leaves=one.leaves and (one.leaves[0] * behind, one.leaves[1] * behind),
+        )
+        for one in transfers
+    )

@@ -6,29 +6,21 @@ An algorithm is added by one entry here; the record beside its steps has the res
 from __future__ import annotations
 
 from collectives.reducers import Needs
-from collectives.schedules import (
-    bruck,
-    direct,
-    one_shot,
-    parameter_server,
-    recursive_doubling,
-    recursive_halving,
-    ring,
-)
+from collectives.schedules import copying, direct, halving, ring
 from collectives.schedules.algorithm import Algorithm, refusal
 
 ALGORITHMS: dict[str, Algorithm] = {
     record.name: record
     for record in (
         ring.XRING,
-        recursive_halving.RECHD,
-        recursive_halving.VHDD,
+        halving.RECHD,
+        halving.VHDD,
         direct.DIRECT,
-        recursive_doubling.RD,
-        bruck.BRUCK,
-        one_shot.ONE_SHOT,
-        parameter_server.PSGPU,
-        parameter_server.PSCPU,
+        halving.RD,
+        copying.BRUCK,
+        copying.ONE_SHOT,
+        direct.PSGPU,
+        direct.PSCPU,
         Algorithm(
             "collective", "torch.distributed's own all_reduce, k pieces in flight", outer=False
         ),

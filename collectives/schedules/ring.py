@@ -9,10 +9,8 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of wor
 `linear_all_reduce` carries such an operator: whole segments travel the line 0, 1, ..., n - 1 and
 the results travel on round the ring, chunk after chunk in a pipeline. With c chunks: c + 2n - 3
 steps; ranks n - 2 and n - 1 send the buffer once, the others twice; 1/c of it as extra memory.
-
-`reduce` is only the line, towards its root: c + n - 2 steps, the buffer once over every link, 1/c
-of it as extra memory. Source of the pipelines: Sanders, Speck and Träff, "Two-tree algorithms for
-full bandwidth broadcast, reduction and scan", Parallel Computing 2009.
+Source of the pipeline: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
+broadcast, reduction and scan", Parallel Computing 2009.
 """
 
 from __future__ import annotations
@@ -133,20 +131,6 @@ def linear_all_reduce(size: int, chunks: int | None = None) -> Schedule:
             yield Step(sends + more_sends, recvs + more_recvs, group=(rank,) if recvs else ())
 
     return Schedule("linear xring", size, pieces, Collective.ALL_REDUCE, steps, whole_segments=True)
-
-
-@lru_cache(maxsize=256)
-def reduce(size: int, root: int, chunks: int | None = None) -> Schedule:
-    """Return the reduction along root + 1, root + 2, ..., root; n chunks unless given."""
-    pieces = size if chunks is None else chunks
-
-    def steps(rank: int) -> Iterator[Step]:
-        order = [(root + 1 + i) % size for i in range(size)]
-        line = _line(order, rank, pieces, 0, Action.REDUCE_LEFT)
-        for _ in range(pieces + size - 2 if size > 1 else 0):
-            yield Step(*next(line))
-
-    return Schedule("ring reduce", size, pieces, Collective.REDUCE, steps, root=root)
 
 
 def _orders(level: Level) -> Orders:

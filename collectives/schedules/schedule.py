@@ -7,7 +7,8 @@ step by step cannot deadlock. `verify.verify` proves that, and that the result i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
@@ -206,6 +207,27 @@ class ScatterGather:
 
         return Schedule(self.name, self.size, self.chunks, Collective.ALL_REDUCE, steps)
 
+    def reduce(self, root: int) -> Schedule:
+        """Return the reduction to one rank: the reduce-scatter, and a step in which owners send it.
+
+        Each sends `root` its region: of those that other ranks own it receives every byte once.
+        """
+
+        def steps(rank: int) -> Iterator[Step]:
+            yield from self.scatter(rank)
+            regions = {
+                owner: Transfer(owner if rank == root else root, start, start + self.width)
+                for start, owner in zip(range(0, self.chunks, self.width), self.owners, strict=True)
+                if owner != root
+            }
+            if rank == root:
+                yield Step(recvs=tuple(regions.values()))
+            else:
+                yield Step(sends=(regions[rank],) if rank in regions else ())
+
+        name = f"{self.name} reduce"
+        return Schedule(name, self.size, self.chunks, Collective.REDUCE, steps, root=root)
+
     def sharded(self, shards: int) -> ScatterGather:
         """Return both parts with every message in `shards` pieces, as `sharded` does."""
         if _is_one(shards):
@@ -255,3 +277,43 @@ def _split(steps: Iterable[Step], shards: int) -> Iterator[Step]:
 
     for step in steps:
         yield step._replace(sends=pieces(step.sends), recvs=pieces(step.recvs))
+
+
+def split_bounds(numel: int, pieces: int) -> list[int]:
+    """Return the `pieces + 1` boundaries of consecutive pieces of `numel` elements.
+
+    Sizes differ by at most one, the larger pieces come first, and pieces may be empty.
+
+    Raises:
+        TypeError: An argument is not an int.
+        ValueError: `numel` is negative, or `pieces` less than 1.
+
+    Examples:
+        >>> collectives.split_bounds(10, 4)
+        [0, 3, 6, 8, 10]
+    """
+    validation.integer("numel", numel, 0)
+    validation.integer("pieces", pieces, 1)
+    base, longer = divmod(numel, pieces)
+    return [i * base + min(i, longer) for i in range(pieces + 1)]
+
+
+def piece_bounds(numel: int, pieces: int, index: int) -> tuple[int, int]:
+    """Return the boundaries of one piece of `split_bounds`; the arguments are not checked."""
+    base, longer = divmod(numel, pieces)
+    start = index * base + min(index, longer)
+    return start, start + base + (index < longer)
+
+
+def segment_bounds(segments: Sequence[int], pieces: int) -> list[int]:
+    """Return the boundaries of `split_bounds`, each moved to the nearest boundary of a segment.
+
+    segments: Element boundaries (0, ..., numel), not descending. Pieces may be empty.
+    """
+    bounds = []
+    for ideal in split_bounds(segments[-1], pieces):
+        above = bisect_left(segments, ideal)
+        below = max(above - 1, 0)
+        nearer = ideal - segments[below] < segments[above] - ideal
+        bounds.append(segments[below if nearer else above])
+    return bounds

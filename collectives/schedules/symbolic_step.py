@@ -8,7 +8,6 @@ from functools import reduce
 from typing import Any, Literal, TypeAlias
 
 from collectives.schedules.algorithm import Order
-from collectives.schedules.partition import Ranges
 from collectives.schedules.schedule import Action, Step, Transfer, Tree
 
 # As `Transfer.leaves`: None for a COPY, and if a receive's chunks differ in them.
@@ -149,9 +148,9 @@ def _send(steps: Sequence[Step], state: State, chunks: int, where: str) -> _Mail
             if len(values) < send.stop - send.start:
                 raise ScheduleError(f"{where}: rank {rank} sends a chunk it does not have yet")
             mail.setdefault((rank, send.peer), deque()).append((send.start, send.stop, values))
-        sent = Ranges(send[1:3] for send in step.sends)
+        sent = {chunk for send in step.sends for chunk in range(send.start, send.stop)}
         for recv in step.recvs:
-            if recv.action is Action.COPY and sent.overlapping(recv.start, recv.stop) > 0:
+            if recv.action is Action.COPY and not sent.isdisjoint(range(recv.start, recv.stop)):
                 raise ScheduleError(f"{where}: rank {rank} receives into chunks it is sending")
     return mail
 

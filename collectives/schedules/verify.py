@@ -42,7 +42,9 @@ class Proof:
             them; and as many ranks stand behind each chunk of a message.
         by_tree: Whether a step of the last phase says a tree of its operands, which an operator
             that needs one tree must then read.
-        leaves: How many ranks stand behind both operands of every REDUCE receive.
+        leaves: How many ranks stand behind both operands of every REDUCE receive: for the receive
+            `schedule.steps(rank)[step].recvs[i]` entry [rank][step][i] is (p, q) with p ranks
+            behind the receiver's own value before the step and q behind the message.
         tree: The expression of every element, nested pairs of ranks (of nodes, by replicas); None
             if elements have different ones, or nothing is reduced.
     """
@@ -144,19 +146,9 @@ def _check_arguments(schedule: Schedule, joins: str) -> None:
 
 
 @lru_cache(maxsize=256)
-def leaf_weights(schedule: Schedule) -> LeafWeights:
-    """Return how many ranks stand behind both operands of every REDUCE receive, kept by schedule.
-
-    For the receive `schedule.steps(rank)[step].recvs[i]` it is entry [rank][step][i]: (p, q) with p
-    ranks behind the receiver's own value before the step and q behind the message.
-    """
-    return verify(schedule).leaves
-
-
-@lru_cache(maxsize=256)
 def with_leaves(schedule: Schedule) -> Schedule:
     """Return the schedule with the `leaves` of every REDUCE receive."""
-    found = leaf_weights(schedule)
+    found = verify(schedule).leaves
 
     def steps(rank: int) -> Iterator[Step]:
         for step, leaves in zip(schedule.steps(rank), found[rank], strict=True):

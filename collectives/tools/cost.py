@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import validation
-from collectives.schedules import recursive_doubling
+from collectives.schedules import halving
 from collectives.schedules.algorithm import RoundRobin
 from collectives.schedules.auto import sum_algorithm, tree_algorithm
 from collectives.schedules.levels import schedule_of
@@ -319,7 +319,7 @@ def _dots(step: _Walked, topology: Topology) -> Iterable[Floats]:
     """Return what sums partial products in all groups at once, by recursive doubling in each."""
     loads: dict[int, Floats] = defaultdict(lambda: np.zeros((topology.size, _COLUMNS)))
     for group in step.groups:
-        doubling = recursive_doubling.all_reduce(len(group))
+        doubling = halving.doubling(len(group))
         for place, rank in enumerate(group):
             for number, each in enumerate(steps_of(doubling, place)):
                 for recv in each.recvs:

@@ -1,10 +1,10 @@
 """Transports: how ranks exchange messages. All of them pass the same conformance test."""
 
 from collectives.transport.base import Message, Transport
-from collectives.transport.gloo import GlooTransport
 from collectives.transport.host import HostTransport
 from collectives.transport.nccl.cupy_backend import load_nccl
 from collectives.transport.nccl.transport import NcclTransport
+from collectives.transport.process_groups import GlooTransport
 from collectives.transport.threads import ThreadTransport, ThreadWorld
 
 __all__ = [

@@ -23,12 +23,11 @@ import torch
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.stall import Stall, warning_seconds
-from collectives.transport.base import Message, Messages, Transport
-from collectives.transport.byte_gathering import gather_objects
+from collectives.transport import futex
+from collectives.transport.base import Message, Messages, Transport, gather_objects
 from collectives.transport.channels import Channel, Incoming, LengthsDiffer, Outgoing
 from collectives.transport.host_memory import PAGE_BYTES, Shared, host_memory_bytes, share_memory
-from collectives.transport.shared_memory import futex
-from collectives.transport.shared_memory.symmetric_memory import (
+from collectives.transport.symmetric_memory import (
     SymmetricMemory,
     symmetric_memory_bytes,
 )
@@ -37,11 +36,6 @@ from collectives.transport.shared_memory.symmetric_memory import (
 # each; then the reason in UTF-8, ended by a zero.
 _LEFT, _DOORBELL, _ASLEEP, _REASON = 0, 64, 128, 192
 _CLOSED, _ABORTED = 1, 2
-# How often a rank looks before it sleeps; after each look it yields the processor.
-_SPINS = 30
-# The longest sleep: then it checks whether a peer has ended, for which no one wakes it. And the
-# shortest and longest sleep without futexes.
-_CHECK_SECONDS, _MIN_NAP, _MAX_NAP = 20e-3, 20e-6, 1e-3
 # A Stall is made only after a wait of this length: a short one needs none.
 _FIRST_SECONDS = 0.5
 
@@ -98,7 +92,7 @@ class HostTransport(Transport):
         # Threads do not spin: they share the interpreter's lock, and one that spins keeps the
         # others from running.
         cores = _cores() if pidfds else [0]
-        self._spins = _SPINS if len(cores) >= count else 0
+        self._spins = futex.SPINS if len(cores) >= count else 0
         self._pidfds = dict(pidfds)
         if count == size:
             block = whole[count * PAGE_BYTES : channels_at]
@@ -227,8 +221,7 @@ class HostTransport(Transport):
             # Closed by another thread meanwhile, which the next look finds.
             return
         if not futex.available:
-            # So that this rank notices the end of its wait late by at most an eighth of it.
-            time.sleep(min(max(waited / 8, _MIN_NAP), _MAX_NAP))
+            futex.nap(waited)
             return
         number = int.from_bytes(mine[_DOORBELL : _DOORBELL + 4], sys.byteorder)
         mine[_ASLEEP] = 1
@@ -236,7 +229,7 @@ class HostTransport(Transport):
         # this rank sleeps, the look here sees the chunk.
         self._fence()
         if not any(channel.ready() for channel in channels):
-            futex.wait(self._doorbells[self.rank], number, min(_CHECK_SECONDS, left))
+            futex.wait(self._doorbells[self.rank], number, min(futex.CHECK_SECONDS, left))
         mine[_ASLEEP] = 0
 
     def _wake(self, peer: int) -> None:

@@ -15,9 +15,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from collectives.transport import futex
 from collectives.transport.channels import channels_bytes
-from collectives.transport.shared_memory import futex
-from collectives.transport.shared_memory.symmetric_memory import symmetric_memory_bytes
+from collectives.transport.symmetric_memory import symmetric_memory_bytes
 
 PAGE_BYTES = 4096
 

@@ -66,15 +66,6 @@ def reason() -> str:
     return found if isinstance(found, str) else ""
 
 
-def use_torch(why: str) -> None:
-    """Use torch's functions from now on in this process, whatever the variable says.
-
-    For groups in which a rank has no compiled functions: results of the two may differ in the last
-    bit, and all ranks are to have the same.
-    """
-    _state["found"] = why
-
-
 def bind(call: Call) -> Callable[..., None]:
     """Return what runs a call any number of times, with its scalars."""
     if (found := library()) is not None:

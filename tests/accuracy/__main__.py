@@ -18,7 +18,7 @@ import torch
 
 from adasum import Adasum
 from collectives import Group, run_threads
-from collectives.schedules.folding import balanced_tree
+from collectives.schedules.halving import balanced_tree
 
 NUMEL = 1000
 DELTAS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7)

@@ -16,7 +16,7 @@ from collectives import Average, Group, Max, Operands, Reducer, Sum, run_threads
 from collectives.reducers import Piece
 from collectives.schedules import direct
 from collectives.schedules.algorithm import Order
-from collectives.schedules.folding import balanced_tree
+from collectives.schedules.halving import balanced_tree
 from tests.collectives.consistency.ranks import WAYS, everywhere, run
 from tests.collectives.operators import Longest
 

@@ -15,7 +15,7 @@ from adasum import AdasumReducer, orthogonality
 from adasum.observer import GramObserver, ObservedGram
 from adasum.orthogonality import Recorder, Row
 from collectives import Group, Sum, calls, run_threads
-from collectives.schedules.folding import balanced_tree
+from collectives.schedules.halving import balanced_tree
 from tests.adasum.definition import tree
 from tests.adasum.gradient_recorder.small import make_model
 

@@ -15,7 +15,7 @@ import adasum as hvd
 from adasum import Adasum, AdasumReducer
 from collectives import CollectiveMismatchError, Group, calls, run_threads
 from collectives.execution.executor import CallContext, Workspace, execute
-from collectives.schedules import recursive_doubling, ring
+from collectives.schedules import halving, ring
 from collectives.schedules.algorithm import Order
 from collectives.schedules.registry import ALGORITHMS, ORDERED
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
@@ -271,7 +271,7 @@ def test_a_schedule_of_ones_own_is_weighed_by_what_verify_derives() -> None:
 
 
 def test_a_schedule_that_does_not_say_its_weights_is_refused() -> None:
-    schedule = silent(recursive_doubling.all_reduce(2))
+    schedule = silent(halving.doubling(2))
 
     def run(group: Group) -> None:
         call = CallContext(group.transport, "a call", 30.0, Workspace())

@@ -12,7 +12,7 @@ import torch
 from adasum import Adasum
 from collectives import Average, Group, Max, Needs, Reducer, Sum, calls, run_threads
 from collectives.cost import ASSUMED, estimate
-from collectives.schedules import bruck, parameter_server, recursive_doubling
+from collectives.schedules import copying, direct, halving
 from collectives.schedules.registry import ALGORITHMS, ORDERED, SCHEDULES, carriers
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
@@ -217,12 +217,12 @@ def test_run_takes_schedules_whose_ranks_all_meet(way: str) -> None:
     def job(group: Group) -> None:
         size, op = group.size, TrimmedMean()
         # A star's only reduction is of all ranks; so is a shuffle's.
-        for make in (star, bruck.all_reduce, parameter_server.all_reduce):
+        for make in (star, copying.bruck, direct.shuffle):
             tensor = draw(group.rank)
             close(group.run(make(size), tensor, op), size)
         tensor = draw(group.rank)
         with pytest.raises(ValueError, match=r"'rd' cannot carry TrimmedMean\(1\) of"):
-            group.run(recursive_doubling.all_reduce(size), tensor, op)
+            group.run(halving.doubling(size), tensor, op)
         group.barrier()
 
     run(way, 4, job)

@@ -23,7 +23,7 @@ import adasum
 import collectives
 from collectives import Average, FusedBuffer, Group, Max, Min, Product, Sum, run_threads
 from collectives.reducers import COPIED
-from collectives.schedules import recursive_doubling
+from collectives.schedules import halving
 from tests.collectives.consistency.ranks import everywhere, run
 from tests.processes.harness import run_ranks
 
@@ -113,7 +113,7 @@ CALLS: dict[str, tuple[Callable[[Group, Tensor], Any], str]] = {
     "all_reduce": (lambda g, t: g.all_reduce(t), "tensor"),
     "all_reduce async": (lambda g, t: g.all_reduce(t, async_op=True), "tensor"),
     "grouped": (lambda g, t: g.grouped_all_reduce([torch.ones(2), t]), r"tensors\[1\]"),
-    "run": (lambda g, t: g.run(recursive_doubling.all_reduce(2), t), "tensor"),
+    "run": (lambda g, t: g.run(halving.doubling(2), t), "tensor"),
     "reduce": (lambda g, t: g.reduce(t), "tensor"),
     "owners": (lambda g, t: g.reduce_to_owners([t]), r"tensors\[0\]"),
     "from owners": (lambda g, t: g.broadcast_from_owners([t]), r"tensors\[0\]"),
@@ -129,7 +129,7 @@ CALLS: dict[str, tuple[Callable[[Group, Tensor], Any], str]] = {
     "broadcast request": (lambda g, t: g.broadcast_init(t), "tensor"),
     "scattered request": (lambda g, t: g.reduce_scatter_init(t), "tensor"),
     "owners' request": (lambda g, t: g.reduce_to_owners_init([t]), r"tensors\[0\]"),
-    "run request": (lambda g, t: g.run_init(recursive_doubling.all_reduce(2), t), "tensor"),
+    "run request": (lambda g, t: g.run_init(halving.doubling(2), t), "tensor"),
     "start": (
         lambda g, t: g.all_reduce_init(torch.ones(6), negotiate=False).start(t),
         r"tensor\[0\]",

@@ -25,7 +25,7 @@ from collectives import (
     run_threads,
 )
 from collectives.cost import ASSUMED, estimate
-from collectives.schedules import bruck, recursive_doubling, recursive_halving, ring, user_schedules
+from collectives.schedules import copying, halving, ring, user_schedules
 from collectives.schedules.schedule import IDLE
 from collectives.schedules.topology import Topology
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
@@ -33,9 +33,9 @@ from tests.processes.conformance import star
 
 # What a specification names, run as if a user had written it.
 KNOWN = {
-    "rd": recursive_doubling.all_reduce,
-    "rechd": recursive_halving.all_reduce,
-    "bruck": bruck.all_reduce,
+    "rd": halving.doubling,
+    "rechd": halving.all_reduce,
+    "bruck": copying.bruck,
     "xring": ring.all_reduce,
 }
 
@@ -83,7 +83,7 @@ def test_requests_and_async_runs_give_the_direct_answer(way: str) -> None:
 def test_other_steps_on_a_rank_are_a_mismatch_on_all_and_leave_the_tensors(way: str) -> None:
     def job(group: Group) -> str:
         usual = star(group.size)
-        other = replace(recursive_doubling.all_reduce(group.size), name="star")
+        other = replace(halving.doubling(group.size), name="star")
         tensor = torch.ones(5)
         with pytest.raises(CollectiveMismatchError, match=r"schedule=star with steps") as caught:
             group.run(other if group.rank == 1 else usual, tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -109,6 +110,28 @@ def test_long_wait_over_nccl_is_warned_of_unless_it_has_come(
     watcher.watch()
     # The second one's time begins when the first has come.
     assert not caplog.messages
+
+
+def test_thread_that_watches_may_query_events_during_any_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own mode is relaxed before it queries an event, and in its own thread."""
+    asked: list[tuple[str, int]] = []
+    name = "cuThreadExchangeStreamCaptureMode"
+
+    def exchange(mode: Any) -> int:
+        asked.append((threading.current_thread().name, mode._obj.value))
+        return 0
+
+    drivers = {"libcuda.so.1": SimpleNamespace(**{name: exchange})}
+    monkeypatch.setattr("collectives.transport.nccl.watcher.ctypes.CDLL", drivers.__getitem__)
+    backend = cast(Any, SimpleNamespace(check=lambda: None))
+    watcher = Watcher(ThreadWorld(2).transport(0), backend, lambda: None)
+    watcher.add(Posted((1,), "step 1 of all_reduce", 300.0, event=Event()))
+    assert watcher._thread is not None
+    watcher.stopped = True
+    watcher._thread.join(TIMEOUT)
+    assert asked == [("nccl-watch-0", 2)]
 
 
 def test_stall_that_goes_on_begins_anew(

@@ -23,10 +23,10 @@ from collectives import (
     Transfer,
     split_bounds,
 )
-from collectives.schedules import recursive_doubling, ring
+from collectives.schedules import halving, ring
 from collectives.schedules.algorithm import Order
 from collectives.schedules.registry import carriers
-from collectives.transport.shared_memory import symmetric_memory
+from collectives.transport import symmetric_memory
 from tests.collectives.transport.thread_ranks import NO_MEMFD, connect, together
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -312,7 +312,7 @@ def test_schedules_of_users_run_where_they_are_proved_to_be_the_tree() -> None:
     def job(group: Group) -> None:
         vectors = [values(50, torch.float16, rank) for rank in range(3)]
         mine = vectors[group.rank].clone()
-        got = group.run(recursive_doubling.all_reduce(3), mine, order="tree")
+        got = group.run(halving.doubling(3), mine, order="tree")
         assert same_bits(got, reference(vectors, Sum, None))
         for schedule in (right, ring.all_reduce(3)):
             with pytest.raises(ValueError, match=refused):

@@ -13,7 +13,7 @@ import torch
 from collectives.errors import CollectiveError
 from collectives.execution.executor import Workspace
 from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import backend, cupy_backend, graphs, watcher
+from collectives.transport.nccl import backend, cupy_backend, watcher
 from collectives.transport.nccl import transport as nccl
 from collectives.transport.nccl.cupy_backend import CupyBackend
 from tests.fakes.fake_cuda import FakeCuda, FakeStream, device_tensor
@@ -70,7 +70,7 @@ class Machine:
 def make_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNccl) -> Iterator[Machine]:
     """For a fixture: the fakes in place of CUDA and NCCL; at the end no rule was broken."""
     cuda = FakeCuda()
-    for module in (nccl, backend, cupy_backend, graphs):
+    for module in (nccl, backend, cupy_backend):
         monkeypatch.setattr(module, "cuda", cuda)
     monkeypatch.setattr(cupy_backend, "load_nccl", lambda: fake)
     monkeypatch.setattr(cupy_backend, "_ABORT_SECONDS", 0.1)

@@ -13,7 +13,7 @@ from collectives.transport import (
     ThreadWorld,
     Transport,
 )
-from collectives.transport.nccl import backend, torch_backend, transport, watcher
+from collectives.transport.nccl import backend, transport, watcher
 from tests.fakes.fake_cuda import FakeCuda, FakeStream, device_tensor
 from tests.fakes.fake_torch import FakeGroup, FakeTorch
 
@@ -28,9 +28,9 @@ def make_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
         monkeypatch.setattr(module, "cuda", cuda)
     monkeypatch.setattr(watcher, "CHECK_SECONDS", 0.05)
     monkeypatch.setattr(watcher, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(torch_backend, "dist", found)
+    monkeypatch.setattr(backend, "dist", found)
     zeros = SimpleNamespace(zeros=lambda numel, device: full(0.0))
-    monkeypatch.setattr(torch_backend, "torch", zeros, raising=False)
+    monkeypatch.setattr(backend, "torch", zeros, raising=False)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeGroup, raising=False)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     yield found
@@ -41,7 +41,7 @@ def make_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
 def of(fake: FakeTorch, rank: int, host: Transport | None = None) -> NcclTransport:
     """Over a process group, beside what carries CPU tensors: nobody is gone unless it says so."""
     host = host or ThreadWorld(9).transport(rank)
-    made = torch_backend.TorchBackend(FakeGroup(fake, rank))  # type: ignore[arg-type]
+    made = backend.TorchBackend(FakeGroup(fake, rank))  # type: ignore[arg-type]
     return NcclTransport(host, made, timeout=TIMEOUT)
 
 

@@ -27,7 +27,7 @@ from collectives import (
     Product,
     Sum,
 )
-from collectives.schedules import binomial_tree, recursive_doubling
+from collectives.schedules import copying, halving
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import IDLE
 from tests.collectives.operators import TrimmedMean
@@ -50,10 +50,10 @@ SPECS = (None, "auto", *SCHEDULES, "psgpu#2", "rd:2:xring", "nccl")
 
 # An all-reduce of two ranks, one of three, one that is none, and one that is wrong.
 SCHEDULES_OF_TWO = (
-    recursive_doubling.all_reduce(2),
-    recursive_doubling.all_reduce(3),
-    binomial_tree.broadcast(2, 0),
-    replace(recursive_doubling.all_reduce(2), steps=lambda rank: [IDLE]),
+    halving.doubling(2),
+    halving.doubling(3),
+    copying.broadcast(2, 0),
+    replace(halving.doubling(2), steps=lambda rank: [IDLE]),
 )
 
 

@@ -22,8 +22,7 @@ from bench.static_analysis.cases import KERNELS, cases
 from collectives import extract_ranges, plan_groups, split_bounds, split_by_size
 from collectives.execution.operations import owners
 from collectives.schedules import ring
-from collectives.schedules.partition import segment_bounds
-from collectives.schedules.schedule import Schedule, steps_of
+from collectives.schedules.schedule import Schedule, segment_bounds, steps_of
 from tests.fuzz.outcome import SETTINGS
 from tests.kernels.cases import reserved
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import kernels
 from collectives.schedules.algorithm import Order
-from collectives.schedules.folding import balanced_tree
+from collectives.schedules.halving import balanced_tree
 from kernels import arithmetic, binding
 from kernels.arithmetic import joined
 from kernels.cpu import dispatch, native, torch_fallback

@@ -19,8 +19,7 @@ import pytest
 import torch
 
 import collectives
-from collectives.schedules.partition import split_bounds
-from collectives.schedules.schedule import steps_of
+from collectives.schedules.schedule import split_bounds, steps_of
 from collectives.schedules.topology import Topology
 from tests.adasum import definition
 from tests.collectives.schedules.simulation import one_level

@@ -26,7 +26,7 @@ clock's, 10 us for each thing put on a stream, so no figure says how fast anythi
 Never reached without a GPU, and what stays untested by it:
 
 - ProcessGroupNCCL: `init_process_group("nccl")` is gloo's here, so `device_id`, NCCL's own sums
-  of torch and its watchdog; collectives/transport/nccl/torch_backend.py, but over tests/fakes;
+  of torch and its watchdog; collectives/transport/nccl/backend.py, but over tests/fakes;
 - Inductor's code for GPUs: peers compiled by torch (bench/kernels/peers_compiled.py) are left out
   as those that fail, and tests/kernels/torch_compile;
 - autograd's device threads and DistributedDataParallel on CUDA: tests/processes marked `gpu`;

@@ -33,9 +33,8 @@ from collectives import (
 )
 from collectives.execution.executor import CallContext, Workspace, execute
 from collectives.execution.replay import CAPTURED
-from collectives.schedules import recursive_doubling, recursive_halving, ring
-from collectives.schedules.partition import split_bounds
-from collectives.schedules.schedule import Schedule
+from collectives.schedules import halving, ring
+from collectives.schedules.schedule import Schedule, split_bounds
 from collectives.schedules.topology import Topology
 from collectives.transport import GlooTransport, Message, Transport
 from collectives.transport.nccl.cupy_backend import CupyBackend, load_nccl
@@ -136,7 +135,7 @@ def check_order_of_streams(transport: NcclTransport) -> None:
 def check_sum(transport: NcclTransport) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         terms = inputs(transport.size, dtype)
-        for make in (ring.all_reduce, recursive_halving.all_reduce, recursive_doubling.all_reduce):
+        for make in (ring.all_reduce, halving.all_reduce, halving.doubling):
             buffer = terms[transport.rank].to(transport.device)
             all_reduce(transport, buffer, make, Sum)
             close_to_sum(buffer, terms)
@@ -144,7 +143,7 @@ def check_sum(transport: NcclTransport) -> None:
 
 def check_adasum(transport: NcclTransport) -> None:
     terms = inputs(transport.size)
-    for make in (recursive_halving.all_reduce, recursive_doubling.all_reduce):
+    for make in (halving.all_reduce, halving.doubling):
         buffer = terms[transport.rank].to(transport.device)
         all_reduce(transport, buffer, make, Adasum)
         error = definition.relative_error(buffer.cpu(), definition.tree(terms))
@@ -201,8 +200,8 @@ def check_graph(transport: NcclTransport) -> None:
     """A whole all-reduce, captured once; replays reduce what the buffer then holds."""
     terms = inputs(transport.size)
     for make, op in (
-        (recursive_halving.all_reduce, Sum),
-        (recursive_halving.all_reduce, Adasum),
+        (halving.all_reduce, Sum),
+        (halving.all_reduce, Adasum),
     ):
         buffer = terms[transport.rank].to(transport.device)
         workspace = Workspace()
@@ -392,7 +391,7 @@ def beside_another_all_reduce(rank: int) -> None:
         summed = pool.submit(sums)
         for _ in range(rounds):
             buffer = terms[rank].to(transport.device)
-            all_reduce(transport, buffer, recursive_halving.all_reduce, Adasum)
+            all_reduce(transport, buffer, halving.all_reduce, Adasum)
             # The caller's own kernels too, which must not ask for the whole GPU here.
             alone = kernels.adasum(buffer, buffer, cooperative=False)
             error = definition.relative_error(alone.cpu(), definition.tree(terms))
@@ -457,7 +456,7 @@ def silent_launch(rank: int) -> tuple[str, float]:
     buffer = torch.ones(NUMEL, device=transport.device)
 
     def work() -> None:
-        all_reduce(transport, buffer, recursive_halving.all_reduce, Sum)
+        all_reduce(transport, buffer, halving.all_reduce, Sum)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

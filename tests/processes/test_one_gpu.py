@@ -10,7 +10,7 @@ import torch
 from adasum import Adasum, DistributedOptimizer
 from collectives import Group, Reducer, Sum, run_threads
 from collectives.execution.executor import CallContext, Workspace, execute
-from collectives.schedules import recursive_doubling, recursive_halving, ring
+from collectives.schedules import halving, ring
 from collectives.transport import ThreadWorld
 from tests.adasum import definition
 
@@ -55,9 +55,7 @@ def inputs(size: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "make", [ring.all_reduce, recursive_halving.all_reduce, recursive_doubling.all_reduce]
-)
+@pytest.mark.parametrize("make", [ring.all_reduce, halving.all_reduce, halving.doubling])
 def test_sum(make, dtype, size):
     terms = inputs(size, dtype)
     answers = reduced(make, Sum, terms)
@@ -70,7 +68,7 @@ def test_sum(make, dtype, size):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("make", [recursive_halving.all_reduce, recursive_doubling.all_reduce])
+@pytest.mark.parametrize("make", [halving.all_reduce, halving.doubling])
 def test_adasum_of_segments(make, dtype, size):
     terms = inputs(size, dtype)
     answers = reduced(make, Adasum, terms)

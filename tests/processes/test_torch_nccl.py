@@ -15,7 +15,7 @@ import collectives
 from adasum import Adasum, DistributedOptimizer, OptimizerOrderError
 from collectives import Sum
 from collectives.transport import GlooTransport, NcclTransport
-from collectives.transport.nccl.torch_backend import TorchBackend
+from collectives.transport.nccl.backend import TorchBackend
 from tests.processes.harness import run_ranks
 from tests.processes.test_nccl import ONE_GPU, TIMEOUT, check_told, told_of_a_silent_peer, why_not
 

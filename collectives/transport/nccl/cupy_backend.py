@@ -20,8 +20,7 @@ import torch
 from torch import cuda
 
 from collectives.errors import TransportError
-from collectives.transport.base import Messages, Transport
-from collectives.transport.byte_gathering import gather_bytes
+from collectives.transport.base import Messages, Transport, gather_bytes
 from collectives.transport.nccl.backend import Backend, CommunicationStream, translate_errors
 from collectives.transport.process_groups import run_beside
 

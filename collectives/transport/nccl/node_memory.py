@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import cuda
 
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
-from collectives.transport.process_groups import first_line
 from kernels.gpu.node_kernels import GIVEN_UP, Node, pad_bytes
 
 # Vectors of all dtypes start at whole lines of memory behind the pads.
@@ -106,5 +105,5 @@ def allocate(
     except (ImportError, AttributeError, RuntimeError) as error:
         raise TransportError(
             f"torch's symmetric memory on {device} cannot be had among these ranks: "
-            f"{first_line(error)}"
+            f"{str(error).strip().splitlines()[0]}"
         ) from error

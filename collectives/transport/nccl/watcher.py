@@ -7,6 +7,7 @@ CUDA blocks the host's thread. It keeps the error, which the next call and a Wor
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 import time
@@ -32,6 +33,8 @@ CHECK_SECONDS = 0.25
 GRACE_SECONDS = 1.0
 # Graphs under way are destroyed at once, unless CUDA itself has failed.
 _END_SECONDS = 0.5
+# CU_STREAM_CAPTURE_MODE_RELAXED of CUDA's driver.
+_RELAXED = 2
 # How long a waiting host sleeps between two checks; short compared with a step.
 _PAUSE_SECONDS = 2e-4
 
@@ -55,8 +58,8 @@ class Watcher:
     """The steps that a transport has put on streams and that are not known to have ended.
 
     A step's timeout starts when it is put on a stream, or when all steps before it are known to
-    have ended, whichever is later. A query of an event would end the capture of a CUDA graph in any
-    thread: the watcher's thread makes one only if a step is late or a peer is gone.
+    have ended, whichever is later. The watcher's thread queries an event only if a step is late or
+    a peer is gone.
 
     `host` knows which peers are gone. `end_launches` ends graphs, which an abort would wait for,
     and kernels that wait for peers.
@@ -171,6 +174,7 @@ class Watcher:
                     self.late(first, (peer,), f": {self._named((peer,))} has ended")
 
     def _run(self) -> None:
+        _relax_captures()
         while not self.stopped:
             time.sleep(CHECK_SECONDS)
             # CUDA's errors are not lost: the host's thread gets them, too.
@@ -201,3 +205,15 @@ class Watcher:
             self.items.popleft()
             self._passed, self._gone_since, any_done = time.monotonic(), math.inf, True
         return any_done
+
+
+def _relax_captures() -> None:
+    """Let this thread query events during a capture of a CUDA graph in "global" mode.
+
+    Such a query would otherwise end the capture, in whichever thread that is. torch's own poller of
+    NCCL does the same, but neither torch nor cupy offers the call in Python.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    # Where there is no such driver there are no such captures.
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))

@@ -8,7 +8,7 @@ import torch
 
 from adasum.gradient_recorder import GradientRecorder
 from adasum.observer import ObservedGram
-from collectives.schedules.folding import balanced_tree
+from collectives.schedules.halving import balanced_tree
 
 # Layers, ranks and buckets: LeNet's, a ResNet-50's, and those of a transformer of 24 blocks.
 CASES = ((8, 4, 1), (8, 8, 1), (161, 8, 4), (290, 8, 10), (290, 16, 10))

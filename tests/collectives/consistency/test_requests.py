@@ -26,7 +26,7 @@ from collectives import (
 from collectives.call import Call
 from collectives.reducers import SumReducer
 from collectives.requests import Request
-from collectives.schedules import recursive_doubling
+from collectives.schedules import halving
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 from tests.collectives.transport.thread_ranks import TIMEOUT
 
@@ -468,7 +468,7 @@ def test_start_with_the_moved_buffer_itself_takes_its_new_memory(way: str) -> No
         lambda g, t: g.reduce_scatter_init(t),
         lambda g, t: g.reduce_scatter_init(torch.ones(16), out=t),
         lambda g, t: g.reduce_to_owners_init([t]),
-        lambda g, t: g.run_init(recursive_doubling.all_reduce(2), t),
+        lambda g, t: g.run_init(halving.doubling(2), t),
     ],
 )
 def test_start_of_every_kind_of_request_looks_for_moved_buffers(make: Any) -> None:

@@ -18,7 +18,7 @@ from collectives.execution.lowering import (
     lower,
     sent_first,
 )
-from collectives.schedules import recursive_doubling, ring
+from collectives.schedules import halving, ring
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import Action, Schedule, Step, Transfer, sharded
 from collectives.schedules.topology import Topology
@@ -160,7 +160,7 @@ def test_sent_first_is_what_comparing_all_ranges_says(
 
 def test_lower_of_many_shards_costs_no_square_of_them() -> None:
     """Comparing each with each takes minutes."""
-    schedule, start = sharded(recursive_doubling.all_reduce(2), 40_000), time.monotonic()
+    schedule, start = sharded(halving.doubling(2), 40_000), time.monotonic()
     (step,) = steps_of(schedule, 0, 400_000)
     assert step.sent_first and len(step.sends) == 40_000
     assert time.monotonic() - start < 20.0

@@ -13,7 +13,7 @@ from torch import Tensor
 from adasum import Adasum, AdasumReducer
 from collectives import Average, FusedBuffer, Group, Sum, run_threads
 from collectives.execution.operations import owners
-from collectives.schedules.partition import split_bounds
+from collectives.schedules.schedule import split_bounds
 from collectives.schedules.topology import Topology
 from tests.collectives.consistency.ranks import everywhere, run
 

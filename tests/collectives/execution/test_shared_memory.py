@@ -30,7 +30,7 @@ from collectives import (
 from collectives.execution import shared_memory
 from collectives.execution.shared_memory import plan_host_all_reduce
 from collectives.reducers import SumReducer, kernels
-from collectives.transport.shared_memory.symmetric_memory import TABLE_BYTES, SymmetricMemory
+from collectives.transport.symmetric_memory import TABLE_BYTES, SymmetricMemory
 from tests.adasum import definition
 from tests.collectives.operators import TrimmedMean
 

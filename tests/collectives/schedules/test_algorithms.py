@@ -10,15 +10,7 @@ import torch
 
 import kernels
 from collectives import Group, run_threads
-from collectives.schedules import (
-    binomial_tree,
-    bruck,
-    direct,
-    parameter_server,
-    recursive_doubling,
-    recursive_halving,
-    ring,
-)
+from collectives.schedules import copying, direct, halving, ring
 from collectives.schedules.algorithm import ALL
 from collectives.schedules.registry import LIBRARIES
 from collectives.schedules.schedule import Schedule, sharded
@@ -28,7 +20,6 @@ from collectives.schedules.verify import verify
 from tests.collectives.schedules.simulation import (
     answers,
     cost,
-    folded,
     one_level,
     with_step,
 )
@@ -83,10 +74,10 @@ def test_linear_ring_is_proved(sizes: Sequence[int]) -> None:
 def test_reduce_is_proved(sizes: Sequence[int]) -> None:
     for n in sizes:
         for root in range(n) if n < 9 else (n // 2, n - 1):
-            for chunks in (None, 1, 1 + n % 5) if n < 9 else (1 + n % 9,):
-                schedule = ring.reduce(n, root, chunks)
-                steps = schedule.chunks + n - 2 if n > 1 else 0
-                assert verify(schedule).steps == steps
+            for parts in (module.scatter_gather(n) for module in (halving, direct, ring)):
+                schedule = parts.reduce(root)
+                scatter = len(list(parts.scatter(0)))
+                assert verify(schedule).steps == scatter + 1
 
 
 def test_shuffle_is_proved() -> None:
@@ -104,25 +95,19 @@ def test_dealt_shuffle_is_proved_from_every_first_rank() -> None:
     for n in range(1, 13):
         for tensors in (1, 2, n, 3 * n):
             for first in range(n):
-                schedule = parameter_server.all_reduce(
+                schedule = direct.shuffle(
                     n, 1 + n // 4, whole_segments=True, tensors=tensors, first=first
                 )
                 assert verify(schedule).carries_adasum
-                owners = parameter_server.scatter_gather(
-                    n, 1 + n // 4, tensors=tensors, first=first
-                )
+                owners = direct.shuffle_parts(n, 1 + n // 4, tensors=tensors, first=first)
                 gathering = min(n, (1 + n // 4) * tensors)
                 assert len({*owners.owners}) == len(owners.owners) == gathering
                 assert owners.owners[0] == first
 
 
-def test_tree_reduce_and_brucks_all_gather_are_proved_in_log_n_steps() -> None:
+def test_brucks_all_gather_is_proved_in_log_n_steps() -> None:
     for n in SIZES:
-        steps = (n - 1).bit_length()
-        assert verify(bruck.all_gather(n)).steps == steps
-        for root in range(n) if n < 17 else (n // 2, n - 1):
-            proof = verify(binomial_tree.reduce(n, root))
-            assert proof.steps == steps and proof.tree is not None
+        assert verify(copying.all_gather(n)).steps == (n - 1).bit_length()
 
 
 @QUICK_AND_REST
@@ -151,10 +136,21 @@ def test_costs_of_direct_are_as_documented(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 6, 7, 8, 13])
-def test_tree_reduce_has_the_tree_of_rd(n: int) -> None:
+def test_reduce_has_the_tree_of_rd_in_every_chunk(n: int) -> None:
+    (expected,) = answers(halving.doubling(n))[0]
     for root in range(n):
-        got = answers(binomial_tree.reduce(n, root))[root]
-        assert got == answers(recursive_doubling.all_reduce(n))[root]
+        for parts in (halving.scatter_gather(n), direct.scatter_gather(n)):
+            assert {*answers(parts.reduce(root))[root]} == {expected}
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_costs_of_reduce_are_the_scatter_and_the_buffer_once_to_the_root(n: int) -> None:
+    share = Fraction(n - 1, n)
+    costs = cost(halving.scatter_gather(n).reduce(1))
+    assert costs.steps == n.bit_length()
+    assert costs.sent == tuple(share if rank == 1 else 1 for rank in range(n))
+    assert costs.received == tuple(2 * share if rank == 1 else share for rank in range(n))
+    assert costs.staged == Fraction(1, 2)
 
 
 def test_messages_in_shards_are_proved() -> None:
@@ -163,13 +159,6 @@ def test_messages_in_shards_are_proved() -> None:
             schedule = one_level(name, 2 + n % 3, Topology(n, n))
             assert schedule.chunks == one_level(name, 1, Topology(n, n)).chunks * (2 + n % 3)
             assert verify(schedule).carries_adasum
-
-
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_reduce_leaves_the_line_that_ends_at_the_root(n: int) -> None:
-    for root in range(n):
-        line = folded([(root + 1 + i) % n for i in range(n)])
-        assert answers(ring.reduce(n, root))[root] == [line] * n
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 13])
@@ -186,17 +175,11 @@ def test_costs_of_rings_are_as_documented(n: int) -> None:
         assert costs.sent == (2,) * (n - 2) + (1, 1)
         assert costs.received == costs.sent[-1:] + costs.sent[:-1]
         assert costs.staged == Fraction(1, chunks)
-        costs = cost(ring.reduce(n, 1, chunks))
-        assert costs.steps == chunks + n - 2
-        assert sorted(costs.sent) == sorted(costs.received) == [0] + [1] * (n - 1)
-        assert costs.sent[1] == costs.received[2 % n] == 0
-        assert costs.staged == Fraction(1, chunks)
-    assert cost(ring.reduce(n, 0)).staged == Fraction(1, n)
 
 
 @pytest.mark.parametrize(("n", "shards"), [(2, 1), (2, 2), (5, 1), (5, 3), (8, 8)])
 def test_costs_of_the_shuffle_are_as_documented(n: int, shards: int) -> None:
-    costs = cost(parameter_server.all_reduce(n, shards))
+    costs = cost(direct.shuffle(n, shards))
     gather = [i * n // shards for i in range(shards)]
     expected = tuple(Fraction(n + shards - 2, shards) if r in gather else 1 for r in range(n))
     assert costs.steps == 2
@@ -206,12 +189,12 @@ def test_costs_of_the_shuffle_are_as_documented(n: int, shards: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 13, 64])
 def test_costs_of_bruck_are_as_documented(n: int) -> None:
-    costs = cost(bruck.all_reduce(n))
+    costs = cost(copying.bruck(n))
     assert costs.steps == (n - 1).bit_length()
     assert costs.sent == costs.received == (n - 1,) * n
     for rank in range(n):
         # All that goes to one peer is in one message, or in two where ranks wrap around.
-        assert all(len(step.sends) <= 2 for step in bruck.all_reduce(n).steps(rank))
+        assert all(len(step.sends) <= 2 for step in copying.bruck(n).steps(rank))
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
@@ -247,7 +230,7 @@ def test_costs_of_halving_and_doubling_are_as_documented(n: int) -> None:
         assert costs.steps == levels
         assert costs.sent == costs.received == (levels,) * n
         assert costs.staged == 1
-    for make in (recursive_halving.all_reduce, recursive_doubling.all_reduce):
+    for make in (halving.all_reduce, halving.doubling):
         folded_costs, plain = cost(make(n + 1)), cost(make(n))
         assert folded_costs.steps == plain.steps + 2
         assert max(folded_costs.sent) == max(plain.sent) + 1
@@ -262,8 +245,8 @@ def test_costs_of_halving_and_doubling_are_as_documented(n: int) -> None:
         one_level("rechd", 1, Topology(6, 6)),
         one_level("rechd", 1, Topology(8, 8)),
         ring.linear_all_reduce(4, 3),
-        ring.reduce(4, 1, 3),
-        parameter_server.all_reduce(4, 2),
+        halving.scatter_gather(4).reduce(1),
+        direct.shuffle(4, 2),
         one_level("vhdd", 2, Topology(3, 3)),
         one_level("direct", 2, Topology(3, 3)),
         one_level("rd", 2, Topology(3, 3)),
@@ -307,17 +290,16 @@ def test_names_and_sizes_out_of_range_are_refused() -> None:
     for make in (
         ring.all_reduce,
         ring.linear_all_reduce,
-        recursive_halving.all_reduce,
-        recursive_doubling.all_reduce,
-        parameter_server.all_reduce,
+        halving.all_reduce,
+        halving.doubling,
+        direct.shuffle,
     ):
         with pytest.raises(ValueError, match="size"):
             make(0)
     with pytest.raises(ValueError, match="permutation of 0 to 2"):
         ring.all_reduce(3, ((0, 1, 1),))
-    for make in (ring.reduce, binomial_tree.broadcast, binomial_tree.reduce):
+    for make in (copying.broadcast, lambda n, root: halving.scatter_gather(n).reduce(root)):
         with pytest.raises(ValueError, match="root"):
             make(3, 3)
-    for make in (ring.linear_all_reduce, lambda n, chunks: ring.reduce(n, 0, chunks)):
-        with pytest.raises(ValueError, match="chunks must be at least 1, got 0"):
-            make(3, 0)
+    with pytest.raises(ValueError, match="chunks must be at least 1, got 0"):
+        ring.linear_all_reduce(3, 0)

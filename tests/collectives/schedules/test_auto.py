@@ -11,10 +11,11 @@ from adasum import Adasum
 from collectives import Group, Sum, run_threads
 from collectives.cost import ASSUMED, LinkRates, Rate, estimate
 from collectives.execution.phases import auto_of, phases_of
-from collectives.schedules import binomial_tree, bruck, ring
+from collectives.reducers import Needs
+from collectives.schedules import copying, ring
 from collectives.schedules.auto import (
+    PAIRS_BYTES,
     STEP_BYTES,
-    TREE_BYTES,
     all_gather_schedule,
     reduce_schedule,
     sum_algorithm,
@@ -123,19 +124,24 @@ def test_all_gather_on_links_that_are_alike_takes_log_n_steps_of_any_length(
     topology: Topology,
 ) -> None:
     for nbytes in (0, 1, 1 << 40):
-        assert all_gather_schedule("cpu", nbytes, topology) is bruck.all_gather(topology.size)
+        assert all_gather_schedule("cpu", nbytes, topology) is copying.all_gather(topology.size)
 
 
 def test_all_gather_of_many_bytes_on_two_levels_is_a_ring() -> None:
     topology, most = Topology(16, 4), STEP_BYTES["cpu"]
-    assert all_gather_schedule("cpu", most, topology) is bruck.all_gather(16)
+    assert all_gather_schedule("cpu", most, topology) is copying.all_gather(16)
     assert all_gather_schedule("cpu", most + 1, topology) is ring.all_gather(16)
-    assert all_gather_schedule("cuda", 1 << 40, topology) is bruck.all_gather(16)
+    assert all_gather_schedule("cuda", 1 << 40, topology) is copying.all_gather(16)
 
 
-def test_reduce_goes_by_a_tree_up_to_where_its_memory_counts() -> None:
-    assert reduce_schedule(TREE_BYTES, 1, 4) is binomial_tree.reduce(4, 1)
-    assert reduce_schedule(TREE_BYTES + 1, 1, 4) is ring.reduce(4, 1)
+def test_reduce_goes_in_pairs_up_to_where_its_memory_counts() -> None:
+    def name(nbytes: int, needs: Needs) -> str:
+        return reduce_schedule(nbytes, 1, 4, needs).name
+
+    assert name(PAIRS_BYTES, Needs.ANY_ORDER) == "rechd reduce"
+    assert name(PAIRS_BYTES + 1, Needs.ANY_ORDER) == "xring reduce"
+    assert name(1 << 40, Needs.BALANCED_TREE) == "rechd reduce"
+    assert name(0, Needs.BALANCED_TREE | Needs.ALL_OPERANDS) == "direct reduce"
 
 
 def test_reduce_of_a_large_tensor_needs_one_nth_of_it_as_extra_memory() -> None:

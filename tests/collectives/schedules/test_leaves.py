@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from collectives.schedules import bruck, ring
+from collectives.schedules import copying, ring
 from collectives.schedules.registry import ORDERED, SCHEDULES
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
-from collectives.schedules.verify import leaf_weights, verify, with_leaves
+from collectives.schedules.verify import verify, with_leaves
 from tests.collectives.schedules.simulation import one_level, silent, two_levels, with_step
 
 COPY = Action.COPY
@@ -23,7 +23,7 @@ def schedules(size: int) -> Iterator[Schedule]:
         for one_tree in {False, name in ORDERED}:
             shards = 1 + size % 2 if size > 2 else 1
             yield one_level(name, shards, Topology(size, size), one_tree=one_tree)
-    yield ring.reduce(size, size // 2)
+    yield ring.scatter_gather(size).reduce(size // 2)
     yield ring.reduce_scatter(size)
     local = next((d for d in (3, 2, 4) if size % d == 0), 1)
     for inner, outer in (("xring", "rd"), ("rechd", "vhdd"), ("pscpu", "xring"), ("nccl", "rechd")):
@@ -33,7 +33,7 @@ def schedules(size: int) -> Iterator[Schedule]:
 def prove(size: int) -> None:
     for schedule in schedules(size):
         unsaid = silent(schedule)
-        derived = leaf_weights(unsaid)
+        derived = verify(unsaid).leaves
         for rank in range(size):
             steps = list(schedule.steps(rank))
             said = tuple(tuple(recv.leaves for recv in step.recvs) for step in steps)
@@ -57,9 +57,9 @@ def test_leaves_are_said_by_every_algorithm_to_64_ranks() -> None:
 
 def test_leaves_of_three_ranks_are_those_of_the_tree() -> None:
     """Rank 1 folds into rank 0, which then stands for two."""
-    first, then = leaf_weights(one_level("rd", 1, Topology(3, 3)))[0][:2]
+    first, then = verify(one_level("rd", 1, Topology(3, 3))).leaves[0][:2]
     assert (first, then) == (((1, 1),), ((2, 1),))
-    assert leaf_weights(one_level("rd", 1, Topology(3, 3)))[2][1] == ((1, 2),)
+    assert verify(one_level("rd", 1, Topology(3, 3))).leaves[2][1] == ((1, 2),)
 
 
 def test_leaves_that_are_not_so_are_an_error() -> None:
@@ -75,7 +75,7 @@ def test_leaves_that_are_not_so_are_an_error() -> None:
 
 
 def test_leaves_of_a_gathered_schedule_are_none() -> None:
-    assert {found for step in leaf_weights(bruck.all_reduce(5))[0] for found in step} == {None}
+    assert {found for step in verify(copying.bruck(5)).leaves[0] for found in step} == {None}
 
 
 def test_leaves_that_differ_inside_a_message_carry_no_adasum() -> None:

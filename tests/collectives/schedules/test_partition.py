@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import split_bounds
-from collectives.schedules.partition import segment_bounds
+from collectives.schedules.schedule import segment_bounds
 
 
 @given(st.integers(0, 2**40), st.integers(1, 100))

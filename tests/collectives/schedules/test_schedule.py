@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from collectives.schedules import binomial_tree, recursive_doubling, recursive_halving, ring
-from collectives.schedules.folding import Fold
+from collectives.schedules import copying, halving, ring
+from collectives.schedules.halving import Fold
 from collectives.schedules.registry import ORDERED, SCHEDULES
 from collectives.schedules.schedule import (
     IDLE,
@@ -59,8 +59,8 @@ def test_other_collectives_are_proved_for_every_size(sizes: Sequence[int]) -> No
         assert verify(ring.reduce_scatter(size)).steps == size - 1
         assert verify(ring.all_gather(size)).steps == size - 1
         for root in {0, size // 2, size - 1}:
-            assert verify(binomial_tree.broadcast(size, root)).steps == (size - 1).bit_length()
-    assert verify(binomial_tree.broadcast(1000, 7)).steps == 10
+            assert verify(copying.broadcast(size, root)).steps == (size - 1).bit_length()
+    assert verify(copying.broadcast(1000, 7)).steps == 10
 
 
 def test_fold_maps_leaves_and_ranks_both_ways() -> None:
@@ -74,7 +74,7 @@ def test_fold_maps_leaves_and_ranks_both_ways() -> None:
 
 
 def test_swapped_operands_are_found() -> None:
-    schedule = recursive_doubling.all_reduce(4)
+    schedule = halving.doubling(4)
     step = next(iter(schedule.steps(1)))
     flipped = step.recvs[0]._replace(action=Action.REDUCE_RIGHT)
     with pytest.raises(ScheduleError, match=r"whole vectors|another order"):
@@ -82,7 +82,7 @@ def test_swapped_operands_are_found() -> None:
 
 
 def test_wrong_group_is_found() -> None:
-    schedule = recursive_halving.all_reduce(4)
+    schedule = halving.all_reduce(4)
     step = next(iter(schedule.steps(0)))
     with pytest.raises(ScheduleError, match="group"):
         verify(with_step(schedule, 0, 0, step._replace(group=(0,))))
@@ -168,12 +168,12 @@ def test_verification_of_more_chunks_than_can_be_held_is_refused() -> None:
 def test_verification_of_many_messages_costs_no_square_of_them() -> None:
     """Comparing each with each takes a minute."""
     start = time.monotonic()
-    assert verify(sharded(recursive_doubling.all_reduce(2), 20_000)).steps == 1
+    assert verify(sharded(halving.doubling(2), 20_000)).steps == 1
     assert time.monotonic() - start < 20.0
 
 
 def test_unwritten_chunks_are_not_sent() -> None:
-    schedule = binomial_tree.broadcast(4, 0)
+    schedule = copying.broadcast(4, 0)
     early = Step(sends=(Transfer(2, 0, 1),))
     with pytest.raises(ScheduleError, match="does not have yet"):
         verify(with_step(schedule, 3, 0, early))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from collectives.schedules import recursive_halving, ring, two_level
+from collectives.schedules import halving, levels, ring
 from collectives.schedules.algorithm import Shards
 from collectives.schedules.registry import ALGORITHMS, LIBRARIES, ORDERED, SCHEDULES
 from collectives.schedules.schedule import Schedule
@@ -243,9 +243,9 @@ def test_faults_of_the_replicas_are_found() -> None:
 def test_levels_that_do_not_fit_are_refused() -> None:
     topology = Topology(6, 2)
     with pytest.raises(ValueError, match=r"inner is of 3 ranks, a node of the topology has 2"):
-        two_level.all_reduce(topology, ring.scatter_gather(3), recursive_halving.all_reduce(3))
+        levels.two_level(topology, ring.scatter_gather(3), halving.all_reduce(3))
     with pytest.raises(ValueError, match=r"outer is of 2 ranks, the topology has 3 nodes"):
-        two_level.all_reduce(topology, ring.scatter_gather(2), recursive_halving.all_reduce(2))
+        levels.two_level(topology, ring.scatter_gather(2), halving.all_reduce(2))
     with pytest.raises(ValueError, match=r"xring takes 1 to 2 shards, .* got 3"):
         two_levels("xring", 3, "rd", 1, topology)
     with pytest.raises(ValueError, match=r"xring takes 1 to 2 shards, .* got 3"):

@@ -10,7 +10,7 @@ import pytest
 from adasum import Adasum
 from collectives.cost import ASSUMED, LinkRates, Rate, estimate
 from collectives.execution.phases import auto_of
-from collectives.schedules import binomial_tree, ring
+from collectives.schedules import copying, ring
 from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
@@ -186,7 +186,7 @@ def test_every_step_costs_the_host(text: str, op: str, steps: int) -> None:
 
 def test_other_schedules_can_be_walked() -> None:
     topology = Topology(6, 3)
-    for steps in (ring.reduce_scatter(6), ring.all_gather(6), binomial_tree.broadcast(6, 2)):
+    for steps in (ring.reduce_scatter(6), ring.all_gather(6), copying.broadcast(6, 2)):
         assert estimate(steps, 600, RATES, topology).intra > 0
     with pytest.raises(ValueError, match="schedule is for 6 ranks, topology has 4"):
         estimate(ring.all_gather(6), 1, RATES, Topology(4, 2))

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
-from collectives.transport import Transport
+from collectives.transport import Transport, futex
 from collectives.transport.base import as_bytes
 from collectives.transport.channels import _HELD_BYTES, SLOT_BYTES, SLOTS
-from collectives.transport.shared_memory import futex
 from tests.collectives.transport.thread_ranks import (
     both,
     connect,

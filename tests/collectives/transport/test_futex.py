@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from collectives.transport.shared_memory import futex
+from collectives.transport import futex
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="futexes are Linux's")
 

@@ -21,7 +21,7 @@ import torch
 
 from collectives import Operands, Reducer, TransportError
 from collectives.execution.executor import CallContext, execute
-from collectives.schedules import recursive_doubling, recursive_halving, ring
+from collectives.schedules import halving, ring
 from collectives.schedules.schedule import Schedule
 from collectives.transport import Message, ThreadWorld
 from collectives.transport.nccl import backend, cupy_backend
@@ -115,9 +115,7 @@ class PlainSum(Reducer):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize(
-    "make", [ring.all_reduce, recursive_halving.all_reduce, recursive_doubling.all_reduce]
-)
+@pytest.mark.parametrize("make", [ring.all_reduce, halving.all_reduce, halving.doubling])
 def test_schedules_run(machine: Machine, make: Callable[[int], Schedule], size: int) -> None:
     inputs = [torch.randn(1021, generator=torch.Generator().manual_seed(r)) for r in range(size)]
 

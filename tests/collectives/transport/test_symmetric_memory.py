@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError
-from collectives.transport import HostTransport, Message, threads
+from collectives.transport import HostTransport, Message, futex, threads
 from collectives.transport.host_memory import host_memory_bytes
-from collectives.transport.shared_memory import futex
-from collectives.transport.shared_memory.symmetric_memory import (
+from collectives.transport.symmetric_memory import (
     JOINED,
     RanksDiffer,
     SymmetricMemory,

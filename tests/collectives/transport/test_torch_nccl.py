@@ -28,7 +28,7 @@ from collectives.transport import (
     process_groups,
 )
 from collectives.transport.base import as_bytes
-from collectives.transport.nccl import torch_backend
+from collectives.transport.nccl import backend
 from tests.fakes.fake_torch import FakeGroup, FakeTorch
 from tests.fakes.nccl_machine import told
 from tests.fakes.torch_machine import TIMEOUT, full, make_fake, of, read
@@ -155,7 +155,7 @@ def test_librarys_sum_that_is_late(
     What is aborted is its process group, too, which is another inside a node.
     """
     gloo, group = _gloo(fake, monkeypatch, owned=False)
-    nccl = NcclTransport(gloo, torch_backend.TorchBackend(group), timeout=TIMEOUT)  # type: ignore[arg-type]
+    nccl = NcclTransport(gloo, backend.TorchBackend(group), timeout=TIMEOUT)  # type: ignore[arg-type]
     libraries, call = Libraries(nccl), CallContext(nccl, "step 2", TIMEOUT, Workspace())
     if of_node:
         libraries._of_node = FakeGroup(fake, 7)  # type: ignore[assignment]
@@ -191,7 +191,7 @@ def test_what_is_under_way_is_ended_and_nothing_else(
 def test_ranks_sum_by_the_library_that_the_sum_is_for(fake: FakeTorch) -> None:
     """Over cupy a process group's is left to torch; over torch's NCCL ranks alone have none."""
 
-    class Cupy(torch_backend.TorchBackend):
+    class Cupy(backend.TorchBackend):
         device = torch.device("cuda", 0)
 
     group = FakeGroup(fake, 5)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from collectives.transport import Message, ThreadTransport, ThreadWorld, Transport
-from collectives.transport.byte_gathering import gather_objects
+from collectives.transport.base import gather_objects
 from collectives.transport.host import on_host
 from collectives.transport.host_memory import host_place, share_memory
 

@@ -121,24 +121,6 @@ def test_the_choice_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
 
 
-@pytest.mark.usefixtures("fresh")
-def test_torch_can_be_demanded() -> None:
-    dispatch.use_torch("of a reason")
-    assert kernels.backend_info().cpu_path == "torch: of a reason" and works()
-
-
-@pytest.mark.usefixtures("fresh")
-def test_torch_demanded_while_another_thread_loads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks must compute alike, and the others know that this one has none."""
-
-    def load() -> object:
-        dispatch.use_torch("of a reason")
-        return object()
-
-    monkeypatch.setattr(native, "load", load)
-    assert kernels.backend_info().cpu_path == "torch: of a reason"
-
-
 def test_autograd_sees_what_is_written() -> None:
     need_compiled()
     a, b = (random(100, torch.float32, "cpu", seed) for seed in (1, 2))

@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import kernels
-from collectives.schedules.partition import split_bounds
+from collectives.schedules.schedule import split_bounds
 from kernels.gpu import launcher, node_adasum, node_kernels
 from kernels.gpu.launcher import tl
 from kernels.gpu.node_slices import slice_of

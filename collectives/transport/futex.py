@@ -12,6 +12,7 @@ import errno
 import os
 import platform
 import sys
+import time
 
 # futex's number among the system calls of each processor, for which the C library has no function;
 # and its operations, without FUTEX_PRIVATE_FLAG, since the word is shared between processes.
@@ -22,9 +23,24 @@ _ALL = 2**31 - 1
 _REFUSED = (errno.ENOSYS, errno.EPERM)
 _WOKEN = (0, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
 
+# How often a rank that waits looks before it sleeps, some 20 us in all; after each look it yields
+# the processor. Then it sleeps for at most so many seconds, and looks whether a rank is gone, for
+# which no one wakes it.
+SPINS, CHECK_SECONDS = 30, 20e-3
+# The shortest and the longest sleep without futexes, in seconds.
+_MIN_NAP, _MAX_NAP = 20e-6, 1e-3
+
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def nap(waited: float) -> None:
+    """Sleep for a while in a wait without futexes that has lasted `waited` seconds.
+
+    The end of the wait is noticed late by at most an eighth of it.
+    """
+    time.sleep(min(max(waited / 8, _MIN_NAP), _MAX_NAP))
 
 
 def wait(address: int, value: int, seconds: float) -> None:

@@ -42,7 +42,7 @@ import torch
 from collectives.errors import CollectiveTimeoutError, describe
 from collectives.modes import inference_mode
 from collectives.stall import Stall
-from collectives.transport.shared_memory import futex
+from collectives.transport import futex
 
 Table = npt.NDArray[np.float64]
 # A cache line for each rank, so that ranks which write at once do not contend for one line.
@@ -66,12 +66,6 @@ CODE_BITS = 56
 _NUMBERS = 255
 # The code of a rank that has joined. No description has it, so it never equals another rank's.
 JOINED = 0
-# How often a rank checks before it sleeps, some 20 us in all; after each it yields the processor.
-_SPINS = 30
-# The longest sleep: then it checks whether a rank is gone, for which no one wakes it.
-_CHECK_SECONDS = 20e-3
-# The shortest and the longest sleep without futexes, in seconds.
-_MIN_NAP, _MAX_NAP = 20e-6, 1e-3
 
 
 def symmetric_memory_bytes(size: int) -> int:
@@ -286,20 +280,19 @@ class SymmetricMemory:
     def _sleep(self, there: Callable[[], bool], word: int, waited: float, left: float) -> None:
         """Sleep until the last rank has written its word, or for some time up to `left` seconds."""
         if not futex.available:
-            # So that the rank notices the end of its wait late by at most an eighth of it.
-            time.sleep(min(max(waited / 8, _MIN_NAP), _MAX_NAP))
+            futex.nap(waited)
             return
         number = self._gates[word]
         # If the last rank opens the gate after this, the number differs and `futex.wait` returns;
         # if before, `there` sees its word.
         self._fence()
         if not there():
-            futex.wait(self._gates_at + 4 * word, number, min(_CHECK_SECONDS, left))
+            futex.wait(self._gates_at + 4 * word, number, min(futex.CHECK_SECONDS, left))
 
     def _until(self, there: Callable[[], bool], word: int, step: str, timeout: float) -> None:
         """Wait until `there()`; if the wait ends otherwise, abort, which tells the other ranks."""
         try:
-            for _ in range(_SPINS if self.workers >= self.size else 0):
+            for _ in range(futex.SPINS if self.workers >= self.size else 0):
                 if there():
                     return
                 os.sched_yield()
@@ -320,7 +313,7 @@ class SymmetricMemory:
                         f"{self._peers.named([self.rank])} got no answer from {self._late(word)} "
                         f"in {step} within {timeout:.3g} s"
                     )
-                if waited > _CHECK_SECONDS:
+                if waited > futex.CHECK_SECONDS:
                     me = self._peers.name(self.rank)
                     stall = stall or Stall(me, step, timeout, lambda: self._late(word))
                     stall.check()

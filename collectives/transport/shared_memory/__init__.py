@@ -1,1 +1,0 @@
-"""Symmetric memory: the signal pads and buffers that the ranks of a host share."""
