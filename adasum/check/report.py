@@ -33,7 +33,6 @@ PRIVATE_NAMES = (
     "torch:autograd.Variable._execution_engine",
     "torch.autograd.forward_ad:_current_level",
     "torch.autograd.profiler:_is_profiler_enabled",
-    "torch.optim.optimizer:_global_optimizer_post_hooks",
     "torch.optim.optimizer:_global_optimizer_pre_hooks",
     *(f"torch.overrides:{each}" for each in _FUNCTION_MODES),
     "torch.utils:_device",

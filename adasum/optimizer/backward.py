@@ -4,38 +4,42 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adasum.modes import outside_modes
 from adasum.optimizer.bucket import Bucket
 from adasum.optimizer.errors import (
     OptimizerOrderError,
     given_too_late,
     reduced_twice,
-    swapped,
     too_late,
     too_many_passes,
 )
+from adasum.optimizer.pass_tree import PassTree
 from adasum.optimizer.planning import Named
-from adasum.optimizer.record import COMPLETE, REDUCED, UNDER_WAY, WAITING, Record, version_of
-from adasum.optimizer.reduction import InFlight
+from adasum.optimizer.record import Record
+from adasum.optimizer.reduction import Reduction
 from collectives import CollectiveError, TransportError
+from collectives.trace import span
 
 # Not public, but the only way to be called when backward ends; torch's DDP uses it too.
 _engine = torch.autograd.Variable._execution_engine
-# Of all optimizers, by id, to find those that have a parameter in common.
-_live: dict[int, weakref.ref[Backward]] = {}
+# All that are alive, by id, to find optimizers that have a parameter in common.
+_live: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
 
 
 class Backward:
     """Counts backward passes, and gives each bucket its turn once a step.
 
-    Hooks may run in any of autograd's threads. The method of reduction is held weakly: who drops
-    the optimizer drops this, and its hooks.
+    Hooks may run in any of autograd's threads. The method of reduction is held weakly: dropping the
+    optimizer drops this and its hooks.
 
     Args:
         method: What packs, reduces and unpacks: a `Method`.
@@ -43,6 +47,7 @@ class Backward:
         plan: The same pairs in the order of their reductions, bucket by bucket.
         passes: Backward passes of a step.
         early: Whether buckets have their turn while backward runs, and not only in `synchronize`.
+        tree: Adds the gradients of several passes, in place of autograd, if they have an order.
     """
 
     def __init__(
@@ -53,36 +58,37 @@ class Backward:
         *,
         passes: int,
         early: bool,
+        tree: PassTree | None,
     ) -> None:
-        self.passes, self.early = passes, early
+        self.passes, self.early, self.tree = passes, early, tree
         self._method = weakref.ref(method)
         # Gradients of one backward may come in several threads, and a bucket's start may begin
         # another backward in this one.
         self._lock = threading.RLock()
-        self._in_flight = InFlight()
+        # Reductions that nobody has waited for, oldest first, and what shows the others.
+        self._in_flight: list[Reduction] = []
+        self._unseen: list[Callable[[], None]] = []
         self.records: dict[Tensor, Record] = {}
         self.buckets: list[Bucket] = []
-        # Of parameters that have left the groups, until the next backward: they may come back.
-        self._gone: dict[Tensor, Record] = {}
-        self._handles: dict[Tensor, Any] = {}
-        self._is_shared = self._has_tree = self.in_step = False
+        self.in_step = False
         self.restart()
-        for reference in _live.copy().values():
+        for reference in _live.valuerefs():
             other = reference()
-            if other is not None:
-                other._note_newer(self, [parameter for _, parameter in named])
-        _live[id(self)] = weakref.ref(self)
+            for _, parameter in named:
+                if other is not None and parameter in other.records:
+                    other.records[parameter].newer = weakref.ref(self)
+        _live[id(self)] = self
         self.rebuild(named, plan)
 
     def __del__(self) -> None:
-        _live.pop(id(self), None)
-        for handle in self._handles.values():
-            handle.remove()
+        for record in self.records.values():
+            if record.handle is not None:
+                record.handle.remove()
 
     @property
     def busy(self) -> bool:
         """Whether a started reduction has not been waited for."""
-        return len(self._in_flight) > 0
+        return bool(self._in_flight)
 
     def named(self) -> list[Named]:
         """Return (name, parameter) of every parameter, in registration order."""
@@ -90,16 +96,15 @@ class Backward:
 
     def rebuild(self, named: Sequence[Named], plan: Sequence[Sequence[Named]]) -> None:
         """Take these parameters, in these buckets, from the next step on."""
-        before = {**self._gone, **self.records}
-        self.records = {p: before.pop(p) if p in before else Record(name) for name, p in named}
+        before, self.records = self.records, {}
         for name, parameter in named:
-            self.records[parameter].name = name
-        self._gone = before
-        for parameter in before.keys() & self._handles.keys():
-            self._handles.pop(parameter).remove()
-        for parameter, record in self.records.items():
-            if parameter not in self._handles:
-                self._handles[parameter] = self._hook(parameter, record)
+            record = before.pop(parameter, None)
+            if record is None:
+                record = Record(name)
+                record.handle = self._hook(parameter, record)
+            self.records[parameter] = record
+        for gone in before.values():
+            gone.handle.remove()
         self.buckets = []
         for number, part in enumerate(plan):
             members = [(self.records[parameter], parameter) for _, parameter in part]
@@ -126,108 +131,63 @@ class Backward:
         parameter.requires_grad_(trainable)
         return handle
 
-    def _note_newer(self, newer: Backward, parameters: Iterable[Tensor]) -> None:
-        for parameter in parameters:
-            if parameter in self.records:
-                self.records[parameter].newer = weakref.ref(newer)
-                self._is_shared = True
-
-    def refuse_taken_over(self) -> None:
-        """Raise OptimizerOrderError if a newer optimizer has a parameter of this one.
-
-        Two that reduce what they have stepped may share it: they do so one after the other.
-        """
-        for record in self.records.values() if self._is_shared else ():
-            newer = None if record.newer is None else record.newer()
-            if newer is not None and (self.early or newer.early):
-                raise reduced_twice(record.name)
-
     def restart(self) -> None:
         """Begin a new step: no passes are counted and no bucket has had its turn yet."""
         with self._lock:
-            if self.in_step:
-                for record in self.records.values():
-                    record.seen, record.state, record.active = 0, WAITING, False
+            for record in self.records.values() if self.in_step else ():
+                record.seen, record.active = 0, False
             self.in_step = self._in_pass = self.synchronized = self._failed = False
-            # A backward that was interrupted has dropped its calls.
-            self._keeps = self._callback_queued = self._pass_end_queued = False
+            # A backward that was interrupted has dropped its call.
+            self._keeps = self._callback_queued = False
             self._num_started = 0
-            self._in_flight.forget_done()
-            method = self._method()
-            if method is not None and method.tree is not None:
-                method.tree.restart()
+            self._unseen.clear()
+            if self.tree is not None:
+                self.tree.restart()
 
-    def note_left(self) -> None:
-        """Note the gradients that a step leaves."""
+    def note_left(self, steps: bool) -> None:
+        """Note the gradients that a step leaves, or without one that there are none."""
         for parameter, record in self.records.items():
-            gradient = parameter.grad
-            record.added = False
-            record.left = None if gradient is None else weakref.ref(gradient)
-            record.version = None if gradient is None else version_of(gradient)
+            record.note_left(parameter.grad if steps else None)
 
-    def forget_left(self) -> None:
-        """Forget what the last step has left, and who has gone since: gradients are zeroed."""
-        self._gone.clear()
-        for record in self.records.values():
-            record.left, record.added = None, False
+    # What backward calls.
 
     def _on_gradient(self, parameter: Tensor, record: Record) -> None:
-        gradient = parameter.grad
-        # A hook ahead of this one has taken it away, to give it back later.
-        if gradient is None or (record.newer is not None and record.newer() is not None):
+        # Without a gradient a hook ahead of this one has taken it away, to give it back later.
+        if parameter.grad is None or record.is_taken_over:
             return
         with self._lock:
-            if record.left is not None and self._is_stepped(record, gradient):
-                return
+            record.note_left(None)
             if not self._in_pass:
                 self._begin_pass()
             record.seen += 1
-            if self._has_tree:
-                self._queue_pass_end(record)
-            if not self.early:
-                return
-            if record.state is not WAITING or record.bucket < self._num_started:
-                raise self._untimely(record)
-            if not self._callback_queued:
+            tree = self.tree
+            if tree is not None and tree.ended >= self.passes > 1:
+                raise too_many_passes(record.name, self.passes)
+            if not self._callback_queued and (self.early or tree is not None):
                 self._callback_queued = True
                 _engine.queue_callback(self._on_backward_end)
+            if not self.early:
+                return
+            bucket = self.buckets[record.bucket]
+            if record.seen > self.passes:
+                raise too_many_passes(record.name, self.passes)
+            if record.bucket < self._num_started:
+                when = "all were reduced" if self.synchronized else f"{bucket.name} was sent"
+                raise too_late(record.name, when)
             if record.seen == self.passes:
-                record.state = COMPLETE
-                bucket = self.buckets[record.bucket]
                 bucket.waiting -= 1
                 if not bucket.waiting:
-                    for each in self.buckets[self._num_started :]:
-                        if each.waiting:
-                            break
+                    rest = self.buckets[self._num_started :]
+                    for each in takewhile(lambda each: not each.waiting, rest):
                         self._start(each)
-
-    def _is_stepped(self, record: Record, gradient: Tensor) -> bool:
-        """Return whether a hook ahead of this one has stepped by the gradient; note additions."""
-        if record.is_left(gradient):
-            return True
-        if record.left is not None and record.left() is gradient and record.version is not None:
-            record.added = gradient._version == record.version + 1
-        record.left = None
-        return False
-
-    def _untimely(self, record: Record) -> OptimizerOrderError:
-        if record.seen > self.passes:
-            return too_many_passes(record.name, self.passes)
-        bucket = self.buckets[record.bucket]
-        return too_late(
-            record.name, "all were reduced" if self.synchronized else f"{bucket.name} was sent"
-        )
 
     def _begin_pass(self, seen: bool = True) -> None:
         """Find out which parameters take part: at the first gradient of each backward."""
         self._in_pass = True
         method = self._alive()
-        self._has_tree = method.tree is not None
         if not self.in_step:
             method.follow_groups()
             self.in_step = True
-            if seen:
-                self._gone.clear()
         for bucket in self.buckets:
             bucket.waiting = 0
             for record, parameter in bucket.members:
@@ -237,41 +197,29 @@ class Backward:
                     if (trainable and seen) or not method.is_left(parameter, record):
                         record.active = True
                     self._keeps |= trainable and not record.active
-                if trainable and record.state is WAITING:
+                if trainable and record.seen < self.passes:
                     bucket.waiting += 1
 
     # Autograd calls it, in a compiled step under torch.compile, as it does hooks.
     @torch.compiler.disable
     def _on_backward_end(self) -> None:
-        """Wait for what was started, so that the gradients which backward leaves are final."""
+        """End a pass of the tree; wait, so that the gradients which backward leaves are final."""
         self._callback_queued = self._in_pass = False
         method = self._method()
-        if method is None or not method.final:
+        if method is None:
+            return
+        if self.tree is not None and self.passes > 1:
+            with self._lock:
+                method.densify()
+                self.tree.end_pass(self.records, self.passes)
+        if not self.early or not method.final:
             return
         if self._num_started == len(self.buckets):
             self.synchronize()
         else:
-            with self._noting_failure():
-                self._in_flight.wait()
+            self._wait()
 
-    def _queue_pass_end(self, record: Record) -> None:
-        """Ask for a call at the end of this pass, if passes are added by a tree."""
-        tree = self._alive().tree
-        if tree is None or self.passes == 1 or self._pass_end_queued:
-            return
-        if tree.ended >= self.passes:
-            raise too_many_passes(record.name, self.passes)
-        self._pass_end_queued = True
-        _engine.queue_callback(self._on_pass_end)
-
-    @torch.compiler.disable
-    def _on_pass_end(self) -> None:
-        method = self._method()
-        with self._lock:
-            self._pass_end_queued = False
-            if method is not None and method.tree is not None:
-                method.densify()
-                method.tree.end_pass(self.records, self.passes)
+    # What the optimizer calls.
 
     def synchronize(self, max_in_flight: int | None = None) -> None:
         """Give the remaining buckets their turns, in order, and wait; a second call does nothing.
@@ -284,33 +232,38 @@ class Backward:
         if self.synchronized:
             return
         method = self._alive()
-        with self._lock:
-            if not self.in_step:
-                self._begin_pass(seen=False)
-        with self._noting_failure():
-            with self._in_flight.none_after_an_error(), self._lock:
+        with self._none_after_an_error():
+            with self._lock:
+                if not self.in_step:
+                    self._begin_pass(seen=False)
                 if self._keeps:
                     method.agree_on_kept()
                 while self._num_started < len(self.buckets):
                     self._start(self.buckets[self._num_started])
                     if max_in_flight is not None:
-                        self._in_flight.wait(below=max_in_flight + 1)
-                        self._in_flight.notify_observers()
-            self._in_flight.wait()
-        self._in_flight.notify_observers()
-        for bucket in self.buckets:
-            for record, _ in bucket.members:
-                record.state = REDUCED
+                        self._wait(below=max_in_flight + 1)
+                        self._notify_observers()
+            self._wait()
+        self._notify_observers()
         method.finish()
         self.synchronized = True
 
     def leave_out(self) -> None:
         """Reduce what other ranks, whose backward may wait for it, need of a batch left out."""
-        left = self._num_started < len(self.buckets)
-        if self.early and self.in_step and left and not self._failed:
-            done = any(record.seen >= self.passes for record in self.records.values())
-            if done:
-                self.synchronize()
+        left = self._num_started < len(self.buckets) and not self._failed
+        waits = any(record.seen >= self.passes for record in self.records.values())
+        if self.early and self.in_step and left and waits:
+            self.synchronize()
+
+    def refuse_taken_over(self) -> None:
+        """Raise OptimizerOrderError if a newer optimizer has a parameter of this one.
+
+        Two that reduce what they have stepped may share it: they do so one after the other.
+        """
+        for record in self.records.values():
+            newer = None if record.newer is None else record.newer()
+            if newer is not None and (self.early or newer.early):
+                raise reduced_twice(record.name)
 
     def refuse_too_many(self) -> None:
         """Raise OptimizerOrderError if there were more backward passes than `passes`.
@@ -333,34 +286,78 @@ class Backward:
             if record is None or not method.is_left(parameter, record):
                 raise given_too_late("a new parameter" if record is None else record.name)
 
-    def refuse_swapped(self) -> None:
-        """Raise if torch has put other tensors behind the parameters, without their hooks."""
-        if torch.__future__.get_swap_module_params_on_conversion():
-            for parameter, record in self.records.items():
-                if parameter.grad is not None and not record.seen and record.left is None:
-                    raise swapped(record.name)
+    # Reductions.
 
     def _start(self, bucket: Bucket) -> None:
         """Give a bucket its turn."""
         self._num_started += 1
         method = self._alive()
         members = bucket.active()
-        for record, _ in members:
-            record.state = UNDER_WAY
-        if method.tree is not None:
-            method.tree.finish([parameter for _, parameter in members], self.passes)
+        if self.tree is not None:
+            self.tree.finish([parameter for _, parameter in members], self.passes)
         if not members or method.settings.one_rank:
             return
-        with self._noting_failure():
+        try:
             method.check_parameters()
-            try:
-                with torch.no_grad():
-                    self._in_flight.add(method.start(bucket, members))
-            except TransportError as error:
-                # The group failed in a bucket before this one, which nobody has waited for yet.
-                if self.busy and isinstance(error.__cause__, CollectiveError):
-                    raise error.__cause__ from None
-                raise
+            with torch.no_grad():
+                self._in_flight += method.start(bucket, members)
+        except CollectiveError as error:
+            self._failed = True
+            # The group failed in a bucket before this one, which nobody has waited for yet.
+            cause = error.__cause__
+            if (
+                self.busy
+                and isinstance(error, TransportError)
+                and isinstance(cause, CollectiveError)
+            ):
+                raise cause from None
+            raise
+
+    def _wait(self, below: int = 1) -> None:
+        """Wait for the oldest reductions until fewer than `below` are in flight.
+
+        CollectiveError: the first that failed; nothing is in flight any more.
+        """
+        if len(self._in_flight) < below:
+            return
+        with (
+            span(lambda: f"waiting for {len(self._in_flight)} buckets"),
+            self._none_after_an_error(),
+        ):
+            while len(self._in_flight) >= below:
+                first = self._in_flight.pop(0)
+                result = first.wait()
+                with torch.no_grad(), outside_modes():
+                    first.install(result)
+                self._unseen.append(partial(first.show, result))
+
+    def _notify_observers(self) -> None:
+        """Show what was waited for; called at the same points on every rank.
+
+        Not by `_wait`: an observer may call collectives, and how many buckets backward starts and
+        waits for may differ between the ranks.
+        """
+        while self._unseen:
+            self._unseen.pop(0)()
+
+    @contextmanager
+    def _none_after_an_error(self) -> Iterator[None]:
+        """On an error wait for what is in flight, drop its results, and note its errors.
+
+        After a failed reduction no rank waits for this one's others.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._failed |= isinstance(error, CollectiveError)
+            started, self._in_flight = self._in_flight, []
+            for reduction in started:
+                try:
+                    reduction.wait()
+                except Exception as other:  # noqa: BLE001 - a note of the first
+                    if other is not error and hasattr(error, "add_note"):  # Python 3.11
+                        error.add_note(f"after it: {type(other).__name__}: {other}")
+            raise
 
     def _alive(self) -> Any:
         method = self._method()
@@ -370,12 +367,3 @@ class Backward:
                 "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
             )
         return method
-
-    @contextmanager
-    def _noting_failure(self) -> Any:
-        """Note that a reduction has failed, after which no rank waits for this one's others."""
-        try:
-            yield
-        except CollectiveError:
-            self._failed = True
-            raise

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 import kernels
 from adasum.compression import Compressor, cast_dtype
+from adasum.optimizer.errors import changed_under_way
 from adasum.optimizer.record import Record
 from adasum.real_pairs import as_reals
 from collectives import FusedBuffer
@@ -44,6 +45,10 @@ class Bucket:
         """Return the members that take part in this step: the same list if all do."""
         chosen = [member for member in self.members if member[0].active]
         return self.members if len(chosen) == len(self.members) else chosen
+
+    def part_name(self, number: int) -> str:
+        """Return the name of the reduction of one of its kinds."""
+        return f"{self.name}, {number}" if number else self.name
 
 
 class Part:
@@ -100,15 +105,17 @@ class Part:
         self.slots = self.sent[:size]
         self.tensors: Sequence[Tensor] = tensors
 
-    @property
-    def of_flat(self) -> tuple[int, torch.dtype, torch.device]:
-        """Elements, dtype and device of the memory."""
-        return self.flat.numel(), self.flat.dtype, self.flat.device
-
-    def fits(self, name: str, members: Sequence[Member], tensors: Sequence[Tensor]) -> bool:
+    def fits(
+        self,
+        name: str,
+        members: Sequence[Member],
+        tensors: Sequence[Tensor],
+        owners: tuple[int, ...] | None = None,
+    ) -> bool:
         """Return whether tensors of these members, as they are now, go into this memory."""
         return (
-            in_format(name, members) == self.name
+            owners == self.owners
+            and in_format(name, members) == self.name
             and [record for record, _ in members] == self.records
             and [each.shape for each in tensors] == self.shapes
             and list(map(_dtype, tensors)) == self.dtypes
@@ -123,9 +130,10 @@ class Part:
         if members is not self.members or not self._is_plain or self.owners is not None:
             return False
         try:
-            if list(map(_dtype, tensors)) != self.dtypes:
+            given: Any = tensors
+            if list(map(_dtype, given)) != self.dtypes or any(t.is_inference() for t in given):
                 return False
-            self.pack(tensors, scale)  # type: ignore[arg-type]
+            self.pack(given, scale)
         except (AttributeError, TypeError, ValueError):
             # One is missing or sparse, or has another shape, or strides.
             return False
@@ -147,27 +155,15 @@ class Part:
         kernels.pack([*tensors, *ones], layout=self.layout, out=self.flat, scale=scale)
         self.tensors = tensors
 
-    def unpack(self, scale: float) -> bool:
+    def unpack(self, scale: float, rank: int = 0) -> None:
         """Write the results, times `scale`, to the tensors that were packed.
 
-        Returns False if those cannot be written, as tensors that overlap: then it has written to
-        others, which are its `tensors` now.
+        With owners, the results that the `rank` owns.
         """
-        try:
-            kernels.unpack(
-                self.flat, [*self.tensors, *self._counts], layout=self.layout, scale=scale
-            )
-        except (TypeError, ValueError, RuntimeError):
-            self.tensors = [torch.empty_like(each) for each in self.tensors]
-            kernels.unpack(
-                self.flat, [*self.tensors, *self._counts], layout=self.layout, scale=scale
-            )
-            return False
-        return True
-
-    def unpack_of(self, rank: int, scale: float) -> None:
-        """Write the results that a rank owns, times `scale`, to the tensors that were packed."""
-        assert self.owners is not None
+        if self.owners is None:
+            targets = [*self.tensors, *self._counts]
+            kernels.unpack(self.flat, targets, layout=self.layout, scale=scale)
+            return
         mine = [i for i, owner in enumerate(self.owners) if owner == rank]
         if mine:
             targets = [self.tensors[i] for i in mine]
@@ -207,3 +203,78 @@ def in_format(name: str, members: Sequence[Member]) -> str:
     """
     orders = {order for _, p in members if (order := memory_order(p)) is not None}
     return f"{name}, in memory formats {sorted(orders)}" if orders else name
+
+
+def versions_of(gradients: Sequence[Tensor | None]) -> list[int | None]:
+    """Return torch's count of each gradient's changes; None for views and where it counts none.
+
+    A view's would count the changes of all that lies in its memory.
+    """
+    return [
+        None if each is None or each.is_inference() or each._is_view() else each._version
+        for each in gradients
+    ]
+
+
+def refuse_changed(
+    members: Sequence[Member], gradients: Sequence[Tensor | None], versions: Sequence[int | None]
+) -> None:
+    """Raise OptimizerOrderError if a gradient is not the one that was packed, as it was then."""
+    for (record, parameter), gradient, version in zip(members, gradients, versions, strict=True):
+        now = parameter.grad
+        if now is gradient and (now is None or version is None or now._version == version):
+            continue
+        raise changed_under_way(record.name)
+
+
+def tensors_to_pack(
+    members: Sequence[Member], *, copies: bool
+) -> tuple[list[Tensor], dict[int, Tensor]]:
+    """Return tensors to pack for gradients of any kind, and copies for `p.grad`, by index.
+
+    Those are packed in the place of a gradient that is missing, has other strides, or lies in
+    memory that cannot be written; with `copies` of all.
+    ValueError: a gradient has another shape than its parameter.
+    """
+    tensors: list[Tensor] = []
+    apart: dict[int, Tensor] = {}
+    for i, (record, parameter) in enumerate(members):
+        gradient, order, tensor = parameter.grad, memory_order(parameter), None
+        if gradient is not None and gradient.shape != parameter.shape:
+            raise ValueError(
+                f"the gradient of {record.name} has shape {tuple(gradient.shape)} and the "
+                f"parameter {tuple(parameter.shape)}: where a parameter is given another shape, "
+                "set its grad to None, and change what the optimizer keeps of it"
+            )
+        if gradient is not None and not copies and _is_writable(gradient):
+            tensor = in_memory_order(gradient.detach(), order)
+        if tensor is None or not tensor.is_contiguous():
+            apart[i] = torch.zeros_like(parameter, dtype=dtype_of_gradient(parameter))
+            if gradient is not None:
+                apart[i].copy_(gradient)
+            tensor = in_memory_order(apart[i], order)
+        tensors.append(tensor)
+    return tensors, apart
+
+
+def dtype_of_gradient(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of the gradient that the parameter has, or would have."""
+    if parameter.grad is not None:
+        return parameter.grad.dtype
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return dtype or parameter.dtype
+
+
+def copy_to_gradient(parameter: Tensor, result: Tensor) -> None:
+    """Write a result to the parameter's gradient, or replace one that cannot be written."""
+    gradient = parameter.grad
+    if gradient is None or gradient.is_inference() or 0 in gradient.stride():
+        parameter.grad = result
+    else:
+        gradient.copy_(result)
+
+
+def _is_writable(gradient: Tensor) -> bool:
+    """Return whether a result can be written to the gradient's memory as it is."""
+    odd = gradient.is_conj() or gradient.is_neg() or gradient.is_inference()
+    return not odd and 0 not in gradient.stride()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from inspect import unwrap
 from typing import Any
@@ -17,12 +16,20 @@ import torch
 from torch import Tensor, optim
 
 from adasum.modes import outside_modes
-from adasum.optimizer.bucket import Bucket, Member, Part, in_memory_order, memory_order
-from adasum.optimizer.errors import OptimizerOrderError, changed_under_way
+from adasum.optimizer.bucket import (
+    Bucket,
+    Member,
+    Part,
+    in_memory_order,
+    memory_order,
+    refuse_changed,
+    versions_of,
+)
+from adasum.optimizer.errors import OptimizerOrderError
 from adasum.optimizer.local_step import has_pre_hooks, resparsify
 from adasum.optimizer.method import Method
 from adasum.optimizer.planning import Named, by_kind
-from adasum.optimizer.record import Record, version_of
+from adasum.optimizer.record import Record
 from adasum.optimizer.reduction import Reduction
 
 # While one bucket is reduced the next one steps; more in flight would only hold more memory.
@@ -123,17 +130,14 @@ class DeltaMethod(Method):
         stepping = [
             (record, p) for record, p in members if (may_step(p) if whole is None else p in whole)
         ]
-        started: list[Reduction] = []
+        started = []
         # One kind, unless dtypes or devices have changed since the buckets were planned.
-        for i, each in enumerate(by_kind(stepping)):
-            name = f"{bucket.name}, {i}" if i else bucket.name
-            started.append(self._start_part(bucket, i, name, each))
+        for number, each in enumerate(by_kind(stepping)):
+            started.append(self._start_kind(bucket, number, each))
         return started
 
-    def _start_part(
-        self, bucket: Bucket, number: int, name: str, members: list[Member]
-    ) -> Reduction:
-        reducer, whole = self.settings.reducer, self._before
+    def _start_kind(self, bucket: Bucket, number: int, members: list[Member]) -> Reduction:
+        reducer, name = self.settings.reducer, bucket.part_name(number)
         orders = [memory_order(parameter) for _, parameter in members]
 
         def values() -> list[Tensor]:
@@ -142,53 +146,43 @@ class DeltaMethod(Method):
 
         now = values()
         reducer.op.check(now[0].dtype)
-        names = [record.name for record, _ in members]
-        part = self._part(bucket, number, name, members, now) if reducer.casts else None
-        if whole is None:
+        part = self._part(bucket, number, members, now) if reducer.casts else None
+        if self._before is None:
             before = self._saved(part, now)
         else:
-            whole_of = [whole.pop(parameter).detach() for _, parameter in members]
-            before = [in_memory_order(b, o) for b, o in zip(whole_of, orders, strict=True)]
+            whole = [self._before.pop(parameter) for _, parameter in members]
+            before = [in_memory_order(b, o) for b, o in zip(whole, orders, strict=True)]
         try:
-            if whole is None:
+            if self._before is None:
                 with self._only([parameter for _, parameter in members]):
                     self.local_step()
             deltas = self._differences(part, now, before)
         finally:
             torch._foreach_copy_(now, before)
-        with outside_modes():
-            if part is not None:
-                started = reducer.start(part, names)
-            else:
-                started = reducer.start_compressed(names, deltas, name)
+        # The gradients have been stepped by: in backward nothing may change them any more.
         gradients = [p.grad for _, p in members] if self.early else []
-        versions = [None if each is None else version_of(each) for each in gradients]
+        versions = versions_of(gradients)
 
-        def install(result: Any) -> None:
-            for (record, p), gradient, version in zip(members, gradients, versions, strict=False):
-                if p.grad is not gradient or (p.grad is not None and version_of(p.grad) != version):
-                    raise changed_under_way(record.name)
-            started.install(result)
+        def install(_: Any) -> None:
+            refuse_changed(members[: len(gradients)], gradients, versions)
             if part is not None and part.tensors is not part.slots:
                 part.unpack(1.0)
             # By step_in_backward they may have been given other memory since.
-            now = values()
-            for (record, _), value, delta in zip(members, now, deltas, strict=True):
-                if value.shape != delta.shape or value.dtype is not delta.dtype:
-                    raise ValueError(
-                        f"{record.name} has another shape or dtype than when its local step was "
-                        "taken, in backward: change it between step() and backward(), or pass "
-                        "step_in_backward=False"
-                    )
-            torch._foreach_add_(now, deltas)
+            torch._foreach_add_(values(), deltas)
 
-        return replace(started, install=install)
+        with outside_modes():
+            if part is not None:
+                return reducer.start(part, install)
+            names = [record.name for record, _ in members]
+            return reducer.start_compressed(names, deltas, name, install)
 
     def _saved(self, part: Part | None, now: list[Tensor]) -> list[Tensor]:
         """Return copies of values; for a bucket's, in memory that the next bucket overwrites."""
         if part is None or part.flat.dtype is not now[0].dtype:
             return [value.clone() for value in now]
-        saved = part.layout.views(self._allocate(-1, *part.of_flat))
+        saved = part.layout.views(
+            self._allocate(-1, part.flat.numel(), now[0].dtype, now[0].device)
+        )
         torch._foreach_copy_(saved, now)
         return saved
 
@@ -208,20 +202,22 @@ class DeltaMethod(Method):
         return deltas
 
     def _part(
-        self, bucket: Bucket, number: int, name: str, members: list[Member], values: list[Tensor]
+        self, bucket: Bucket, number: int, members: list[Member], values: list[Tensor]
     ) -> Part:
         """Return the memory for differences: of its own in backward, otherwise used in turn."""
         slot = self._turn % (MAX_IN_FLIGHT + 1)
         self._turn += 1
-        part = bucket.parts.get(number)
-        held = part is not None and (self.early or self._holds(part, slot))
-        if part is None or not held or not part.fits(name, members, values):
-            allocate = None if self.early else partial(self._allocate, slot)
-            compression = self.settings.reducer.compression
-            tensors = [each.contiguous() for each in values]
-            part = Part(name, members, tensors, compression, allocate=allocate)
-            bucket.parts[number] = part
-        return part
+        part, name = bucket.parts.get(number), bucket.part_name(number)
+        if part is not None and part.fits(name, members, values):
+            memory = self._memory.get((slot, part.flat.dtype, part.flat.device))
+            if self.early or (memory is not None and memory.data_ptr() == part.flat.data_ptr()):
+                return part
+        bucket.parts[number] = Part(
+            *(name, members, [each.contiguous() for each in values]),
+            self.settings.reducer.compression,
+            allocate=None if self.early else partial(self._allocate, slot),
+        )
+        return bucket.parts[number]
 
     def _allocate(self, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         memory = self._memory.get((slot, dtype, device))
@@ -229,11 +225,6 @@ class DeltaMethod(Method):
             memory = torch.empty(numel, dtype=dtype, device=device)
             self._memory[slot, dtype, device] = memory
         return memory[:numel]
-
-    def _holds(self, part: Part, slot: int) -> bool:
-        """Return whether a part lies in the memory of a slot."""
-        memory = self._memory.get((slot, part.flat.dtype, part.flat.device))
-        return memory is not None and memory.data_ptr() == part.flat.data_ptr()
 
     @contextmanager
     def _only(self, parameters: Sequence[Tensor]) -> Iterator[None]:

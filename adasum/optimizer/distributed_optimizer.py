@@ -33,11 +33,9 @@ from adasum.optimizer.errors import OptimizerOrderError
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_step import SCALER_STATE, refuse_plain_steps
 from adasum.optimizer.method import Method, Settings, clip
-from adasum.optimizer.outside_steps import guard_methods
 from adasum.optimizer.owners_method import OwnersMethod
-from adasum.optimizer.pass_tree import PassTree
 from adasum.optimizer.planning import Groups, Named, name_parameters, plan_buckets
-from adasum.optimizer.wrapping import class_of, keep_scheduler_patch
+from adasum.optimizer.wrapping import class_of, guard_methods, keep_scheduler_patch
 from adasum.reducer import UNWEIGHTED, AdasumReducer
 from collectives import Average, Reducer, default_group
 from collectives.tree_order import in_order
@@ -170,7 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         require("step_in_backward", step_in_backward, bool)
         require("check_parameters", check_parameters, bool, type(None))
         require_count("check_every", check_every, 0, ", 0 for never")
-        kind = choose_method(optimizer, op, method, mode, step_in_backward)
+        kind = choose_method(optimizer, op, method, mode, step_in_backward, algorithm)
         groups = require_groups(num_groups, groups)
         named = name_parameters(optimizer, named_parameters)
         members = default_group() if process_set is None else group_of(process_set)
@@ -212,12 +210,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         if one_rank and kind is OwnersMethod:
             kind = GradientMethod
-        held = kind(self, optimizer, settings, check)
-        if reducer.op.ordered and isinstance(held, GradientMethod):
-            held.tree = PassTree(divides=bool(op.averages) and one_rank)
-        held.begin(named, buckets, passes)
-        check.add(named)
-        self._adasum = held
+        self._adasum = kind(self, optimizer, settings, check)
+        self._adasum.begin(named, buckets, passes)
         keep_scheduler_patch(self)
         if not one_rank:
             refuse_plain_steps(optimizer, self)
@@ -304,7 +298,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         require_count("backward_passes_per_step", passes, 1)
         held = self._adasum
         held.refuse_in_flight("set_backward_passes_per_step()")
-        if held.tree is not None and held.tree.holds_gradients:
+        if held.backward.tree is not None and held.backward.tree.holds_gradients:
             raise OptimizerOrderError(
                 "set_backward_passes_per_step() was called between two passes of a step, whose "
                 "tree would be another: call it after step(), or zero_grad() to leave them out"

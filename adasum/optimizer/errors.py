@@ -62,16 +62,6 @@ def given_too_late(name: str) -> OptimizerOrderError:
     )
 
 
-def swapped(name: str) -> OptimizerOrderError:
-    """Return the error of a parameter behind which torch has put another tensor."""
-    return OptimizerOrderError(
-        f"{name} was swapped for another tensor, as a conversion of the model does under "
-        "torch.__future__.set_swap_module_params_on_conversion(True), and torch leaves behind the "
-        "hooks by which its gradient is reduced: convert the model before DistributedOptimizer is "
-        "made, or with False"
-    )
-
-
 def explain_shapes(
     named: Sequence[tuple[str, Tensor]],
     state: Mapping[Tensor, Mapping[str, Any]],

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from adasum.modes import outside_modes
-from adasum.optimizer.bucket import Bucket, Member, Part
-from adasum.optimizer.errors import OptimizerOrderError
-from adasum.optimizer.method import Method
-from adasum.optimizer.packed_gradients import (
-    PackedGradients,
+from adasum.optimizer.bucket import (
+    Bucket,
+    Member,
+    Part,
+    copy_to_gradient,
     dtype_of_gradient,
-    empty_sparse,
+    refuse_changed,
     tensors_to_pack,
+    versions_of,
 )
-from adasum.optimizer.planning import by_kind
-from adasum.optimizer.reduction import Reduction
+from adasum.optimizer.errors import OptimizerOrderError
+from adasum.optimizer.local_step import parameters_of
+from adasum.optimizer.method import Method
+from adasum.optimizer.planning import Named, by_kind
+from adasum.optimizer.reduction import Reduction, empty_sparse
 from collectives import Average, Sum
 
 
@@ -34,118 +37,97 @@ class GradientMethod(Method):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._synchronized_by_user = False
-        # (parameter, result) of those that had no gradient when they were packed, if ranks have
-        # yet to find out whether one of them had one.
-        self._missing: list[tuple[Tensor, Tensor]] = []
+        # Parameters whose gradients were reduced and not stepped by, until gradients are zeroed.
+        self._unstepped: set[Tensor] = set()
+
+    # The reduction of a bucket.
 
     def start(self, bucket: Bucket, members: list[Member]) -> list[Reduction]:
         """Pack gradients, and start their reduction."""
-        reducer = self.settings.reducer
+        reducer, part = self.settings.reducer, bucket.parts.get(0)
         gradients = [parameter.grad for _, parameter in members]
-        part, started = bucket.parts.get(0), list[Reduction]()
         with outside_modes():
             if part is not None and part.pack_plain(members, gradients, reducer.prescale):
-                packed = [PackedGradients(members, gradients, part, {})]
-            else:
-                packed = self._pack_any(bucket, members, started)
-            for each in packed:
-                names = [record.name for record, _ in each.members]
-                if each.part is not None:
-                    reduction = reducer.start(each.part, names)
-                else:
-                    tensors, _ = tensors_to_pack(each.members)
-                    reduction = reducer.start_compressed(names, tensors, bucket.name)
-                started.append(self._installing(reduction, each))
+                return [reducer.start(part, self._install_of(members, part, {}))]
+            self.densify()
+            dense, started = self._start_sparse(bucket, members)
+            packed = self.sorted(dense)
+            # One kind, unless dtypes or devices have changed since the buckets were planned.
+            for i, kind in enumerate(by_kind(packed, dtype_of_gradient)):
+                # All of the bucket's, as a rule: the same list as in the next step.
+                same = packed is dense and len(kind) == len(members)
+                started.append(self._start_kind(bucket, i, members if same else kind))
         return started
 
-    def _pack_any(
-        self, bucket: Bucket, members: list[Member], started: list[Reduction]
-    ) -> list[PackedGradients]:
-        """Pack gradients of any kind; those of sparse ones have `started` then."""
-        reducer = self.settings.reducer
-        self.densify()
-        dense: list[Member] = []
+    def _start_sparse(
+        self, bucket: Bucket, members: list[Member]
+    ) -> tuple[list[Member], list[Reduction]]:
+        """Start the reductions of sparse gradients; return the other members, and what started."""
+        dense, started = list[Member](), list[Reduction]()
         for record, parameter in members:
             gradient = parameter.grad
+            record.had = gradient is not None
             if gradient is not None and gradient.is_sparse:
                 record.sparse = gradient.sparse_dim(), gradient.dtype
             elif gradient is None and record.sparse is not None:
                 gradient = empty_sparse(parameter, *record.sparse)
-            if gradient is not None and gradient.is_sparse:
-                started.append(self._start_sparse(record.name, parameter, gradient, bucket.name))
-            else:
+            if gradient is None or not gradient.is_sparse:
                 dense.append((record, parameter))
-        packed = []
-        # One kind, unless dtypes or devices have changed since the buckets were planned.
-        for i, each in enumerate(by_kind(self.sorted(dense), dtype_of_gradient)):
-            # Here, because the kernels would refuse a dtype without naming the operator.
-            reducer.op.check(dtype_of_gradient(each[0][1]))
-            gradients = [parameter.grad for _, parameter in each]
-            tensors, apart = tensors_to_pack(each)
-            part, owners = bucket.parts.get(i), self.owners_of(each)
-            name = f"{bucket.name}, {i}" if i else bucket.name
-            if part is None or part.owners != owners or not part.fits(name, each, tensors):
-                options: Any = {
-                    "counts": reducer.counts if owners is None else None,
-                    "owners": owners,
-                }
-                part = Part(name, each, tensors, reducer.compression, **options)
-                bucket.parts[i] = part
-            # All of the bucket's, as a rule: the same list as in the next step.
-            part.members = members if len(each) == len(members) else each
-            part.pack(tensors, reducer.prescale, [gradient is not None for gradient in gradients])
-            packed.append(PackedGradients(each, gradients, part, apart))
-        return packed
+                continue
+            install = partial(_install_sparse, parameter)
+            start = self.settings.reducer.start_sparse
+            started.append(start(record.name, gradient, bucket.name, install))
+        return dense, started
 
-    def _installing(self, reduction: Reduction, packed: PackedGradients) -> Reduction:
-        def install(result: Any) -> None:
-            reduction.install(result)
-            self._missing += packed.install(self.settings.reducer.postscale, self.group.rank)
+    def _start_kind(self, bucket: Bucket, number: int, members: list[Member]) -> Reduction:
+        reducer, name = self.settings.reducer, bucket.part_name(number)
+        # Here, because the kernels would refuse a dtype without naming the operator.
+        reducer.op.check(dtype_of_gradient(members[0][1]))
+        tensors, apart = tensors_to_pack(members, copies=not reducer.casts)
+        if not reducer.casts:
+            names = [record.name for record, _ in members]
+            install = self._install_of(members, None, apart)
+            return reducer.start_compressed(names, tensors, name, install)
+        part, owners = bucket.parts.get(number), self.owners_of(members)
+        if part is None or not part.fits(name, members, tensors, owners):
+            counts = reducer.counts if owners is None else None
+            part = Part(name, members, tensors, reducer.compression, counts=counts, owners=owners)
+            bucket.parts[number] = part
+        part.members = members
+        part.pack(tensors, reducer.prescale, [p.grad is not None for _, p in members])
+        return reducer.start(part, self._install_of(members, part, apart))
 
-        return replace(reduction, install=install)
+    def _install_of(
+        self, members: list[Member], part: Part | None, apart: dict[int, Tensor]
+    ) -> Callable[[Any], None]:
+        """Return a function that unpacks the results to p.grad, unless that has changed by then.
 
-    def _start_sparse(
-        self, name: str, parameter: Tensor, gradient: Tensor, bucket: str
-    ) -> Reduction:
-        started = self.settings.reducer.start_sparse(name, gradient, bucket)
+        part: what was packed; None if a user's class has compressed it, and decompressed it by
+            then.
+        apart: by index, what was packed in the place of a gradient.
+        """
+        gradients = [parameter.grad for _, parameter in members]
+        versions = versions_of(gradients)
 
-        def install(result: Tensor) -> None:
-            # Without any entry on any rank it is as if no rank had one.
-            parameter.grad = result if result._nnz() else None
+        def install(_: Any) -> None:
+            refuse_changed(members, gradients, versions)
+            had = None
+            if part is not None:
+                try:
+                    part.unpack(self.settings.reducer.postscale, self.group.rank)
+                except ValueError as error:
+                    raise ValueError(
+                        f"two gradients of {part.name} share memory, and different results would "
+                        "go to it: give each parameter a gradient of its own"
+                    ) from error
+                lacks = part.counts and any(each is None for each in gradients)
+                had = part.any_had() if lacks else None
+            for i, result in apart.items():
+                # What no rank has stays None, if they have counted.
+                if gradients[i] is not None or had is None or had[i]:
+                    copy_to_gradient(members[i][1], result)
 
-        return replace(started, install=install)
-
-    def finish(self) -> None:
-        """Let a gradient that no rank had be None again, so that nothing steps by its zeros."""
-        if not self.settings.one_rank and not self.settings.reducer.counts:
-            self.drop_missing(self.count_gradients(self.had_gradients()))
-
-    def had_gradients(self) -> list[bool]:
-        """Return which parameters had a gradient on this rank before the reduction."""
-        missing = {id(parameter) for parameter, _ in self._missing}
-        return [p.grad is not None and id(p) not in missing for p in self.backward.records]
-
-    @outside_modes()
-    def count_gradients(self, had: list[bool], other: Tensor | None = None) -> Tensor:
-        """Return how many ranks had each gradient, and last for how many `other` is true."""
-        parameters = list(self.backward.records)
-        counts = torch.tensor(had, dtype=torch.float32, device="cpu")
-        if parameters and parameters[0].is_cuda:
-            # The host does not wait for the GPU, unless it has to read the answer.
-            counts = counts.pin_memory().to(parameters[0].device, non_blocking=True)
-        if other is not None:
-            counts = torch.cat([counts, other.to(counts).reshape(1)])
-        self.group.all_reduce(counts, Sum, name="which parameters have gradients")
-        return counts
-
-    def drop_missing(self, counts: Tensor) -> None:
-        """Set gradients to None that were missing on all ranks, as these have counted them."""
-        missing, self._missing = self._missing, []
-        if missing:
-            numbers = dict(zip(map(id, self.backward.records), counts.tolist(), strict=False))
-            for parameter, _ in missing:
-                if not numbers[id(parameter)]:
-                    parameter.grad = None
+        return install
 
     # What owners do otherwise.
 
@@ -156,6 +138,8 @@ class GradientMethod(Method):
     def owners_of(self, members: Sequence[Member]) -> tuple[int, ...] | None:
         """Return the ranks that get the members' reduced gradients; None for all ranks."""
         return None
+
+    # The step.
 
     def synchronize(self) -> None:
         """Wait until every gradient is the reduced one; `step` is to be told that it was called."""
@@ -198,17 +182,35 @@ class GradientMethod(Method):
             self.require_reduced()
         return self.between_hooks(self.local_step, closure, options)
 
+    def follow(self, new: Sequence[Named], gone: Sequence[Tensor]) -> None:
+        """Take other parameters; OptimizerOrderError: one comes back with a reduced gradient."""
+        for name, parameter in new:
+            if parameter in self._unstepped:
+                raise OptimizerOrderError(
+                    f"{name} was taken out of param_groups for a step() and put back, and its "
+                    "gradient was reduced in that step: step all groups at once, or call "
+                    "optimizer.zero_grad() and backward() before"
+                )
+        super().follow(new, gone)
+
     def end_step(self) -> None:
         """Begin a new step, and note what gradients this one leaves."""
         self._synchronized_by_user = False
         if not self.settings.one_rank:
-            self.backward.note_left()
+            if self.has_other_members():
+                here = set(parameters_of(self.optimizer))
+                records = self.backward.records.items()
+                self._unstepped.update(
+                    p for p, record in records if record.active and p not in here
+                )
+            self.backward.note_left(steps=True)
         super().end_step()
 
     def zero_grad(self) -> None:
         """Count backward passes anew: all ranks may leave a batch out."""
         self.backward.leave_out()
-        self.backward.forget_left()
+        self.backward.note_left(steps=False)
+        self._unstepped.clear()
         self._synchronized_by_user = False
         super().zero_grad()
 
@@ -231,3 +233,8 @@ class GradientMethod(Method):
         loss = loss.detach().clone()
         self.group.all_reduce(loss, op, name="closure's loss")
         return loss
+
+
+def _install_sparse(parameter: Tensor, result: Tensor) -> None:
+    # Without any entry on any rank it is as if no rank had one.
+    parameter.grad = result if result._nnz() else None

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from adasum.optimizer.errors import OptimizerOrderError
 
@@ -24,8 +22,10 @@ SCALER_STATE = ("grad_scale", "found_inf")
 # Not public, but torch lists an optimizer's hooks nowhere else.
 _REFUSE = "refuse_plain_steps"
 _PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-# How to tell a step that torch has wrapped, to run the hooks, from any other decorated one.
-_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+# torch wraps the step of every optimizer's class in it, to run the hooks.
+with_hooks: Any = torch.optim.Optimizer.profile_hook_step
+# How to tell a step that torch has wrapped from any other decorated one.
+_WRAPPER = with_hooks(lambda: None).__code__
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -55,48 +55,6 @@ def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(_global_optimizer_pre_hooks or names - {_REFUSE})
 
 
-def between_hooks(
-    optimizer: torch.optim.Optimizer,
-    step: Callable[..., Any],
-    closure: Callable[[], Any] | None,
-    options: dict[str, Any],
-) -> Any:
-    """Return `step(closure, **options)`, run between the step hooks: they may change arguments."""
-    args: tuple[Any, ...] = () if closure is None else (closure,)
-    args = (optimizer, *args)
-    for hook in chain(_global_optimizer_pre_hooks.values(), getattr(optimizer, _PRE).values()):
-        changed = hook(optimizer, args, options)
-        if changed is None:
-            continue
-        if not (isinstance(changed, tuple) and len(changed) == 2):
-            raise RuntimeError(
-                f"{hook} must return None or a tuple of (new_args, new_kwargs), not {changed!r}"
-            )
-        args, options = changed
-    options = {**options}
-    closure = args[1] if args[1:] else options.pop("closure", None)
-    result = step(closure, **options)
-    for hook in chain(getattr(optimizer, _POST).values(), _global_optimizer_post_hooks.values()):
-        hook(optimizer, args, options)
-    return result
-
-
-@contextmanager
-def _without_hooks(
-    optimizer: torch.optim.Optimizer, step: Callable[..., Any]
-) -> Iterator[Callable[..., Any]]:
-    """Give a step of the optimizer's class that runs no hooks."""
-    held = {key: optimizer.__dict__[key] for key in (_PRE, _POST)}
-    optimizer.__dict__.update({key: OrderedDict() for key in held})
-    try:
-        everyone = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        if everyone and getattr(step, "__code__", None) is _WRAPPER:
-            step = step.__wrapped__  # type: ignore[attr-defined]
-        yield step
-    finally:
-        optimizer.__dict__.update(held)
-
-
 def local_step(
     optimizer: torch.optim.Optimizer,
     base: type[torch.optim.Optimizer],
@@ -111,24 +69,25 @@ def local_step(
     sparse_again: whether gradients that were made dense are to be sparse for it, see `resparsify`;
     unscales_itself: whether it reads what GradScaler sets, which others refuse.
     """
-    args: tuple[Any, ...] = ()
-    if closure is not None:
 
-        def evaluate() -> Any:
-            loss = closure()
-            if sparse_again:
-                resparsify(optimizer)
-            return loss
+    def evaluate() -> Any:
+        assert closure is not None
+        loss = closure()
+        if sparse_again:
+            resparsify(optimizer)
+        return loss
 
-        args = (evaluate,)
-    elif sparse_again:
+    if sparse_again and closure is None:
         resparsify(optimizer)
-    # GradScaler deletes them afterwards.
-    keys = () if unscales_itself else SCALER_STATE
-    held = {key: optimizer.__dict__.pop(key) for key in keys if key in optimizer.__dict__}
+    step: Any = base.step
+    if getattr(step, "__code__", None) is _WRAPPER:
+        step = step.__wrapped__
+    # What a subclass's step calls may be wrapped, too. GradScaler deletes its own afterwards.
+    hidden = (_PRE, _POST) if unscales_itself else (_PRE, _POST, *SCALER_STATE)
+    held = {key: optimizer.__dict__.pop(key) for key in hidden if key in optimizer.__dict__}
+    optimizer.__dict__.update({_PRE: OrderedDict(), _POST: OrderedDict()})
     try:
-        with _without_hooks(optimizer, base.step) as step:
-            return step(optimizer, *args, **options)
+        return step(optimizer, *(() if closure is None else (evaluate,)), **options)
     finally:
         optimizer.__dict__.update(held)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +17,9 @@ from adasum.optimizer.backward import Backward
 from adasum.optimizer.bucket import Bucket, Member
 from adasum.optimizer.consistency.parameter_check import ParameterCheck
 from adasum.optimizer.errors import OptimizerOrderError, explain_shapes
-from adasum.optimizer.local_step import between_hooks, local_step, unscale
-from adasum.optimizer.membership import Membership
+from adasum.optimizer.local_step import local_step, unscale, with_hooks
 from adasum.optimizer.pass_tree import PassTree
-from adasum.optimizer.planning import Named, PlanBuckets
+from adasum.optimizer.planning import Named, PlanBuckets, name_new
 from adasum.optimizer.record import Record
 from adasum.optimizer.reduction import BucketReducer, Reduction
 from collectives import Group, Reducer, Sum
@@ -55,7 +54,6 @@ class Method:
         final: Whether backward returns only when what it started is reduced.
         differences: Whether differences are reduced, not gradients.
         backward: The records of the parameters, and the hooks on their gradients.
-        tree: Adds the gradients of several passes, in place of autograd, or None.
     """
 
     asked = ""
@@ -75,16 +73,20 @@ class Method:
         self.settings, self.check = settings, check
         self.stepping = self.skips_synchronize = False
         self._unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-        self._membership = Membership(optimizer.param_groups)
-        self.tree: PassTree | None = None
+        self._members = _members(optimizer.param_groups)
         self.backward: Backward
 
     def begin(
         self, named: Sequence[Named], buckets: Sequence[Sequence[Named]], passes: int
     ) -> None:
         """Put hooks on the parameters: (name, parameter) in registration order, and in buckets."""
-        early = self.early and not self.settings.one_rank
-        self.backward = Backward(self, named, buckets, passes=passes, early=early)
+        settings = self.settings
+        tree = None
+        if settings.reducer.op.ordered:
+            tree = PassTree(divides=bool(settings.op.averages) and settings.one_rank)
+        early = self.early and not settings.one_rank
+        self.backward = Backward(self, named, buckets, passes=passes, early=early, tree=tree)
+        self.check.add(named)
 
     @property
     def is_dropped(self) -> bool:
@@ -159,8 +161,6 @@ class Method:
         """Reduce and take one step."""
         self.follow_groups()
         self.backward.refuse_taken_over()
-        if closure is None:
-            self.check.warn_without_gradients()
         self.check_parameters()
         if closure is None:
             self.backward.refuse_too_many()
@@ -187,12 +187,19 @@ class Method:
         self.follow_groups()
 
     def follow_groups(self) -> None:
-        """Take note, between two steps, of parameters put into the groups or taken from them."""
+        """Take note, between two steps, of parameters put into the groups or taken from them.
+
+        Densification and pruning replace a parameter by one of another length, append some, or
+        replace whole groups, without `add_param_group`.
+        """
         groups = self.optimizer.param_groups
-        if self.backward.in_step or not self._membership.differs(groups):
+        if self.backward.in_step or not self.has_other_members():
             return
+        before, self._members = self._members, _members(groups)
+        here = {parameter for group in self._members for parameter in group}
         names = {parameter: name for name, parameter in self.backward.named()}
-        self.follow(*self._membership.update(groups, names))
+        gone = [parameter for parameter in names if parameter not in here]
+        self.follow(name_new(names, before, self._members), gone)
 
     def follow(self, new: Sequence[Named], gone: Sequence[Tensor]) -> None:
         """Reduce other parameters from now on: new ones in buckets by size behind all others."""
@@ -207,12 +214,20 @@ class Method:
         self.check.add(new)
         self.check.forget(gone)
 
+    def has_other_members(self) -> bool:
+        """Return whether the groups hold other parameters, by identity, than when last followed."""
+        now = [group["params"] for group in self.optimizer.param_groups]
+        return list(map(len, now)) != list(map(len, self._members)) or any(
+            one is not other
+            for group, held in zip(now, self._members, strict=True)
+            for one, other in zip(group, held, strict=True)
+        )
+
     def require_reduced(self) -> None:
         """Raise if step() would step by a gradient of this rank alone."""
-        self.backward.refuse_swapped()
         records = self.backward.records.values()
-        groups = self.optimizer.param_groups
-        if self._membership.differs(groups) or not all(record.active for record in records):
+        if self.has_other_members() or not all(record.active for record in records):
+            groups = self.optimizer.param_groups
             self.backward.refuse_given_late(p for group in groups for p in group["params"])
 
     def check_parameters(self) -> None:
@@ -257,7 +272,12 @@ class Method:
             if optimizer.__dict__.get("found_inf", False):
                 return None
             unscale(optimizer)
-        return between_hooks(optimizer, step, closure, options)
+
+        # The hooks of the class's own step are not run, and may change arguments of this one.
+        def run(_: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+            return step(closure, **options)
+
+        return with_hooks(run)(optimizer, *(() if closure is None else (closure,)), **options)
 
     def local_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Take the wrapped optimizer's step, without step hooks."""
@@ -274,6 +294,10 @@ class Method:
             raise
         self.check.note_written(optimizer, settings)
         return result
+
+
+def _members(groups: Sequence[Mapping[str, Any]]) -> list[list[Tensor]]:
+    return [list(group["params"]) for group in groups]
 
 
 def norm_of(named: Sequence[Named], norm_type: float, foreach: bool | None) -> Tensor:

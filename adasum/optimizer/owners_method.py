@@ -15,36 +15,37 @@ from torch import Tensor
 
 from adasum.horovod import objects
 from adasum.modes import outside_modes
-from adasum.optimizer.bucket import Member
-from adasum.optimizer.errors import OptimizerOrderError
+from adasum.optimizer.bucket import Member, dtype_of_gradient
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_step import parameters_of
-from adasum.optimizer.overflow import SharedOverflow
 from adasum.optimizer.planning import Named
-from adasum.optimizer.record import Record
 from adasum.real_pairs import as_reals
 from collectives import Needs, Reducer, Sum, validation
 from collectives.reducers import Max
 from collectives.schedules.spec import parse_all_reduce_spec
 
 
-def reduces_to_owners(op: Reducer, algorithm: str | None) -> bool:
-    """Return whether gradients go to their owners alone.
+def require_reduced_to_owners(op: Reducer, algorithm: str | None) -> None:
+    """Raise ValueError unless `op` can be reduced to owners, by the algorithm that is asked for.
 
-    Those of a sum do by rechd's steps, and Adasum's by those that `auto` takes. By another
-    algorithm that was asked for they are all-reduced.
+    A sum is by rechd's steps, with the bits of rd and rechd; Adasum by those that `auto` takes.
     """
+    able = {"auto", "rd", "rechd"} if op.associative or op.ordered else set()
+    able = able or ({"auto"} if op.reads_tree else set())
     specs = parse_all_reduce_spec(algorithm or "auto")
-    of_sums = {"auto", "rd", "rechd"} if op.associative or op.ordered else set()
-    able = of_sums or ({"auto"} if op.reads_tree else set())
-    return all(each.inner is None and each.outer in able for each in specs)
+    if not all(each.inner is None and each.outer in able for each in specs):
+        asked = op if algorithm is None else f"algorithm={algorithm!r}"
+        raise ValueError(
+            f"mode='owners' reduces Sum, Average and Adasum to owners, by algorithm=None, a sum by "
+            f"'rd' or 'rechd', too, not {asked}: pass mode=None"
+        )
 
 
 class OwnersMethod(GradientMethod):
     """Reduces each gradient onto its parameter's owner, which steps and broadcasts the parameter.
 
     Once reduced, the gradients of parameters that this rank does not own are None, so that the
-    wrapped optimizer leaves them out.
+    wrapped optimizer leaves them out. A step uses its gradients up: after it all are None.
     """
 
     asked = "mode='owners'"
@@ -54,18 +55,17 @@ class OwnersMethod(GradientMethod):
         self.owners: dict[Tensor, int] = {}
         # The parameters that were reduced in any step, so that their owners may change them.
         self._reduced: dict[Tensor, None] = {}
-        # Parameters whose gradients this rank has given to their owners, until they are zeroed.
-        self._given: set[Tensor] = set()
         # Every parameter's state by number, from its gathering until the next step.
         self._whole_state: Mapping[int, Any] | None = None
         # Whether ranks have states that others lack.
         self._is_scattered = bool(self.optimizer.state)
-        self._overflow = SharedOverflow()
+        # An element of a gradient that shows an overflow: it, its value, and whether it is NaN.
+        self._mark: tuple[Tensor, Tensor, Tensor] | None = None
+        # A parameter of another rank that has a gradient of zeros, for GradScaler to see.
+        self._substitute: Tensor | None = None
         reducer = self.settings.reducer
-        self._to_owners = reduces_to_owners(reducer.op, reducer.algorithm)
-        if self._to_owners and (reducer.op.associative or reducer.op.ordered):
-            # While an observer watches, gradients are all-reduced, to the same bits.
-            reducer.algorithm = "direct" if Needs.ALL_OPERANDS in reducer.op.needs else "rechd"
+        # While an observer watches, gradients are all-reduced, to the same bits.
+        reducer.algorithm = "direct" if Needs.ALL_OPERANDS in reducer.op.needs else "rechd"
         self._places = {rank: i for i, rank in enumerate(self.group.owners_order())}
         self._assign(parameters_of(self.optimizer), [])
 
@@ -103,16 +103,8 @@ class OwnersMethod(GradientMethod):
             self._assign(new, self.group.all_gather_bytes(mine, name=name))
 
     def follow(self, new: Sequence[Named], gone: Sequence[Tensor]) -> None:
-        """Take other parameters; OptimizerOrderError: one comes back whose gradient was given."""
+        """Take other parameters."""
         super().follow(new, gone)
-        for name, parameter in new:
-            record = self.backward.records[parameter]
-            if parameter in self._given or record.is_left(parameter.grad):
-                raise OptimizerOrderError(
-                    f"{name} was taken out of param_groups and put back between backward and "
-                    "step(), and with mode='owners' its owner alone has its gradient: step all "
-                    "groups at once, or call zero_grad() and backward() before"
-                )
         for parameter in gone:
             self.owners.pop(parameter, None)
             self._reduced.pop(parameter, None)
@@ -126,79 +118,73 @@ class OwnersMethod(GradientMethod):
 
     # Gradients.
 
-    def is_left(self, parameter: Tensor, record: Record) -> bool:
-        """Return whether the last step has left the gradient, on its owner, unless it is zeroed.
-
-        The gradients that this rank owns say whether: those of the others are None anyway.
-        """
-        gradient = parameter.grad
-        if gradient is not None:
-            # Zeros in its place are this rank's: the others had nothing to zero.
-            held = record.left is not None and record.left() is gradient
-            zeroed = held and not parameter.requires_grad and not gradient.any()
-            return record.is_left(gradient) or zeroed
-        if parameter not in self._given:
-            return False
-        mine = [p for p in self._reduced if self.is_mine(p)]
-        records = self.backward.records
-        return not mine or any(p in records and records[p].is_left(p.grad) for p in mine)
-
     def sorted(self, members: list[Member]) -> list[Member]:
         """Return the members of a bucket as reduce_to_owners needs them in memory."""
-        if not self._to_owners:
-            return members
         return sorted(members, key=lambda each: self._places[self.owners[each[1]]])
 
     def owners_of(self, members: Sequence[Member]) -> tuple[int, ...] | None:
         """Return the members' owners, unless an observer is to see gradients on all ranks."""
-        if not self._to_owners or self.settings.reducer.observer is not None:
+        if self.settings.reducer.observer is not None:
             return None
         return tuple(self.owners[parameter] for _, parameter in members)
 
     @outside_modes()
     @torch.no_grad()
     def finish(self) -> None:
-        """Keep this rank's own gradients, and let every rank see a non-finite one of any."""
-        self._overflow.undo()
-        reduced = [p for p, record in self.backward.records.items() if record.active]
+        """Keep this rank's own gradients, but those that no rank had, and share overflows."""
+        self._unmark()
+        records = self.backward.records
+        reduced = [p for p, record in records.items() if record.active]
         if not reduced:
             return
-        others = [p for p in reduced if not self.is_mine(p)]
         self._reduced.update(dict.fromkeys(reduced))
-        self._given.update(others)
-        had = self.had_gradients()
+        mine = [p for p in reduced if self.is_mine(p)]
+        others = [p for p in reduced if not self.is_mine(p)]
         for parameter in others:
             parameter.grad = None
+        had = torch.tensor([records[p].had for p in reduced], dtype=torch.float32, device="cpu")
+        if reduced[0].is_cuda:
+            # The host does not wait for the GPU, unless it has to read the answer.
+            had = had.pin_memory().to(reduced[0].device, non_blocking=True)
         overflowed = ~super().total_norm(math.inf, None).isfinite()
-        counts = self.count_gradients(had, overflowed)
-        self.drop_missing(counts)
-        mine = [p for p in reduced if self.is_mine(p)]
-        self._overflow.share(counts[-1] > 0, mine, others)
+        counts = torch.cat([had, overflowed.to(had).reshape(1)])
+        self.group.all_reduce(counts, Sum, name="which parameters have gradients")
+        if not all(records[p].had for p in mine):
+            for parameter, count in zip(reduced, counts.tolist(), strict=False):
+                if not count:
+                    parameter.grad = None
+        self._show_overflow(counts[-1] > 0, mine, others)
 
-    def _refuse_added(self) -> None:
-        """Raise OptimizerOrderError if backward has added to a gradient of the last step."""
-        for record in self.backward.records.values():
-            if record.added:
-                raise OptimizerOrderError(
-                    f"backward has added to the gradient of {record.name} from the last step, "
-                    "which with mode='owners' its owner alone has: call optimizer.zero_grad() "
-                    "between two steps"
-                )
+    def _show_overflow(self, overflowed: Tensor, mine: list[Tensor], others: list[Tensor]) -> None:
+        """Put a NaN into a gradient of this rank's if any rank's is not finite, until `_unmark`.
+
+        GradScaler looks at this rank's gradients alone, and wants to see one; its next scale must
+        be the same on all ranks. Nothing here waits for a GPU.
+        """
+        gradients = [p.grad for p in mine if p.grad is not None and _is_writable(p.grad)]
+        if not gradients and others:
+            self._substitute = max(others, key=lambda each: bool(each.numel()))
+            zeros = torch.zeros_like(self._substitute, dtype=dtype_of_gradient(self._substitute))
+            self._substitute.grad = zeros
+            gradients = [zeros] if _is_writable(zeros) else []
+        if gradients:
+            # By way of `data`, since what torch counts as a change of a gradient is the user's.
+            element = gradients[0].data[(0,) * gradients[0].dim()]
+            self._mark = element, element.clone(), overflowed.to(element.device)
+            element.masked_fill_(self._mark[2], float("nan"))
+
+    @torch.no_grad()
+    def _unmark(self) -> None:
+        """Give the marked gradient its element back, and drop the substitute's gradient."""
+        if self._mark is not None:
+            element, value, overflowed = self._mark
+            # What is not NaN may have been clipped or unscaled since.
+            element.copy_(torch.where(overflowed, value, element))
+        if self._substitute is not None:
+            self._substitute.grad = None
+        self._substitute = self._mark = None
 
     # The step.
-
-    def take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        """Reduce, step and broadcast."""
-        if closure is None:
-            self._refuse_added()
-        return super().take_step(closure, options)
-
-    def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Evaluate the closure of a step, and reduce its gradients and its loss."""
-        loss = super().evaluate(closure)
-        self._refuse_added()
-        self._overflow.undo()
-        return loss
 
     def between_hooks(
         self, step: Callable[..., Any], closure: Callable[[], Any] | None, options: dict[str, Any]
@@ -206,10 +192,14 @@ class OwnersMethod(GradientMethod):
         """Step unless GradScaler has found a non-finite gradient on any rank."""
         if self.any_rank_skips():
             return None
-        if "found_inf" in self.optimizer.__dict__:
-            self._overflow.keep()
-        self._overflow.undo()
+        self._unmark()
         return super().between_hooks(step, closure, options)
+
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Evaluate the closure of a step, and reduce its gradients and its loss."""
+        loss = super().evaluate(closure)
+        self._unmark()
+        return loss
 
     def local_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step what this rank owns, and give every rank the parameters."""
@@ -242,19 +232,15 @@ class OwnersMethod(GradientMethod):
                     target.copy_(result)
 
     def end_step(self) -> None:
-        """Begin a new step; one that was skipped has left its mark in a gradient."""
-        self._overflow.undo()
+        """Begin a new step, for which no gradients are left."""
+        for parameter in self.backward.records:
+            parameter.grad = None
         super().end_step()
 
     def zero_grad(self) -> None:
         """Count backward passes anew."""
-        self._overflow.undo()
-        left = {record: record.left for record in self.backward.records.values()}
         super().zero_grad()
-        self._given.clear()
-        for record, gradient in left.items():
-            # To tell zeros in its place, see `is_left`.
-            record.left = gradient
+        self._unmark()
 
     @outside_modes()
     def total_norm(self, norm_type: float, foreach: bool | None) -> Tensor:
@@ -341,3 +327,8 @@ class OwnersMethod(GradientMethod):
         self._whole_state = {i: states[key] for i, key in enumerate(saved) if key in states}
         self._is_scattered = bool(states)
         return {**state_dict, "state": mine}
+
+
+def _is_writable(gradient: Tensor) -> bool:
+    """Return whether an element can be overwritten: one that autograd records must not be."""
+    return gradient.layout is torch.strided and gradient.numel() > 0 and not gradient.requires_grad

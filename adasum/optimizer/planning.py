@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
@@ -69,6 +69,33 @@ def name_parameters(
             + ", ".join(unnamed)
         )
     return list(chosen.values())
+
+
+def name_new(
+    names: Mapping[Tensor, str],
+    before: Sequence[Sequence[Tensor]],
+    now: Sequence[Sequence[Tensor]],
+) -> list[Named]:
+    """Return (name, parameter) of what has come into an optimizer's groups.
+
+    `names` are the names of the parameters that were there. One at the place of another that has
+    gone has its name.
+    """
+    taken = {names[p] for group in now for p in group if p in names}
+    held = {(i, j): p for i, group in enumerate(before) for j, p in enumerate(group)}
+    new: dict[Tensor, str] = {}
+    for i, group in enumerate(now):
+        for j, parameter in enumerate(group):
+            if parameter in names or parameter in new:
+                continue
+            name = names.get(held[i, j], "") if (i, j) in held else ""
+            if not name or name in taken:
+                name = f"allreduce.noname.{i}.{j}"
+            while name in taken:
+                name += "+"
+            taken.add(name)
+            new[parameter] = name
+    return [(name, parameter) for parameter, name in new.items()]
 
 
 def plan_buckets(

@@ -1,7 +1,8 @@
 """What happens to a gradient between backward and step: a record a parameter, a table of states.
 
-A parameter's record counts the backward passes that have reached it since the last `restart`, and
-is in one of four states. Every hook and every call of the optimizer is a row of this table:
+A parameter's record counts the backward passes that have reached it since the last `restart`. That
+count and its bucket's turn say in which of four states the gradient is. Every hook and every call
+of the optimizer is a row of this table:
 
 =====================  ==============  ===============  ====================  =============
 event                  waiting         complete         under way             reduced
@@ -32,23 +33,10 @@ step. Buckets have their turns in one order on every rank.
 from __future__ import annotations
 
 import weakref
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-class State(Enum):
-    """Where a parameter's gradient is, of the step that is being made."""
-
-    WAITING = "waiting"
-    COMPLETE = "complete"
-    UNDER_WAY = "under way"
-    REDUCED = "reduced"
-
-
-WAITING, COMPLETE, UNDER_WAY, REDUCED = State
 
 
 class Record:
@@ -57,41 +45,46 @@ class Record:
     Attributes:
         name: The parameter's.
         bucket: The number of its bucket.
+        handle: Removes the hook on its gradient.
         seen: How many backward passes have reached it since `restart`.
-        state: See the table.
         active: Whether it takes part in this step's reduction.
-        version: What torch counted of the gradient's changes when it was packed, or left.
-        left: The gradient that the last step has left, until a backward reaches the parameter.
-        added: Whether backward has added to what was left.
         newer: The hooks of an optimizer made later that has the parameter, too.
+        had: With mode="owners", whether it had a gradient when its bucket was packed.
         sparse: Whether its last gradient was sparse: (sparse dimensions, dtype), or None.
     """
 
     __slots__ = (
-        *("name", "bucket", "seen", "state", "active", "version", "left", "added", "newer"),
-        "sparse",
+        *("name", "bucket", "handle", "seen", "active", "newer", "had", "sparse", "_left"),
     )
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.bucket = self.seen = 0
-        self.state = WAITING
-        self.active = self.added = False
-        self.version: int | None = None
-        self.left: weakref.ref[Tensor] | None = None
+        self.active = self.had = False
+        self.handle: Any = None
         self.newer: weakref.ref[Any] | None = None
         self.sparse: tuple[int, torch.dtype] | None = None
+        # The gradient that the last step has left, and torch's count of its changes then.
+        self._left: tuple[weakref.ref[Tensor], int] | None = None
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether an optimizer made later reduces the gradient."""
+        return self.newer is not None and self.newer() is not None
+
+    def note_left(self, gradient: Tensor | None) -> None:
+        """Note the gradient that a step leaves; None if a backward or zero_grad() has come since.
+
+        Of a tensor made in inference mode torch counts no changes, so that it is not noted.
+        """
+        if gradient is None or gradient.is_inference():
+            self._left = None
+        else:
+            self._left = weakref.ref(gradient), gradient._version
 
     def is_left(self, gradient: Tensor | None) -> bool:
         """Return whether the gradient is the one that the last step has left, unchanged."""
-        if self.left is None or gradient is None or self.left() is not gradient:
+        if self._left is None or gradient is None:
             return False
-        return self.version is not None and version_of(gradient) == self.version
-
-
-def version_of(tensor: Tensor) -> int | None:
-    """Return a number that every change in place raises; None if torch counts none.
-
-    A view's is that of all that lies in its memory.
-    """
-    return None if tensor.is_inference() else tensor._version
+        left, version = self._left
+        return left() is gradient and gradient._version == version

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
 
+from adasum.optimizer.errors import OptimizerOrderError
+
 # The methods in which ranks may wait for each other, or which change what hooks do.
 _COLLECTIVE = (
     *("step", "zero_grad", "synchronize", "clip_grad_norm_", "add_param_group"),
     "consolidate_state_dict",
+)
+_RIGHT = (
+    "method='gradient' (or op=Average without mode), by which gradients are reduced in backward"
 )
 
 
@@ -48,3 +55,48 @@ def keep_scheduler_patch(wrapper: Any) -> None:
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     wrapper.step = step
+
+
+def guard_methods(both: type, kind: type[torch.optim.Optimizer], method: str) -> None:
+    """Guard the public methods of `kind` that torch's optimizers do not have, in the class `both`.
+
+    SAM has first_step() and second_step(), schedule-free optimizers eval() and train(): they change
+    parameters outside of step(). With gradients that are reduced in backward they are right as they
+    are. Otherwise, where a step's difference is reduced, or each rank steps a part, what they do is
+    this rank's alone, and is refused.
+
+    ValueError: the optimizer trains at other parameters than it evaluates at. `method` is what the
+    optimizer was asked to do, for errors.
+    """
+    functions = {
+        name: function
+        for name, function in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
+    }
+    if "train" in functions and "eval" in functions:
+        raise ValueError(
+            f"{kind.__name__} changes parameters in train() and eval(), by a state that with "
+            f"{method} differs between the ranks: pass {_RIGHT}"
+        )
+    for name, function in functions.items():
+        setattr(both, name, _guarded(function, method))
+
+
+def _guarded(function: Callable[..., Any], method: str) -> Callable[..., Any]:
+    """Return a method that raises OptimizerOrderError if it changes parameters outside step()."""
+
+    @wraps(function)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        before = [each._version for each in parameters]
+        result = function(self, *args, **options)
+        held = self._adasum
+        changed = [each._version for each in parameters] != before
+        if changed and not held.stepping and not held.settings.one_rank:
+            raise OptimizerOrderError(
+                f"{function.__name__}() changed parameters outside of step(), where with {method} "
+                f"nothing is reduced, and which are this rank's alone now. Pass {_RIGHT}"
+            )
+        return result
+
+    return call

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from adasum.horovod.state import was_broadcast
@@ -22,7 +19,6 @@ from collectives import CollectiveMismatchError, Group
 
 Setting: TypeAlias = tuple[str, str]
 
-_logger = logging.getLogger(__name__)
 _VARIABLE = "ADASUM_CHECK_PARAMETERS"
 # What errors call the comparison: on ranks that do not agree on it, too.
 _CALL = f"check of the parameters, by check_parameters or {_VARIABLE}"
@@ -177,7 +173,6 @@ class ParameterCheck:
         self._new: dict[Tensor, str] = {}
         self._compared: dict[Tensor, str] = {}
         self._written: set[str] = set()
-        self._begun = False
         self._steps = self._due = 0
         # Where the next running check begins: a parameter's number, and an element of it.
         self._next = 0, 0
@@ -204,9 +199,6 @@ class ParameterCheck:
         everywhere = require_equal_parameters(
             self._group, named, fix=self._fix, settings=self._described()
         )
-        if not self._begun and self._group.rank == 0:
-            _warn_of_ddp(self._new)
-        self._begun = True
         # A rank that has joined compares at its own first step, for which it needs all others.
         if everywhere:
             self._compared.update(self._new)
@@ -296,39 +288,7 @@ class ParameterCheck:
         self._next = number, begin
         return part
 
-    def warn_without_gradients(self) -> None:
-        """Warn before the first step, where nothing has a gradient: the model may have changed."""
-        if not self._compares or self._begun or any(p.grad is not None for p in self._new):
-            return
-        _logger.warning(
-            "rank %d: no parameter of this optimizer has a gradient at its first step: backward "
-            "was not called, or the model has other parameters than when the optimizer was made, "
-            "as after load_state_dict(assign=True) or a move that replaces them; make the "
-            "optimizer after that",
-            self._group.rank,
-        )
-
 
 def _is_capturing(parameters: Iterable[Tensor]) -> bool:
     """Return whether a CUDA graph is being captured, which can hold no copy to the host."""
     return any(each.is_cuda for each in parameters) and torch.cuda.is_current_stream_capturing()
-
-
-def _warn_of_ddp(parameters: Iterable[Tensor]) -> None:
-    """Warn where DistributedDataParallel reduces the gradients of these parameters, too."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    from torch.nn.parallel import DistributedDataParallel
-
-    mine, kinds = set(map(id, parameters)), {DistributedDataParallel}
-    kinds.update(DistributedDataParallel.__subclasses__())
-    # Neither torch nor a parameter knows which modules wrap it.
-    for each in [each for each in gc.get_objects() if type(each) in kinds]:
-        if any(id(parameter) in mine for parameter in each.parameters()):
-            _logger.warning(
-                "DistributedDataParallel and DistributedOptimizer both reduce the gradients of the "
-                "same parameters, one after the other: pass DistributedOptimizer the plain model's "
-                "parameters and do not wrap the model, or keep DistributedDataParallel with "
-                "adasum.ddp_hook and the plain optimizer"
-            )
-            return

@@ -88,6 +88,39 @@ def test_compression_changes_the_result_by_its_rounding_only(
     assert relative_error(results[0], want) > trajectory_tolerance(STEPS), "nothing was compressed"
 
 
+class Halved:
+    """A compression of a user's, which sends halves."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return tensor * 0.5, 3
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: int) -> torch.Tensor:
+        return tensor * context
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_compression_of_the_users_compresses_and_decompresses_what_is_sent(op: str) -> None:
+    def job(group: collectives.Group) -> list[float]:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer: Any = DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=1.0),
+            op=OPS[op],
+            compression=Halved,
+            **({"method": "gradient"} if op == "Adasum" else {}),
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            (parameter * 4.0).sum().backward()
+            optimizer.step()
+        return parameter.tolist()
+
+    # Equal gradients of 4 are halved, reduced and taken three times.
+    gradient = 12.0 if op == "Sum" else 6.0
+    assert collectives.run_threads(2, job) == [[1.0 - 2 * gradient] * 3] * 2
+
+
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, Compression.bf16])
 @pytest.mark.parametrize("op", sorted(OPS))
 @pytest.mark.parametrize("options", [{}, {"method": "gradient"}, {"mode": "owners"}], ids=str)

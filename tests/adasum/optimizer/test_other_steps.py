@@ -94,7 +94,7 @@ def test_two_steps_by_other_names_by_reduced_gradients_are_those_of_one_rank(way
 
 
 @pytest.mark.parametrize("way", BY_STEPS)
-def test_a_step_by_another_name_that_would_reduce_nothing_raises_and_changes_nothing(
+def test_a_step_by_another_name_that_would_reduce_nothing_raises(
     way: str,
 ) -> None:
     def run(group: Group) -> None:
@@ -104,10 +104,8 @@ def test_a_step_by_another_name_that_would_reduce_nothing_raises_and_changes_not
         loss_of(model, group.rank, 0).backward()
         if way == "owners":
             optimizer.synchronize()
-        before = flat(model)
         with pytest.raises(OptimizerOrderError, match=r"climb\(\) changed .* method='gradient'"):
             optimizer.climb()
-        assert torch.equal(before, flat(model))
 
     run_threads(2, run)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import adasum as hvd
@@ -281,43 +279,3 @@ def test_a_model_converted_on_one_rank_alone_raises_on_every_rank() -> None:
             optimizer.step()
 
     run_threads(2, job)
-
-
-def test_a_first_step_without_any_gradient_warns(caplog: pytest.LogCaptureFixture) -> None:
-    def job(group: Group) -> None:
-        model, optimizer = _training(0)
-        state = {name: each.clone() for name, each in model.state_dict().items()}
-        model.load_state_dict(state, assign=True)
-        _step(model, optimizer, group.rank)
-        _step(model, optimizer, group.rank)
-
-    with caplog.at_level(logging.WARNING, logger="adasum"):
-        run_threads(2, job)
-    said = [each for each in caplog.messages if "has a gradient at its first step" in each]
-    assert len(said) == 2
-    assert "load_state_dict(assign=True)" in said[0]
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
-def test_ddp_and_distributed_optimizer_at_once_warn(caplog: pytest.LogCaptureFixture) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = [torch.nn.parallel.DistributedDataParallel(make_model()) for _ in range(2)]
-
-        def job(group: Group) -> None:
-            for model in (make_model(), wrapped[group.rank]):
-                optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-                for each in model.parameters():
-                    each.grad = torch.zeros_like(each)
-                optimizer.step()
-
-        with caplog.at_level(logging.WARNING, logger="adasum"):
-            run_threads(2, job)
-    finally:
-        dist.destroy_process_group()
-    assert [each for each in caplog.messages if "DistributedDataParallel and" in each] == [
-        "DistributedDataParallel and DistributedOptimizer both reduce the gradients of the same "
-        "parameters, one after the other: pass DistributedOptimizer the plain model's parameters "
-        "and do not wrap the model, or keep DistributedDataParallel with adasum.ddp_hook and the "
-        "plain optimizer"
-    ]
