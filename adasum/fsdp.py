@@ -240,7 +240,7 @@ class _Hook:
             ": seed replicas alike or load the same checkpoint; HookState(check_parameters=False) "
             "or ADASUM_CHECK_PARAMETERS=0 leaves this check out"
         )
-        require_equal_parameters(self.state.group, named, fix=lambda _: fix)
+        require_equal_parameters(self.state.group, named, fix=fix)
         self.checked = True
 
     def _operator(self) -> Reducer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,8 +16,6 @@ from collectives import Group, Work, default_group
 
 # The last part of the name that state_dict gives to what get_extra_state returned.
 _EXTRA_STATE = "_extra_state"
-# By address, since model.state_dict() makes other tensors of the parameters' memory.
-_broadcast: WeakKeyDictionary[Group, set[int]] = WeakKeyDictionary()
 
 
 def broadcast_parameters(
@@ -51,13 +48,6 @@ def broadcast_parameters(
     ranks = (process_set or global_process_set).ranks
     entries = agreed(group, ranks, "broadcast_parameters", lambda: _entries_of(params))
     _broadcast_entries(entries, group, root)
-    addresses = _broadcast.setdefault(group, set())
-    addresses.update(entry.target.data_ptr() for entry in entries if entry.target.numel())
-
-
-def was_broadcast(group: Group, tensor: Tensor) -> bool:
-    """Return whether a tensor with this memory was broadcast; a guess, for advice alone."""
-    return tensor.data_ptr() in _broadcast.get(group, ())
 
 
 def _entries_of(params: Any) -> list[Entry]:

@@ -27,8 +27,12 @@ from adasum.optimizer.arguments import (
     require_own_autograd,
     require_reducer_of,
 )
-from adasum.optimizer.consistency.parameter_check import ParameterCheck, Setting, checks_parameters
-from adasum.optimizer.consistency.settings import describe_hyperparameters, describe_value
+from adasum.optimizer.consistency.descriptions import (
+    Setting,
+    describe_hyperparameters,
+    describe_value,
+)
+from adasum.optimizer.consistency.parameter_check import ParameterCheck, checks_parameters
 from adasum.optimizer.errors import OptimizerOrderError
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_step import SCALER_STATE, refuse_plain_steps
@@ -97,7 +101,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             `groups_size` is given.
         groups_size: Buckets by size close before they grow past so many parameters.
         check_every: Every so many steps ranks compare the hyperparameters and a part of the
-            parameters, 16 MiB, the next one each time, and raise CollectiveMismatchError where they
+            parameters, 16 MiB or one, others each time, and raise CollectiveMismatchError if they
             have come to differ; 0 for never.
         order: "tree", with Sum and Average of gradients: every element is one balanced tree, whose
             leaves are the passes of all ranks, rank by rank, so that 8 ranks of one pass, 4 of 2

@@ -6,18 +6,20 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adasum.horovod.state import was_broadcast
 from adasum.modes import outside_modes
-from adasum.optimizer.consistency.checksums import describe_parameters, has_bits
+from adasum.optimizer.consistency.descriptions import (
+    Setting,
+    describe_parameters,
+    has_bits,
+    setting_name,
+)
 from adasum.optimizer.planning import Named
 from collectives import CollectiveMismatchError, Group
-
-Setting: TypeAlias = tuple[str, str]
 
 _VARIABLE = "ADASUM_CHECK_PARAMETERS"
 # What errors call the comparison: on ranks that do not agree on it, too.
@@ -25,7 +27,7 @@ _CALL = f"check of the parameters, by check_parameters or {_VARIABLE}"
 _CALL_AGAIN = "running check of the parameters, by check_every"
 _OUT = f"check_parameters=False or {_VARIABLE}=0 leaves this check out"
 # Of a running check, so that it takes some milliseconds; of models larger than that each compares
-# the next part.
+# the next parameters.
 _PART_BYTES = 16 * 2**20
 # Of a setting that the optimizer writes itself.
 WRITTEN = "written by the optimizer"
@@ -34,11 +36,14 @@ _CAUSES = (
     "(ReduceLROnPlateau), weights that forward changes (Embedding(max_norm=...)), code under "
     "`if rank == 0`"
 )
-
-
-def setting_name(key: str, group: int) -> str:
-    """Return what an entry of a parameter group is called."""
-    return f"{key} of group {group}"
+_FIRST = (
+    ": call hvd.broadcast_parameters(model.state_dict(), root_rank=0) on every rank before the "
+    f"first step. If that was done they have changed since; usual causes: {_CAUSES}; {_OUT}"
+)
+_COMPARED_BEFORE = (
+    ". It was put into param_groups after the first step: make it of the same values on every "
+    f"rank, or give it to hvd.broadcast_parameters; {_OUT}"
+)
 
 
 def checks_parameters(asked: bool | None) -> bool:
@@ -62,7 +67,7 @@ def require_equal_parameters(
     group: Group,
     named: Sequence[Named],
     *,
-    fix: Callable[[Tensor], str] = lambda _: "",
+    fix: str = "",
     settings: Sequence[Setting] = (),
     when: str = "before their first reduction",
     call: str = _CALL,
@@ -70,10 +75,9 @@ def require_equal_parameters(
     """Raise on every rank where ranks have not the same parameters, bit for bit; collective.
 
     Returns whether all ranks took part: those that have joined do not. `named` is in an order that
-    is the same on all ranks; `fix` returns what the error says can be done about the first
-    parameter that differs; `settings` are (name, value) of what else must be the same, unless the
-    value is `WRITTEN` on a rank; `when` and `call` say, for errors, when they differ and what the
-    comparison is called.
+    is the same on all ranks; `fix` says in errors what can be done; `settings` are (name, value) of
+    what else must be the same, unless the value is `WRITTEN` on a rank; `when` and `call` say, for
+    errors, when they differ and what the comparison is called.
     CollectiveMismatchError: names the first setting or parameter that differs.
     """
     rows = describe_parameters(named)
@@ -90,7 +94,7 @@ def require_equal_parameters(
     if not difference and written and all(each == rows for each in rows_of.values()):
         return all(digests)
     if not difference:
-        difference = _differing_parameter(rows_of, when, lambda i: fix(named[i][1]))
+        difference = _differing_parameter(rows_of, when, fix)
     raise CollectiveMismatchError(difference)
 
 
@@ -112,9 +116,7 @@ def _differing_setting(by_rank: dict[int, list[list[str]]], when: str) -> str:
     return ""
 
 
-def _differing_parameter(
-    by_rank: dict[int, list[list[str]]], when: str, fix: Callable[[int], str]
-) -> str:
+def _differing_parameter(by_rank: dict[int, list[list[str]]], when: str, fix: str) -> str:
     """Return how the ranks' parameters differ, as `describe_parameters` describes them."""
     first, *others = by_rank
     rows = by_rank[first]
@@ -146,7 +148,7 @@ def _differing_parameter(
     ranks = [rank for rank in others if by_rank[rank][differ[0]] != rows[differ[0]]]
     return (
         f"the ranks' parameters differ {when}: {rows[differ[0]][0]} on ranks {ranks} is not what "
-        f"it is on rank {first} ({len(differ)} of {len(rows)} parameters differ){fix(differ[0])}"
+        f"it is on rank {first} ({len(differ)} of {len(rows)} parameters differ){fix}"
     )
 
 
@@ -174,8 +176,8 @@ class ParameterCheck:
         self._compared: dict[Tensor, str] = {}
         self._written: set[str] = set()
         self._steps = self._due = 0
-        # Where the next running check begins: a parameter's number, and an element of it.
-        self._next = 0, 0
+        # The number of the parameter with which the next running check begins.
+        self._next = 0
 
     def add(self, named: Sequence[Named]) -> None:
         """Have parameters compared at the next reduction."""
@@ -196,30 +198,14 @@ class ParameterCheck:
         if not self._new or _is_capturing(self._new):
             return
         named = [(name, parameter) for parameter, name in self._new.items()]
+        fix = _COMPARED_BEFORE if self._compared else _FIRST
         everywhere = require_equal_parameters(
-            self._group, named, fix=self._fix, settings=self._described()
+            self._group, named, fix=fix, settings=self._described()
         )
         # A rank that has joined compares at its own first step, for which it needs all others.
         if everywhere:
             self._compared.update(self._new)
             self._new = {}
-
-    def _fix(self, parameter: Tensor) -> str:
-        if was_broadcast(self._group, parameter):
-            return (
-                "; it was equal after broadcast_parameters, and has changed since on some ranks. "
-                f"Usual causes: {_CAUSES}; {_OUT}"
-            )
-        if self._compared:
-            return (
-                ". It was put into param_groups after the first step: make it of the same values "
-                "on every rank, or give it to "
-                f"hvd.broadcast_parameters; {_OUT}"
-            )
-        return (
-            ": call hvd.broadcast_parameters(model.state_dict(), root_rank=0) on every rank before "
-            f"the first step; {_OUT}"
-        )
 
     def note_settings(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """Return what is in the optimizer's groups besides parameters, before its step."""
@@ -258,34 +244,19 @@ class ParameterCheck:
         require_equal_parameters(
             self._group,
             self._next_part(),
-            fix=lambda _: f". Usual causes: {_CAUSES}; check_every=0 leaves this check out",
+            fix=f". Usual causes: {_CAUSES}; check_every=0 leaves this check out",
             settings=self._described(),
             when=f"after {self._steps} steps",
             call=_CALL_AGAIN,
         )
 
     def _next_part(self) -> list[Named]:
-        """Return the parameters, or their elements, that are compared this time."""
-        parameters = [(n, p.detach()) for p, n in self._compared.items() if has_bits(p)]
+        """Return the parameters that are compared this time."""
+        named = [(name, p.detach()) for p, name in self._compared.items() if has_bits(p)]
         part: list[Named] = []
-        room, (number, begin) = _PART_BYTES, self._next
-        for _ in parameters:
-            name, parameter = parameters[number % len(parameters)]
-            if parameter.is_contiguous():
-                flat = parameter.view(-1)[begin : begin + room // parameter.element_size()]
-                part.append((name, flat))
-                room -= flat.nbytes
-                begin += flat.numel()
-            else:
-                part.append((name, parameter))
-                room -= parameter.nbytes
-                begin = parameter.numel()
-            if begin >= parameter.numel():
-                number, begin = (number + 1) % len(parameters), 0
-            # Too little for an element of the largest dtype: the next slice could be empty.
-            if room < 16:
-                break
-        self._next = number, begin
+        while len(part) < len(named) and sum(p.nbytes for _, p in part) < _PART_BYTES:
+            part.append(named[self._next % len(named)])
+            self._next = (self._next + 1) % len(named)
         return part
 
 

@@ -1,14 +1,18 @@
-"""Checksums of parameters: whether ranks have the same bits, by a few bytes for each."""
+"""Parameters and settings in a few words, for ranks to compare: equal words for equal bits."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from adasum.optimizer.planning import Named
+
+Setting: TypeAlias = tuple[str, str]
 
 # Words of a row. A prime: what two layers, rows or columns of a matrix have exchanged comes into
 # other columns, since no usual width is a multiple of it.
@@ -16,6 +20,8 @@ _WIDTH = 509
 # Rows that are summed at once: on the CPU those whose copies stay in its cache, and for which torch
 # starts no other thread; on a GPU those whose copies take 16 MiB.
 _CPU_ROWS, _GPU_ROWS = 64, 4096
+# Of lists and dicts within each other: deeper than any optimizer's, since one may hold itself.
+_MAX_DEPTH = 8
 
 
 @torch.no_grad()
@@ -75,3 +81,55 @@ def _shorten(tensor: Tensor) -> Tensor:
         whole += rows.sum(0)
         upper += (rows >> 32).sum(0)
     return torch.cat([sums.view(-1).view(torch.uint8), tail])
+
+
+def setting_name(key: str, group: int) -> str:
+    """Return what an entry of a parameter group is called."""
+    return f"{key} of group {group}"
+
+
+def describe_hyperparameters(optimizer: torch.optim.Optimizer, kind: type) -> list[Setting]:
+    """Return (name, value) of the optimizer's class and of all in its groups but parameters.
+
+    Numbers, strings and tensors by their value, other objects by their class. `kind` is the
+    optimizer's class before it was wrapped.
+    """
+    rows = [("the optimizer's class", f"{kind.__module__}.{kind.__qualname__}")]
+    for i, group in enumerate(optimizer.param_groups):
+        values = {key: value for key, value in group.items() if key != "params"}
+        rows += [
+            (setting_name(key, i), describe_value(values[key])) for key in sorted(values, key=str)
+        ]
+    return rows
+
+
+def describe_value(value: Any, depth: int = 0) -> str:
+    """Return a value in words, the same for equal ones on every rank.
+
+    What lies too deep, as in a list that holds itself, has no words.
+    """
+    if depth > _MAX_DEPTH:
+        return "..."
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Tensor):
+        return _describe_tensor(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(describe_value(each, depth + 1) for each in value)}]"
+    if isinstance(value, Mapping):
+        keys = sorted(value, key=str)
+        return f"{{{', '.join(f'{k!r}: {describe_value(value[k], depth + 1)}' for k in keys)}}}"
+    if isinstance(value, float) or (type(value) is int and abs(value) < 2**53):
+        # 1 and 1.0 are one learning rate, and so are 0.0 and -0.0.
+        value = float(value) + 0.0
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    kind = value if isinstance(value, type) else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _describe_tensor(tensor: Tensor) -> str:
+    if tensor.numel() == 1 and tensor.layout is torch.strided and not tensor.is_meta:
+        return repr(tensor.item())
+    described = describe_parameters([("", tensor)])
+    return " ".join(described[0][1:]) if described else describe_shape(tensor)
