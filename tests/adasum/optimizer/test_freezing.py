@@ -17,11 +17,11 @@ SIZE = 2
 Train = Callable[[torch.nn.Module, Any, Callable[[int, int], None]], None]
 
 
-def _equals_one_process(train: Train, passes: int = 1, owned: slice = slice(None)) -> None:
+def _equals_one_process(train: Train, passes: int = 1) -> None:
     """`train(model, optimizer, backward(step, turn))` on ranks, and on one that has all batches."""
 
     def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(list(model.parameters())[owned], lr=0.1)
+        return torch.optim.SGD(model.parameters(), lr=0.1)
 
     def run(group: collectives.Group) -> torch.Tensor:
         model = make_model()
@@ -84,20 +84,6 @@ def test_parameter_frozen_or_unfrozen_between_passes_keeps_ranks_equal(trainable
         optimizer.step()
 
     _equals_one_process(train, passes=2)
-
-
-def test_param_group_added_after_backward_counts_from_the_next_step() -> None:
-    def train(model: Any, optimizer: Any, backward: Callable[[int, int], None]) -> None:
-        backward(0, 0)
-        optimizer.add_param_group({"params": list(model.parameters())[:2]})
-        for each in list(model.parameters())[:2]:
-            each.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-        backward(1, 0)
-        optimizer.step()
-
-    _equals_one_process(train, owned=slice(2, None))
 
 
 def test_param_group_added_after_backward_with_gradients_of_this_rank_raises() -> None:

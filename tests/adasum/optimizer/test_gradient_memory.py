@@ -98,47 +98,6 @@ def test_gradients_that_backward_has_not_made_stay_in_the_memory_that_others_wri
     assert run_threads(2, start) == [steps] * 2
 
 
-@pytest.mark.parametrize("way", ["average", "gradient"])
-def test_gradients_kept_over_many_steps_keep_their_values(way: str) -> None:
-    def run(group: Group) -> None:
-        model = make_model()
-        optimizer = wrapped(model, way, groups=2)
-        kept, values = [], []
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(model, group.rank, step).backward()
-            kept.append([p.grad for p in model.parameters()])
-            values.append([p.grad.clone() for p in model.parameters()])
-            optimizer.step()
-        for held, value in zip(kept, values, strict=True):
-            assert all(map(torch.equal, held, value))
-
-    run_threads(2, run)
-
-
-@pytest.mark.parametrize("how", ["view", "slice", "detached"])
-def test_what_refers_to_a_kept_gradient_keeps_its_values_too(how: str) -> None:
-    ways = {
-        "view": lambda g: g.view(-1),
-        "slice": lambda g: g[:1],
-        "detached": lambda g: g.detach(),
-    }
-
-    def run(group: Group) -> None:
-        model = make_model()
-        optimizer = wrapped(model, "average")
-        loss_of(model, group.rank, 0).backward()
-        kept = ways[how](model[0].weight.grad)
-        value = torch.as_tensor(kept).clone()
-        for step in range(2):
-            optimizer.step()
-            optimizer.zero_grad()
-            loss_of(model, group.rank, step).backward()
-        assert torch.equal(torch.as_tensor(kept), value)
-
-    run_threads(2, run)
-
-
 def test_a_gradient_object_held_without_zeroing_it_follows_as_in_torch() -> None:
     def run(group: Group) -> None:
         model = make_model()

@@ -213,34 +213,10 @@ def made_in_inference(model: Heads, optimizer: Any, rank: int, step: int) -> Non
     model.heads[1].weight.grad = gradient
 
 
-class Flat:
-    """Gradients that are parts of a buffer, in no order of ours, which is zeroed as a whole."""
-
-    def __init__(self) -> None:
-        self.memory: dict[int, Tensor] = {}
-
-    def __call__(self, model: Heads, optimizer: Any, rank: int, step: int) -> None:
-        if id(model) not in self.memory:
-            parameters = list(model.parameters())
-            self.memory[id(model)] = memory = torch.zeros(
-                sum(p.numel() for p in parameters), dtype=torch.float64
-            )
-            sizes = [p.numel() for p in parameters]
-            for p, part in zip(parameters, memory.split(sizes), strict=True):
-                p.grad = part.view(p.shape)
-        self.memory[id(model)].zero_()
-        (model.loss(rank, step) + model.loss(rank, step, 1)).backward()
-
-
 @pytest.mark.parametrize("way", ["average", "sum"])
 @pytest.mark.parametrize("change", [exchanged, expanded, made_in_inference])
 def test_gradients_in_odd_memory_give_the_steps_of_plain_torch(change: Step, way: str) -> None:
     check(way, 1, change)
-
-
-@pytest.mark.parametrize("way", ["average", "sum"])
-def test_gradients_in_a_users_buffer_are_zeroed_with_it(way: str) -> None:
-    check(way, 1, Flat())
 
 
 @pytest.mark.parametrize("way", ["average", "sum"])
@@ -264,23 +240,6 @@ def test_a_second_step_without_backward_steps_by_the_same_gradients(way: str) ->
     want = torch.cat([p.detach().reshape(-1) for p in models[0].parameters()])
     for got in run_threads(SIZE, run):
         assert torch.equal(got, want)
-
-
-def test_memory_of_the_users_is_let_alone_once_gradients_have_left_it() -> None:
-    def run(group: Group) -> None:
-        parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.float64))
-        memory = torch.zeros(8, dtype=torch.float64)
-        parameter.grad = memory
-        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0))
-        (parameter * (group.rank + 1)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        memory.fill_(5.0)
-        (parameter * (group.rank + 1)).sum().backward()
-        assert bool((parameter.grad == 1.5).all())
-        assert bool((memory == 5.0).all())
-
-    run_threads(SIZE, run)
 
 
 def test_a_parameter_moved_between_backward_and_step_is_stepped_where_it_is_then() -> None:
