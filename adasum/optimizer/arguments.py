@@ -16,7 +16,7 @@ from adasum.horovod.reduction_options import require_reducer
 from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, steps_by_parameter
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.method import Method
-from adasum.optimizer.owners_method import OwnersMethod, require_reduced_to_owners
+from adasum.optimizer.owners_method import OwnersMethod
 from adasum.optimizer.pass_tree import require_passes
 from adasum.optimizer.planning import Groups, Named
 from adasum.optimizer.reduction import BucketReducer
@@ -106,7 +106,6 @@ def choose_method(
     method: str | None,
     mode: str | None,
     step_in_backward: bool,
-    algorithm: str | None,
 ) -> type[Method]:
     """Return the method that the arguments ask for; ValueError if they exclude each other."""
     if method not in (None, "delta", "gradient"):
@@ -117,7 +116,6 @@ def choose_method(
         kind = type(optimizer)
         by_parameter = steps_by_parameter(kind) or issubclass(kind, torch.optim.Muon)
         require_owners(optimizer, method, step_in_backward, by_parameter)
-        require_reduced_to_owners(op, algorithm)
         return OwnersMethod
     # Sum and Average take gradients whatever is asked for.
     may_choose = op not in (Sum, Average)

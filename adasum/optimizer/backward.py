@@ -144,19 +144,29 @@ class Backward:
             if self.tree is not None:
                 self.tree.restart()
 
-    def note_left(self, steps: bool) -> None:
-        """Note the gradients that a step leaves, or without one that there are none."""
+    def note_left(self) -> None:
+        """Note the gradients that a step leaves."""
         for parameter, record in self.records.items():
-            record.note_left(parameter.grad if steps else None)
+            gradient = parameter.grad
+            if gradient is None or gradient.is_inference():
+                record.left = None
+            else:
+                record.left = weakref.ref(gradient), gradient._version
+
+    def forget_left(self) -> None:
+        """Forget what the last step has left: gradients are zeroed."""
+        for record in self.records.values():
+            record.left = None
 
     # What backward calls.
 
     def _on_gradient(self, parameter: Tensor, record: Record) -> None:
         # Without a gradient a hook ahead of this one has taken it away, to give it back later.
-        if parameter.grad is None or record.is_taken_over:
+        taken = record.newer is not None and record.newer() is not None
+        if parameter.grad is None or taken:
             return
         with self._lock:
-            record.note_left(None)
+            record.left = None
             if not self._in_pass:
                 self._begin_pass()
             record.seen += 1
@@ -251,8 +261,9 @@ class Backward:
     def leave_out(self) -> None:
         """Reduce what other ranks, whose backward may wait for it, need of a batch left out."""
         left = self._num_started < len(self.buckets) and not self._failed
-        waits = any(record.seen >= self.passes for record in self.records.values())
-        if self.early and self.in_step and left and waits:
+        if not (self.early and self.in_step and left):
+            return
+        if any(record.seen >= self.passes for record in self.records.values()):
             self.synchronize()
 
     def refuse_taken_over(self) -> None:

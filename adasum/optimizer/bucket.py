@@ -131,7 +131,7 @@ class Part:
             return False
         try:
             given: Any = tensors
-            if list(map(_dtype, given)) != self.dtypes or any(t.is_inference() for t in given):
+            if list(map(_dtype, given)) != self.dtypes or any(map(Tensor.is_inference, given)):
                 return False
             self.pack(given, scale)
         except (AttributeError, TypeError, ValueError):

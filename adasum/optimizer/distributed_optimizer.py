@@ -78,8 +78,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         mode: "owners" keeps each parameter's optimizer state on one rank, its owner: gradients are
             reduced onto the owners, who step and broadcast the parameters (ZeRO's stage 1). By Sum
             and Average gradients go to the owners alone, with the bits of rd and rechd, unless
-            another algorithm is asked for. The optimizer must step each parameter by itself. None
-            keeps the state on every rank.
+            another algorithm is asked for. A step uses gradients up: after it all are None. The
+            optimizer must step each parameter by itself. None keeps the state on every rank.
         weighted: With Adasum, weighs both sides of each pair by the ranks behind them, so that
             parallel gradients of n ranks weigh 1/n each, whatever n. False weighs them alike, as
             Horovod does; of a power of two of ranks, but for "xring" and the other algorithms in
@@ -172,7 +172,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         require("step_in_backward", step_in_backward, bool)
         require("check_parameters", check_parameters, bool, type(None))
         require_count("check_every", check_every, 0, ", 0 for never")
-        kind = choose_method(optimizer, op, method, mode, step_in_backward, algorithm)
+        kind = choose_method(optimizer, op, method, mode, step_in_backward)
         groups = require_groups(num_groups, groups)
         named = name_parameters(optimizer, named_parameters)
         members = default_group() if process_set is None else group_of(process_set)

@@ -203,13 +203,13 @@ class GradientMethod(Method):
                 self._unstepped.update(
                     p for p, record in records if record.active and p not in here
                 )
-            self.backward.note_left(steps=True)
+            self.backward.note_left()
         super().end_step()
 
     def zero_grad(self) -> None:
         """Count backward passes anew: all ranks may leave a batch out."""
         self.backward.leave_out()
-        self.backward.note_left(steps=False)
+        self.backward.forget_left()
         self._unstepped.clear()
         self._synchronized_by_user = False
         super().zero_grad()

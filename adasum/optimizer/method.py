@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -217,11 +219,8 @@ class Method:
     def has_other_members(self) -> bool:
         """Return whether the groups hold other parameters, by identity, than when last followed."""
         now = [group["params"] for group in self.optimizer.param_groups]
-        return list(map(len, now)) != list(map(len, self._members)) or any(
-            one is not other
-            for group, held in zip(now, self._members, strict=True)
-            for one, other in zip(group, held, strict=True)
-        )
+        sizes = list(map(len, now)) == list(map(len, self._members))
+        return not sizes or not all(map(is_, chain(*now), chain(*self._members)))
 
     def require_reduced(self) -> None:
         """Raise if step() would step by a gradient of this rank alone."""

@@ -25,20 +25,16 @@ from collectives.reducers import Max
 from collectives.schedules.spec import parse_all_reduce_spec
 
 
-def require_reduced_to_owners(op: Reducer, algorithm: str | None) -> None:
-    """Raise ValueError unless `op` can be reduced to owners, by the algorithm that is asked for.
+def reduces_to_owners(op: Reducer, algorithm: str | None) -> bool:
+    """Return whether gradients go to their owners alone.
 
-    A sum is by rechd's steps, with the bits of rd and rechd; Adasum by those that `auto` takes.
+    Those of a sum do by rechd's steps, and Adasum's by those that `auto` takes. By another
+    algorithm that was asked for they are all-reduced.
     """
-    able = {"auto", "rd", "rechd"} if op.associative or op.ordered else set()
-    able = able or ({"auto"} if op.reads_tree else set())
     specs = parse_all_reduce_spec(algorithm or "auto")
-    if not all(each.inner is None and each.outer in able for each in specs):
-        asked = op if algorithm is None else f"algorithm={algorithm!r}"
-        raise ValueError(
-            f"mode='owners' reduces Sum, Average and Adasum to owners, by algorithm=None, a sum by "
-            f"'rd' or 'rechd', too, not {asked}: pass mode=None"
-        )
+    of_sums = {"auto", "rd", "rechd"} if op.associative or op.ordered else set()
+    able = of_sums or ({"auto"} if op.reads_tree else set())
+    return all(each.inner is None and each.outer in able for each in specs)
 
 
 class OwnersMethod(GradientMethod):
@@ -64,8 +60,10 @@ class OwnersMethod(GradientMethod):
         # A parameter of another rank that has a gradient of zeros, for GradScaler to see.
         self._substitute: Tensor | None = None
         reducer = self.settings.reducer
-        # While an observer watches, gradients are all-reduced, to the same bits.
-        reducer.algorithm = "direct" if Needs.ALL_OPERANDS in reducer.op.needs else "rechd"
+        self._to_owners = reduces_to_owners(reducer.op, reducer.algorithm)
+        if self._to_owners and (reducer.op.associative or reducer.op.ordered):
+            # While an observer watches, gradients are all-reduced, to the same bits.
+            reducer.algorithm = "direct" if Needs.ALL_OPERANDS in reducer.op.needs else "rechd"
         self._places = {rank: i for i, rank in enumerate(self.group.owners_order())}
         self._assign(parameters_of(self.optimizer), [])
 
@@ -123,8 +121,8 @@ class OwnersMethod(GradientMethod):
         return sorted(members, key=lambda each: self._places[self.owners[each[1]]])
 
     def owners_of(self, members: Sequence[Member]) -> tuple[int, ...] | None:
-        """Return the members' owners, unless an observer is to see gradients on all ranks."""
-        if self.settings.reducer.observer is not None:
+        """Return the members' owners; None if all ranks get the gradients, as for an observer."""
+        if not self._to_owners or self.settings.reducer.observer is not None:
             return None
         return tuple(self.owners[parameter] for _, parameter in members)
 

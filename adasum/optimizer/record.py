@@ -50,12 +50,12 @@ class Record:
         active: Whether it takes part in this step's reduction.
         newer: The hooks of an optimizer made later that has the parameter, too.
         had: With mode="owners", whether it had a gradient when its bucket was packed.
+        left: The gradient that the last step has left and torch's count of its changes then, until
+            a backward reaches it; None for one made in inference mode, of which torch counts none.
         sparse: Whether its last gradient was sparse: (sparse dimensions, dtype), or None.
     """
 
-    __slots__ = (
-        *("name", "bucket", "handle", "seen", "active", "newer", "had", "sparse", "_left"),
-    )
+    __slots__ = (*("name", "bucket", "handle", "seen", "active", "newer", "had", "sparse", "left"),)
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -64,27 +64,11 @@ class Record:
         self.handle: Any = None
         self.newer: weakref.ref[Any] | None = None
         self.sparse: tuple[int, torch.dtype] | None = None
-        # The gradient that the last step has left, and torch's count of its changes then.
-        self._left: tuple[weakref.ref[Tensor], int] | None = None
-
-    @property
-    def is_taken_over(self) -> bool:
-        """Whether an optimizer made later reduces the gradient."""
-        return self.newer is not None and self.newer() is not None
-
-    def note_left(self, gradient: Tensor | None) -> None:
-        """Note the gradient that a step leaves; None if a backward or zero_grad() has come since.
-
-        Of a tensor made in inference mode torch counts no changes, so that it is not noted.
-        """
-        if gradient is None or gradient.is_inference():
-            self._left = None
-        else:
-            self._left = weakref.ref(gradient), gradient._version
+        self.left: tuple[weakref.ref[Tensor], int] | None = None
 
     def is_left(self, gradient: Tensor | None) -> bool:
         """Return whether the gradient is the one that the last step has left, unchanged."""
-        if self._left is None or gradient is None:
+        if self.left is None or gradient is None:
             return False
-        left, version = self._left
+        left, version = self.left
         return left() is gradient and gradient._version == version
