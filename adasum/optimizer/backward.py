@@ -27,7 +27,7 @@ from adasum.optimizer.planning import Named
 from adasum.optimizer.record import Record
 from adasum.optimizer.reduction import Reduction
 from collectives import CollectiveError, TransportError
-from collectives.trace import span
+from collectives.recorder import span
 
 # Not public, but the only way to be called when backward ends; torch's DDP uses it too.
 _engine = torch.autograd.Variable._execution_engine
