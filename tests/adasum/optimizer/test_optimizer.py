@@ -371,3 +371,80 @@ def test_dropped_optimizer_removes_its_hooks() -> None:
         assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
 
     collectives.run_threads(2, run)
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_ranks_with_different_backward_paths_end_equal(op: str) -> None:
+    def run(group: collectives.Group) -> torch.Tensor:
+        left, right = make_model(1), make_model(2)
+        both = torch.nn.ModuleList([left, right])
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(both.parameters(), lr=0.1, momentum=0.9),
+            both.named_parameters(),
+            op=OPS[op],
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of((left, right)[(group.rank + step) % 2], group.rank, step).backward()
+            optimizer.step()
+        return flat(both)
+
+    results = collectives.run_threads(3, run)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_missing_gradient_counts_as_zeros() -> None:
+    def run(group: collectives.Group) -> torch.Tensor:
+        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Average)
+        parameters[0 if group.rank == 0 else 1].sum().backward()
+        optimizer.step()
+        return torch.cat([p.detach() for p in parameters])
+
+    for result in collectives.run_threads(2, run):
+        assert torch.equal(result, torch.full((4,), -0.5))
+
+
+def test_channels_last_parameters_train_as_contiguous_ones() -> None:
+    def run(group: collectives.Group, op: hvd.AdasumReducer) -> torch.Tensor:
+        weight = torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last)
+        parameter = torch.nn.Parameter(weight)
+        optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=op)
+        generator = torch.Generator().manual_seed(group.rank)
+        (parameter * torch.randn(4, 3, 2, 2, generator=generator)).sum().backward()
+        optimizer.step()
+        return parameter.detach().clone()
+
+    draws = [torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(r)) for r in (0, 1)]
+    for result in collectives.run_threads(2, lambda group: run(group, hvd.Average)):
+        error = relative_error(result, 1.0 - (draws[0] + draws[1]) / 2)
+        assert error <= tolerance(torch.float32)
+    first, second = collectives.run_threads(2, lambda group: run(group, hvd.Adasum))
+    assert torch.equal(first, second)
+
+
+def test_parameters_added_or_unfrozen_later_are_reduced() -> None:
+    def run(group: collectives.Group, op: Any) -> torch.Tensor:
+        first, second, extra = make_model(1), make_model(2), make_model(3)
+        second.requires_grad_(False)
+        both = torch.nn.ModuleList([first, second])
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(both.parameters(), lr=0.1), both.named_parameters(), op=op
+        )
+        for step in range(STEPS):
+            if step == 1:
+                second.requires_grad_(True)
+            if step == 2:
+                optimizer.add_param_group({"params": list(extra.parameters())})
+            loss = loss_of(first, group.rank, step) + loss_of(extra, group.rank, step)
+            if step:
+                loss = loss + loss_of(second, group.rank, step)
+            loss.backward()
+            optimizer.step()
+            # At the end, so that the parameters unfrozen above have seen no restart.
+            optimizer.zero_grad()
+        return flat(torch.nn.ModuleList([first, second, extra]))
+
+    for op in OPS.values():
+        results = collectives.run_threads(2, lambda group, op=op: run(group, op))
+        assert torch.equal(results[0], results[1])
