@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 import collectives
-from adasum.modes import outside_modes
 from adasum.observer import ObservedGram, Observer, observe, require_observer
 from adasum.optimizer.consistency.parameter_check import checks_parameters
 from adasum.real_pairs import real_numel
@@ -26,6 +25,7 @@ from adasum.reducer import gives_gram, observed_copy, require_declared
 from adasum.request_pool import RequestPool, StartedRequest
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Request, Work, validation
+from collectives.modes import outside_modes
 from collectives.tree_order import in_order
 
 if TYPE_CHECKING or dist.is_available():

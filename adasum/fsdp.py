@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 import collectives
 from adasum.ddp import HookState, require_state
-from adasum.modes import outside_modes
 from adasum.optimizer.consistency.parameter_check import require_equal_parameters
 from adasum.real_pairs import as_reals
 from collectives import Group, Needs, Operands, Reducer, Sum
+from collectives.modes import outside_modes
 
 _logger = logging.getLogger(__name__)
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from collectives.bucketing import (
     Packing,
     extract_ranges,
@@ -56,6 +58,7 @@ from kernels import logs
 from kernels.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from collectives.backend import BackendOptions
     from collectives.tools.flight.writer import dump_flight_record
     from collectives.tools.lab import Schedule, schedule
 
@@ -66,6 +69,7 @@ __all__ = [
     "Action",
     "AllReduceSpec",
     "Average",
+    "BackendOptions",
     "Collective",
     "CollectiveError",
     "CollectiveMismatchError",
@@ -112,8 +116,9 @@ __all__ = [
     "verify",
 ]
 
-# Public names of tools, imported when they are first asked for.
-_TOOLS = {
+# Public names of tools, and of what needs torch.distributed: imported when first asked for.
+_LAZY = {
+    "BackendOptions": "collectives.backend",
     "Schedule": "collectives.tools.lab",
     "dump_flight_record": "collectives.tools.flight.writer",
     "schedule": "collectives.tools.lab",
@@ -121,9 +126,18 @@ _TOOLS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _TOOLS:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_TOOLS[name]), name)
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
+def _create_process_group(options: Any, pg_options: Any) -> Any:
+    """Return the process group for torch's `init_process_group("adasum")`."""
+    return importlib.import_module("collectives.backend").create(options, pg_options)
+
+
+if dist.is_available():
+    dist.Backend.register_backend(
+        "adasum", _create_process_group, extended_api=True, devices=["cpu", "cuda"]
+    )
 logs.show(__name__)

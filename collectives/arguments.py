@@ -185,6 +185,7 @@ class Arguments:
             low, high = split_bounds(length, self._transport.size)[rank : rank + 2]
             mine = high - low
             _check_out(out, tensor, (mine, *tensor.shape[1:]) if by_rows else (mine,))
+            validation.apart("out", out, "tensor", tensor)
         call.out = out
         return call
 
@@ -302,7 +303,6 @@ def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"out must be on {tensor.device} as tensor is, got one on {out.device}")
     if tuple(out.shape) != shape:
         raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
-    validation.apart("out", out, "tensor", tensor)
 
 
 def _check_rows(tensor: Tensor) -> None:

@@ -75,6 +75,7 @@ class Call:
         any_rows: Whether ranks may differ in the first tensor's first dimension.
         schedule: What is run, for a call that says so itself.
         out: Where the result is written, for a call that makes a tensor else.
+        then: What is done with the result, where the call runs; its own result is not used.
         instead: What to do in place of an operation, where a rank that has joined has no part.
         request: The number of the persistent request that the call starts.
         described: The tensors without their values.
@@ -97,6 +98,7 @@ class Call:
     any_rows: bool = False
     schedule: Schedule | None = None
     out: torch.Tensor | None = None
+    then: Callable[[Any], object] | None = None
     instead: Callable[[], Any] | None = None
     request: int | None = None
     described: list[TensorDescription] = field(default_factory=list)

@@ -151,6 +151,8 @@ class Calls:
         if call.kind in _IN_PLACE and self._transport.size > 1:
             # Not everything that has written them tells autograd, which may have saved them.
             torch.autograd.graph.increment_version(call.tensors)
+        if call.then is not None:
+            call.then(result)
         return result
 
     def _range(self, call: Call, joined: Sequence[int]) -> str:

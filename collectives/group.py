@@ -317,8 +317,8 @@ class Group:
 
         Only the first dimension may differ between ranks; 0-d tensors are a ValueError.
 
-        The result is written to `out`, if given, which shares no memory with the tensor; without as
-        many rows as all ranks' tensors together it is a CollectiveMismatchError.
+        The result is written to `out`, if given, of which the tensor may be a part; without as many
+        rows as all ranks' tensors together it is a CollectiveMismatchError.
         """
         return self._calls.run(self._arguments.all_gather(tensor, name, out), async_op)
 

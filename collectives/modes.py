@@ -1,13 +1,19 @@
-"""torch's modes: methods that torch.compile leaves alone, and inference mode."""
+"""torch's modes: what runs outside of them, what torch.compile leaves alone, inference mode."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from inspect import getmembers, isfunction
 from typing import TypeVar
 
 import torch
+from torch._C import _len_torch_function_stack
 from torch.compiler import disable
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+from collectives.validation import active_mode
 
 _C = TypeVar("_C", bound=type)
 
@@ -34,3 +40,20 @@ def inference_mode(enabled: bool) -> AbstractContextManager[None]:
     if torch.is_inference_mode_enabled() is enabled:
         return nullcontext()
     return torch.inference_mode(enabled)
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Leave the modes that this thread is in, for a `with` block or a decorated function.
+
+    A mode that counts or logs operations, such as FlopCounterMode, is for the model's. What is
+    reduced has its values by then, and the memory that a reduction keeps must not be a mode's.
+    """
+    if not active_mode():
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        for _ in range(_len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adasum.modes import outside_modes
 from adasum.optimizer.bucket import Bucket
 from adasum.optimizer.errors import (
     OptimizerOrderError,
@@ -27,6 +26,7 @@ from adasum.optimizer.planning import Named
 from adasum.optimizer.record import Record
 from adasum.optimizer.reduction import Reduction
 from collectives import CollectiveError, TransportError
+from collectives.modes import outside_modes
 from collectives.recorder import span
 
 # Not public, but the only way to be called when backward ends; torch's DDP uses it too.

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from adasum.modes import outside_modes
 from adasum.optimizer.bucket import (
     Bucket,
     Member,
@@ -31,6 +30,7 @@ from adasum.optimizer.method import Method
 from adasum.optimizer.planning import Named, by_kind
 from adasum.optimizer.record import Record
 from adasum.optimizer.reduction import Reduction
+from collectives.modes import outside_modes
 
 # While one bucket is reduced the next one steps; more in flight would only hold more memory.
 MAX_IN_FLIGHT = 2

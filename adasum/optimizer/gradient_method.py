@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from adasum.modes import outside_modes
 from adasum.optimizer.bucket import (
     Bucket,
     Member,
@@ -26,6 +25,7 @@ from adasum.optimizer.method import Method
 from adasum.optimizer.planning import Named, by_kind
 from adasum.optimizer.reduction import Reduction, empty_sparse
 from collectives import Average, Sum
+from collectives.modes import outside_modes
 
 
 class GradientMethod(Method):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from adasum.horovod.process_sets import ProcessSet
-from adasum.modes import outside_modes
 from adasum.optimizer.backward import Backward
 from adasum.optimizer.bucket import Bucket, Member
 from adasum.optimizer.consistency.parameter_check import ParameterCheck
@@ -25,6 +24,7 @@ from adasum.optimizer.planning import Named, PlanBuckets, name_new
 from adasum.optimizer.record import Record
 from adasum.optimizer.reduction import BucketReducer, Reduction
 from collectives import Group, Reducer, Sum
+from collectives.modes import outside_modes
 
 
 @dataclass

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from adasum.horovod import objects
-from adasum.modes import outside_modes
 from adasum.optimizer.bucket import Member, dtype_of_gradient
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_step import parameters_of
 from adasum.optimizer.planning import Named
 from adasum.real_pairs import as_reals
 from collectives import Needs, Reducer, Sum, validation
+from collectives.modes import outside_modes
 from collectives.reducers import Max
 from collectives.schedules.spec import parse_all_reduce_spec
 

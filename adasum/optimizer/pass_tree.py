@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from adasum.modes import outside_modes
+from collectives.modes import outside_modes
 from collectives.reducers import as_real
 
 

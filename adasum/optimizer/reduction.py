@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from adasum.compression import Compression, Compressor
-from adasum.modes import outside_modes
 from adasum.observer import ObservedGram, Observer, observe
 from adasum.optimizer.bucket import Counts, Part
 from adasum.reducer import AdasumReducer, gives_gram, observed_copy
 from adasum.request_pool import RequestPool
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Request, Sum
+from collectives.modes import outside_modes
 
 
 @dataclass

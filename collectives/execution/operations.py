@@ -110,7 +110,10 @@ def _gather(runner: Runner, call: Call) -> tuple[Tensor, list[int]]:
     rows = _row_bounds(runner, call)
     result = mine.new_empty(rows[-1], *mine.shape[1:]) if call.out is None else call.out
     whole = result.detach()
-    whole[rows[runner.rank] : rows[runner.rank + 1]] = mine.detach()
+    own = whole[rows[runner.rank] : rows[runner.rank + 1]]
+    if own.data_ptr() != mine.data_ptr():
+        inside = mine.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        own.copy_(mine.detach().clone() if inside else mine.detach())
     width, device = prod(mine.shape[1:]), "cuda" if whole.is_cuda else "cpu"
     schedule = all_gather_schedule(device, whole.nbytes, runner.topology)
     runner.execute(call, schedule, whole.view(-1), Sum, [row * width for row in rows])

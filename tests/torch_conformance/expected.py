@@ -62,8 +62,26 @@ LOST = {
     "test_sparse_adasum_gradient_SparseAdam": _SPARSE,
 }
 
+_CALLBACK = "a callback makes a call and waits for it, in the thread that would carry it out"
+_WORDS = "wants gloo's words: ours name the ranks that did not come"
+_ONLY_GLOO = "torch's monitored_barrier takes gloo's own process groups only"
+
+# They pass by gloo, and fail by adasum in its place.
+NOT_BY_ADASUM = {
+    "test_barrier_timeout_full_group": _WORDS,
+    "test_barrier_timeout_global": _WORDS,
+    "test_barrier_timeout_group": _WORDS,
+    "test_ddp_hook_parity_powerSGD": _CALLBACK,
+    "test_ddp_profiling_torch_profiler": "looks for gloo's all-reduce in a profile",
+    "test_ddp_uneven_inputs": f"PowerSGD is among its hooks: {_CALLBACK}",
+    "test_get_backend": "wants the name gloo",
+    "test_monitored_barrier_gloo": _ONLY_GLOO,
+    "test_monitored_barrier_gloo_subgroup": _ONLY_GLOO,
+}
+
 # What the errors of those that are refused say: another error than the refusal is not expected.
 REFUSALS = {
+    _CALLBACK: "in a callback of a call",
     _ITS_OWN: "can only be called once",
     _SPARSE: "sparse, of which Adasum is not defined",
     _NOT_BY_PARAMETER: "an optimizer",

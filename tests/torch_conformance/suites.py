@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.torch_conformance import own_ddp, torch_ddp, torch_fsdp, torch_optimizers
+from tests.torch_conformance import own_ddp, torch_backend, torch_ddp, torch_fsdp, torch_optimizers
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Suite:
         names: The tests' names.
         case: Makes a test case, whose method of that name runs here.
         stand_ins: A context in which a rank runs all its tests; told whether our hook is used.
+        compared: Whether they run by gloo and by the backend adasum, to compare them.
         alone: Whether they also run with torch by itself, which says what the CPU loses.
     """
 
@@ -42,6 +43,7 @@ class Suite:
     case: Callable[[str, Rank], unittest.TestCase]
     stand_ins: Callable[[bool], AbstractContextManager[Any]] = lambda _: nullcontext()
     alone: bool = True
+    compared: bool = False
 
 
 def names_of(kind: type[unittest.TestCase]) -> list[str]:
@@ -57,6 +59,14 @@ def case_of(kind: type[unittest.TestCase], name: str, place: Rank) -> unittest.T
 
 
 DDP = Suite("torch's tests of DDP", (2, 3), torch_ddp.names, torch_ddp.case, torch_ddp.stand_ins)
+BACKEND = Suite(
+    "torch's tests of a backend",
+    (2, 4),
+    torch_backend.names,
+    torch_backend.case,
+    torch_backend.stand_ins,
+    compared=True,
+)
 OWN_DDP = Suite(
     "tests of DDP that torch's wheel lacks",
     (2, 3),
@@ -78,4 +88,7 @@ OPTIMIZERS = Suite(
     alone=False,
 )
 # Where a rank finds each, by the name that --only knows.
-SUITES = {name.lower(): f"{__name__}:{name}" for name in ("DDP", "OWN_DDP", "FSDP", "OPTIMIZERS")}
+SUITES = {
+    name.lower(): f"{__name__}:{name}"
+    for name in ("BACKEND", "DDP", "OWN_DDP", "FSDP", "OPTIMIZERS")
+}

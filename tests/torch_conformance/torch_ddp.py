@@ -25,7 +25,7 @@ FIRST = ("test_ddp_sink_noclone",)
 
 
 @functools.cache
-def _base() -> Any:
+def tests_of_torch() -> Any:
     cpu_for_gpus.install()
     from torch.testing._internal.distributed import distributed_test
 
@@ -39,7 +39,7 @@ def _base() -> Any:
 
 def names() -> list[str]:
     """The tests that make a DistributedDataParallel, themselves or by their helpers."""
-    base = _base()
+    base = tests_of_torch()
 
     def makes_ddp(name: str, seen: set[str]) -> bool:
         seen.add(name)
@@ -53,7 +53,7 @@ def names() -> list[str]:
 
 def case(name: str, place: Any) -> unittest.TestCase:
     """Make a rank's instance of one of the tests; place: a `suites.Rank`."""
-    base = _base()
+    base = tests_of_torch()
     from torch.testing._internal.distributed import distributed_test
 
     for each in ("barrier", "test_dir"):

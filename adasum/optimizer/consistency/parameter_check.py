@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adasum.modes import outside_modes
 from adasum.optimizer.consistency.descriptions import (
     Setting,
     describe_parameters,
@@ -20,6 +19,7 @@ from adasum.optimizer.consistency.descriptions import (
 )
 from adasum.optimizer.planning import Named
 from collectives import CollectiveMismatchError, Group
+from collectives.modes import outside_modes
 
 _VARIABLE = "ADASUM_CHECK_PARAMETERS"
 # What errors call the comparison: on ranks that do not agree on it, too.
