@@ -573,7 +573,8 @@ class CallQueue:
         if os.getpid() != self._process:
             return
         with self.changed:
-            running = self._running
+            # One that has ended may still be in its callbacks.
+            running = None if self._running is None or self._running._ended else self._running
             queued = [work for work in (running, *self._works) if work is not None]
             self._added.notify()
         # A callback is behind its call.
