@@ -27,6 +27,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import torch
@@ -79,6 +80,10 @@ class BackendOptions:
         accumulate: torch.float32: with order="tree", sums of float16 and bfloat16 are added in
             float32 and rounded once. None: in the tensors' own dtype.
         algorithm: The specification of all-reduces, as in `Group.all_reduce`.
+
+    Examples:
+        >>> collectives.BackendOptions(order="tree", accumulate=torch.float32).algorithm
+        'auto'
     """
 
     order: Literal["tree"] | None = None
@@ -437,7 +442,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
         if self.rank() not in new_ranks:
             return None
         name, names = named["group_name"], dist.get_process_group_ranks(self)
-        place: Any = dist.distributed_c10d._DistributedBackendOptions()
+        place = SimpleNamespace()
         place.store, place.group_id = dist.PrefixStore(f"{name}/", self._place.store), name
         place.group_rank, place.group_size = new_ranks.index(self.rank()), len(new_ranks)
         place.timeout = timeout or self._place.timeout

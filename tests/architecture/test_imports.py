@@ -69,6 +69,7 @@ WINGS = {
         ),
         ("collectives.tools",),
         ("collectives.__init__",),
+        ("collectives.backend",),
         ("collectives.initialize",),
         ("collectives.group",),
         ("collectives.requests",),
