@@ -458,3 +458,27 @@ def _overhead(rank: int) -> tuple[float, float]:
 def test_call_costs_at_most_15_microseconds_more_than_the_groups() -> None:
     backend, group = run_ranks(1, _overhead)[0]
     assert backend - group < 15e-6
+
+
+def _accelerate(rank: int) -> list[float]:
+    from accelerate import Accelerator
+
+    with default_group(rank, order="tree"):
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(rank)
+        plain = Net()
+        del plain.extra
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        for step in range(3):
+            optimizer.zero_grad()
+            data = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank))
+            accelerator.backward(model(data).square().mean())
+            optimizer.step()
+        assert accelerator.num_processes == 2 and dist.get_backend() == "adasum"
+        return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def test_accelerate_trains_over_the_backend_that_is_initialised() -> None:
+    pytest.importorskip("accelerate")
+    first, second = run_ranks(2, _accelerate)
+    assert first == second
