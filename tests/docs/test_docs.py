@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *(ROOT / folder / "README.md" for folder in ("tests", "bench")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
@@ -129,7 +130,7 @@ def names_defined_in(path: Path) -> set[str]:
 
 
 def test_functions_that_tables_name_are_in_their_files() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+    text = (ROOT / "docs" / "architecture.md").read_text()
     hops = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", text, re.M)
     assert len(hops) == 10 + 7 + 6 + 4 + 6
     wrong = [hop for hop in hops if hop[1] not in names_defined_in(ROOT / hop[0])]

@@ -217,7 +217,7 @@ def test_way_from_a_gradient_to_its_request_is_short(
         assert len(each) <= 8, each
         assert len({file for file, _ in each}) <= 5, each
     if way == "average":
-        text = (ADASUM.parent / "CONTRIBUTING.md").read_text()
+        text = (ADASUM.parent / "docs" / "architecture.md").read_text()
         listed = re.findall(r"^\| `(adasum/[\w/]+\.py)` \| `\w+\.(\w+)` \|", text, re.M)
         first = [(str(Path(f).relative_to(ADASUM.parent)), name) for f, name in ways[0][1:-1]]
         assert first[::-1] == listed
