@@ -118,6 +118,9 @@ class OwnersMethod(GradientMethod):
 
     def sorted(self, members: list[Member]) -> list[Member]:
         """Return the members of a bucket as reduce_to_owners needs them in memory."""
+        if not self._to_owners:
+            # All-reduced: where a tensor lies may decide its bits.
+            return members
         return sorted(members, key=lambda each: self._places[self.owners[each[1]]])
 
     def owners_of(self, members: Sequence[Member]) -> tuple[int, ...] | None:

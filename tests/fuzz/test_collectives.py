@@ -25,6 +25,7 @@ DATA = {
     "Action",
     "AllReduceSpec",
     "Average",
+    "BackendOptions",
     "Collective",
     "CollectiveError",
     "CollectiveMismatchError",

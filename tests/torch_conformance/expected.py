@@ -81,7 +81,6 @@ NOT_BY_ADASUM = {
 
 # What the errors of those that are refused say: another error than the refusal is not expected.
 REFUSALS = {
-    _CALLBACK: "in a callback of a call",
     _ITS_OWN: "can only be called once",
     _SPARSE: "sparse, of which Adasum is not defined",
     _NOT_BY_PARAMETER: "an optimizer",

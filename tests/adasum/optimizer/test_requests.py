@@ -131,8 +131,9 @@ def test_memory_of_steps_with_gradients_kept_or_replaced_does_not_grow() -> None
             # one kept by every step would be three in these.
             assert peaks[-1] <= peaks[1] + model // 2 + SLACK, (case, peaks)
             # Parameters, momentum, gradients, and the differences' two buffers for each of two
-            # buckets or the gradients that replace those in the buffers.
-            assert max(peaks) <= 5 * model + SLACK, (case, [peak / model for peak in peaks])
+            # buckets or the gradients that replace those in the buffers; and one bucket that the
+            # communication thread may still refer to until it runs its next call (`Work`).
+            assert max(peaks) <= 5.5 * model + SLACK, (case, [peak / model for peak in peaks])
 
 
 @pytest.mark.parametrize("way", [*WAYS, "owners"])

@@ -1,4 +1,4 @@
-"""One record an algorithm: names, README and schedules follow from it."""
+"""One record an algorithm: names, the guide and schedules follow from it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from collectives.schedules.spec import INNER, ONE_LEVEL, OUTER, parse_all_reduce
 from collectives.schedules.topology import Topology
 from tests.collectives.schedules.simulation import answers, one_level
 
-README = Path(__file__).parents[3] / "README.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "collectives.md"
 
 
-def _readme_table() -> dict[str, list[str]]:
-    """The cells behind each name of the README's table of algorithms."""
-    _, _, rest = README.read_text().partition("| name | what it does | carries Adasum |\n")
+def _table() -> dict[str, list[str]]:
+    """The cells behind each name of the guide's table of algorithms."""
+    _, _, rest = GUIDE.read_text().partition("| name | what it does | carries Adasum |\n")
     lines = rest.partition("\n\n")[0].splitlines()[1:]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return {row[0].strip("`").removesuffix("#k"): row[1:] for row in rows}
 
 
-def test_readme_table_is_the_registry() -> None:
-    table = _readme_table()
+def test_table_is_the_registry() -> None:
+    table = _table()
     assert list(table) == ["auto", *ALGORITHMS, "inner/outer"]
     for name, record in ALGORITHMS.items():
         carries = "no" if record.order is None else record.order.value
