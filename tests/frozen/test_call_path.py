@@ -55,7 +55,7 @@ def test_call_is_no_longer_than_its_limits(name: str) -> None:
 
 
 def rows(transport: str) -> list[Hop]:
-    """The files and functions of architecture.md's table of a call over gloo, or in shared memory."""
+    """The files and functions of architecture.md, of a call over gloo or in shared memory."""
     text = (ROOT / "docs" / "architecture.md").read_text().split("## A call, file by file")[1]
     tables = [each for each in text.split("\n\n") if each.startswith("| file |")]
     table = tables[("gloo", "shm").index(transport)]
