@@ -26,6 +26,7 @@ from adasum.request_pool import RequestPool, StartedRequest
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Request, Work, validation
 from collectives.modes import outside_modes
+from collectives.reducers import AnyReducer, from_torch
 from collectives.tree_order import in_order
 
 if TYPE_CHECKING or dist.is_available():
@@ -79,7 +80,7 @@ class HookState:
 
     def __init__(
         self,
-        op: Reducer = Average,
+        op: AnyReducer = Average,
         algorithm: str | None = None,
         process_group: dist.ProcessGroup | Group | None = None,
         observer: Observer | None = None,
@@ -90,6 +91,7 @@ class HookState:
         order: str | None = None,
         accumulate: torch.dtype | None = None,
     ) -> None:
+        op = from_torch("op", op)
         if not isinstance(op, Reducer):
             raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
         require_declared(op)

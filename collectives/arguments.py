@@ -12,7 +12,7 @@ from collectives import validation
 from collectives._own_packages import require_ours
 from collectives.call import Call
 from collectives.execution.all_reduce import AUTO, Runner
-from collectives.reducers import Reducer, is_plain_sum
+from collectives.reducers import AnyReducer, Reducer, is_plain_sum
 from collectives.schedules.schedule import Schedule, split_bounds
 from collectives.schedules.spec import canonical_spec, parse_all_reduce_spec
 from collectives.schedules.user_schedules import require_carries, verified
@@ -58,7 +58,7 @@ class Arguments:
     def all_reduce(
         self,
         tensor: Tensor,
-        op: Reducer,
+        op: AnyReducer,
         segments: Sequence[int] | None = None,
         **options: Unpack[ReductionOptions],
     ) -> Call:
@@ -71,7 +71,7 @@ class Arguments:
     def grouped_all_reduce(
         self,
         tensors: Sequence[Tensor],
-        op: Reducer,
+        op: AnyReducer,
         *,
         packed: bool = False,
         **options: Unpack[ReductionOptions],
@@ -88,7 +88,7 @@ class Arguments:
         self,
         schedule: Schedule,
         tensor: Tensor,
-        op: Reducer,
+        op: AnyReducer,
         segments: Sequence[int] | None = None,
         **options: Unpack[ScaleOptions],
     ) -> Call:
@@ -105,7 +105,7 @@ class Arguments:
         return call
 
     def reduce(
-        self, tensor: Tensor, dst: int, op: Reducer, **options: Unpack[ScaleOptions]
+        self, tensor: Tensor, dst: int, op: AnyReducer, **options: Unpack[ScaleOptions]
     ) -> Call:
         """Check and describe a reduce."""
         validation.tensor("tensor", tensor)
@@ -144,7 +144,7 @@ class Arguments:
     def reduce_to_owners(
         self,
         tensors: Sequence[Tensor],
-        op: Reducer,
+        op: AnyReducer,
         owners: Sequence[int] | None = None,
         **options: Unpack[ScaleOptions],
     ) -> Call:
@@ -169,7 +169,7 @@ class Arguments:
     def reduce_scatter(
         self,
         tensor: Tensor,
-        op: Reducer,
+        op: AnyReducer,
         by_rows: bool = False,
         out: Tensor | None = None,
         **options: Unpack[ScaleOptions],
@@ -239,7 +239,7 @@ class Arguments:
         self,
         kind: str,
         tensors: Sequence[Tensor],
-        op: Reducer,
+        op: AnyReducer,
         more: dict[str, Any],
         *,
         algorithm: str | None = None,
@@ -259,7 +259,7 @@ class Arguments:
             raise TypeError(f"{kind}() got an unexpected keyword argument {argument!r}")
         if names:
             raise ValueError("names are for grouped_all_reduce: pass name")
-        validation.reducer("op", op)
+        op = validation.reducer("op", op)
         if order is not None or accumulate is not None:
             op = in_order(op, order, accumulate)
         by_auto = algorithm is None and is_plain_sum(op)

@@ -38,7 +38,7 @@ from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError, 
 from collectives.group import Group
 from collectives.initialize import from_process_group
 from collectives.modes import outside_modes, untraced
-from collectives.reducers import Average, Max, Min, Product, Reducer, Sum
+from collectives.reducers import TORCH_REDUCERS, Average, Max, Min, Reducer, Sum
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.tree_order import in_order
 from collectives.validation import active_mode
@@ -50,14 +50,7 @@ ORDER_VARIABLE = "ADASUM_BACKEND_ORDER"
 _NO_TIMEOUT = timedelta(0)
 # mypy takes the enum's members for those of its instances.
 _Op: Any = dist.ReduceOp.RedOpType
-_REDUCERS: dict[Any, Reducer] = {
-    _Op.SUM: Sum,
-    _Op.AVG: Average,
-    _Op.MIN: Min,
-    _Op.MAX: Max,
-    _Op.PRODUCT: Product,
-    _Op.PREMUL_SUM: Sum,
-}
+_REDUCERS: dict[Any, Reducer] = {**TORCH_REDUCERS, _Op.PREMUL_SUM: Sum}
 # As in NCCL: on bools the sum is a logical or, and the product a logical and.
 _OF_BOOLS: dict[Any, Reducer] = {**_REDUCERS, _Op.SUM: Max, _Op.PRODUCT: Min}
 

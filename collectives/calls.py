@@ -166,9 +166,7 @@ class Calls:
         """
         validation.instance("operators", operators, Iterable, "a list of Reducers")
         validation.instance("device", device, torch.device | None, "a torch.device or None")
-        reducers = (Sum, Average, *operators)
-        for op in reducers:
-            validation.reducer("operators", op)
+        reducers = (Sum, Average, *(validation.reducer("operators", op) for op in operators))
         by_name = {str(op): op for op in reducers}
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())

@@ -18,7 +18,7 @@ from collectives.execution.all_reduce import Runner
 from collectives.execution.operations import owners, symmetric_empty
 from collectives.modes import untraced
 from collectives.recorder import GroupRecord
-from collectives.reducers import Reducer, Sum
+from collectives.reducers import AnyReducer, Reducer, Sum
 from collectives.requests import Request
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import parse_all_reduce_spec
@@ -114,18 +114,17 @@ class Group:
         return len(set(self.hosts))
 
     def check_algorithm(
-        self, algorithm: str, op: Reducer = Sum, *, order: Literal["tree"] | None = None
+        self, algorithm: str, op: AnyReducer = Sum, *, order: Literal["tree"] | None = None
     ) -> None:
         """Raise ValueError if a specification cannot carry `op` on these ranks; sends nothing.
 
         Arguments are those of all_reduce.
         """
-        validation.reducer("op", op)
-        op = in_order(op, order)
+        op = in_order(validation.reducer("op", op), order)
         self._runner.check(parse_all_reduce_spec(algorithm), op, [])
 
     def reduces_by_tree(
-        self, tensors: Tensor | Sequence[Tensor], op: Reducer, **options: Any
+        self, tensors: Tensor | Sequence[Tensor], op: AnyReducer, **options: Any
     ) -> bool:
         """Return whether an all-reduce hands `op` all ranks' operands of all tensors at once.
 
@@ -139,7 +138,7 @@ class Group:
     def all_reduce(
         self,
         tensor: Tensor,
-        op: Reducer = Sum,
+        op: AnyReducer = Sum,
         *,
         segments: Sequence[int] | None = None,
         async_op: bool = False,
@@ -149,7 +148,8 @@ class Group:
 
         Args:
             tensor: The tensor to reduce.
-            op: Sum, Average, or another Reducer.
+            op: Sum, Average, or another Reducer; also SUM, AVG, MIN, MAX and PRODUCT of
+                torch.distributed.ReduceOp.
             segments: Element boundaries (0, ..., numel) for operators that work per segment.
             async_op: See the class.
             **options: `algorithm`, a specification such as "xring#2", "rd:16k:rechd" or
@@ -173,7 +173,7 @@ class Group:
     def grouped_all_reduce(
         self,
         tensors: Sequence[Tensor],
-        op: Reducer = Sum,
+        op: AnyReducer = Sum,
         *,
         packed: bool = False,
         async_op: bool = False,
@@ -198,7 +198,7 @@ class Group:
         self,
         tensor: Tensor,
         dst: int = 0,
-        op: Reducer = Sum,
+        op: AnyReducer = Sum,
         *,
         order: Literal["tree"] | None = None,
         accumulate: torch.dtype | None = None,
@@ -218,7 +218,7 @@ class Group:
     def reduce_scatter(
         self,
         tensor: Tensor,
-        op: Reducer = Sum,
+        op: AnyReducer = Sum,
         *,
         by_rows: bool = False,
         out: Tensor | None = None,
@@ -241,7 +241,7 @@ class Group:
         self,
         schedule: Schedule,
         tensor: Tensor,
-        op: Reducer = Sum,
+        op: AnyReducer = Sum,
         *,
         segments: Sequence[int] | None = None,
         async_op: bool = False,
@@ -268,7 +268,7 @@ class Group:
     def reduce_to_owners(
         self,
         tensors: Sequence[Tensor],
-        op: Reducer = Sum,
+        op: AnyReducer = Sum,
         *,
         owners: Sequence[int] | None = None,
         async_op: bool = False,
@@ -405,7 +405,7 @@ class Group:
     def all_reduce_init(
         self,
         tensor: Tensor,
-        op: Reducer = Sum,
+        op: AnyReducer = Sum,
         *,
         segments: Sequence[int] | None = None,
         negotiate: bool = True,
@@ -429,13 +429,13 @@ class Group:
         return self._request("all_reduce", tensor, op, segments, negotiate=negotiate, **options)
 
     def grouped_all_reduce_init(
-        self, tensors: Sequence[Tensor], op: Reducer = Sum, **options: Any
+        self, tensors: Sequence[Tensor], op: AnyReducer = Sum, **options: Any
     ) -> Request[list[Tensor]]:
         """Make a `grouped_all_reduce` that can be started repeatedly; `negotiate` as above."""
         return self._request("grouped_all_reduce", tensors, op, **options)
 
     def reduce_scatter_init(
-        self, tensor: Tensor, op: Reducer = Sum, **options: Any
+        self, tensor: Tensor, op: AnyReducer = Sum, **options: Any
     ) -> Request[Tensor]:
         """Make a `reduce_scatter` that can be started repeatedly.
 
@@ -450,13 +450,13 @@ class Group:
         return self._request("broadcast", tensor, root, name)
 
     def reduce_to_owners_init(
-        self, tensors: Sequence[Tensor], op: Reducer = Sum, **options: Any
+        self, tensors: Sequence[Tensor], op: AnyReducer = Sum, **options: Any
     ) -> Request[list[int]]:
         """Make a `reduce_to_owners` that can be started repeatedly; `negotiate` as above."""
         return self._request("reduce_to_owners", tensors, op, **options)
 
     def run_init(
-        self, schedule: Schedule, tensor: Tensor, op: Reducer = Sum, **options: Any
+        self, schedule: Schedule, tensor: Tensor, op: AnyReducer = Sum, **options: Any
     ) -> Request[Tensor]:
         """Make a `run` that can be started repeatedly."""
         return self._request("run", schedule, tensor, op, **options)

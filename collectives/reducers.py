@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from enum import Flag, auto
 from functools import partial, reduce
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from collectives._own_packages import require_ours
 
@@ -365,3 +366,31 @@ Average = AverageReducer()
 Max = ElementwiseReducer("Max", torch.maximum, ORDERED)
 Min = ElementwiseReducer("Min", torch.minimum, ORDERED)
 Product = ElementwiseReducer("Product", torch.mul, MULTIPLIED)
+
+AnyReducer: TypeAlias = "Reducer | dist.ReduceOp | dist.ReduceOp.RedOpType"
+"""What every argument `op` takes: a Reducer, or torch's name for one, such as dist.ReduceOp.SUM."""
+
+# Empty in a torch without torch.distributed. mypy takes the enum's members for its instances.
+_Op: Any = dist.ReduceOp.RedOpType if dist.is_available() else None
+TORCH_REDUCERS: dict[Any, Reducer] = (
+    {_Op.SUM: Sum, _Op.AVG: Average, _Op.MIN: Min, _Op.MAX: Max, _Op.PRODUCT: Product}
+    if dist.is_available()
+    else {}
+)
+
+
+def from_torch(argument: str, op: Any) -> Any:
+    """Return the Reducer that a torch.distributed.ReduceOp names, and anything else as it is.
+
+    Raises:
+        TypeError: It names another operator; `argument` is what the text calls it.
+    """
+    if not TORCH_REDUCERS or not isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        return op
+    kind: Any = getattr(op, "op", op)
+    if kind not in TORCH_REDUCERS:
+        raise TypeError(
+            f"{argument} must be a Reducer such as collectives.Sum, or SUM, AVG, MIN, MAX or "
+            f"PRODUCT of torch.distributed.ReduceOp, got {kind.name}"
+        )
+    return TORCH_REDUCERS[kind]

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from types import UnionType
+from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
@@ -22,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from collectives.reducers import COPIED, Needs, Reducer
+from collectives.reducers import COPIED, Needs, Reducer, from_torch
 from kernels.validation import check_memory_of
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -289,12 +290,14 @@ def row_splits(
     return counts.to(torch.int64)
 
 
-def reducer(argument: str, value: object) -> None:
-    """Check an instance of Reducer, such as Sum."""
+def reducer(argument: str, value: Any) -> Reducer:
+    """Return a Reducer, such as Sum, also for torch's name of one, such as dist.ReduceOp.SUM."""
     if not isinstance(value, Reducer):
+        value = from_torch(argument, value)
         instance(argument, value, Reducer, "a Reducer such as collectives.Sum")
-    elif not isinstance(value.needs, Needs):
+    if not isinstance(value.needs, Needs):
         raise TypeError(f"needs of {argument} {value} must be Needs, got {value.needs!r}")
+    return value
 
 
 def timeout(value: float) -> None:

@@ -13,6 +13,7 @@ from adasum.compression import Compression, Compressor, require_compressor
 from adasum.horovod.arguments import copied
 from adasum.horovod.process_sets import ProcessSet, require_group
 from collectives import Average, Group, Reducer, Sum, validation
+from collectives.reducers import AnyReducer, from_torch
 from collectives.tree_order import in_order
 
 
@@ -38,15 +39,17 @@ class ReductionOptions(NamedTuple):
         return [sent for sent, _ in pairs], lambda got: list(map(decompress, got, contexts))
 
 
-def require_reducer(op: object) -> None:
-    """Raise TypeError unless op is a reducer: Horovod's numbers and names are not."""
+def require_reducer(op: object) -> Reducer:
+    """Return a reducer, or torch's name of one as such; Horovod's numbers are a TypeError."""
+    op = from_torch("op", op)
     if not isinstance(op, Reducer):
         raise TypeError(f"op must be Sum, Average, Adasum, Min, Max or Product, not {op!r}")
+    return op
 
 
 def options_of(
     name: str | None,
-    op: Reducer | None,
+    op: AnyReducer | None,
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet | None,
@@ -69,9 +72,7 @@ def options_of(
         text = "parameter average is deprecated: use op=Average or op=Sum"
         warnings.warn(text, DeprecationWarning, stacklevel=3)
         op = Average if average else Sum
-    op = Average if op is None else op
-    require_reducer(op)
-    op = in_order(op, order, accumulate)
+    op = in_order(Average if op is None else require_reducer(op), order, accumulate)
     scales = {
         "prescale": validation.scale("prescale_factor", prescale_factor),
         "postscale": validation.scale("postscale_factor", postscale_factor),

@@ -27,8 +27,8 @@ from adasum.horovod.reduction_options import ReductionOptions, options_of, requi
 from adasum.real_pairs import as_reals
 from adasum.reducer import AdasumReducer
 from adasum.sparse import SparseHandle, sparse_all_reduce_async
-from collectives import Average, Reducer, validation
-from collectives.reducers import SumReducer
+from collectives import Average, validation
+from collectives.reducers import AnyReducer, SumReducer
 
 
 def allreduce(
@@ -36,7 +36,7 @@ def allreduce(
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Reducer | None = None,
+    op: AnyReducer | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
@@ -131,7 +131,7 @@ def reducescatter(
     tensor: Tensor,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Reducer = Average,
+    op: AnyReducer = Average,
     process_set: ProcessSet | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -183,7 +183,7 @@ def grouped_reducescatter_async(**given: Any) -> Handle[list[Tensor]]:
 
 
 def sparse_allreduce_async(
-    tensor: Tensor, name: str, op: Reducer, process_set: ProcessSet | None = None
+    tensor: Tensor, name: str, op: AnyReducer, process_set: ProcessSet | None = None
 ) -> SparseHandle:
     """Start the sum or average of a sparse COO tensor; calling the handle waits for the result.
 
@@ -205,14 +205,14 @@ def sparse_allreduce_async(
                 [0., 1.]])
     """
     refuse_gradient("sparse_allreduce_async", tensor)
-    require_reducer(op)
+    reducer = require_reducer(op)
     validation.no_mode("tensor")
     if isinstance(tensor, Tensor):
         validation.plain("tensor", tensor)
     group = require_group(process_set)
 
     def call(name: str, async_op: bool) -> SparseHandle:
-        return sparse_all_reduce_async(group, tensor, op, name)
+        return sparse_all_reduce_async(group, tensor, reducer, name)
 
     return SparseHandle([start_named("sparse_allreduce", group, name, call)], lambda found: found)
 
@@ -262,8 +262,8 @@ def _start(kind: str, tensors: list[Tensor], options: ReductionOptions) -> Handl
     return Handle([start_named(kind, group, options.name, call)], lambda _: tensors)
 
 
-def _scatter_each(tensors: Sequence[Tensor], op: Reducer, **given: Any) -> Handle[list[Tensor]]:
-    require_reducer(op)
+def _scatter_each(tensors: Sequence[Tensor], op: AnyReducer, **given: Any) -> Handle[list[Tensor]]:
+    op = require_reducer(op)
     given_tensors = tensor_list(tensors)
     for tensor in given_tensors:
         # All of them are checked before the first one is sent.

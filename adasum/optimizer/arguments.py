@@ -22,6 +22,7 @@ from adasum.optimizer.planning import Groups, Named
 from adasum.optimizer.reduction import BucketReducer
 from adasum.reducer import Adasum, AdasumReducer, require_declared
 from collectives import Average, Group, Reducer, Sum
+from collectives.reducers import AnyReducer
 from collectives.transport import ThreadTransport
 from collectives.tree_order import in_order
 
@@ -45,9 +46,9 @@ def require_optimizer(optimizer: object) -> None:
         )
 
 
-def require_operator(op: Reducer, weighted: bool, predivide_factor: float) -> None:
-    """Raise unless `op` can reduce gradients and takes the other two arguments."""
-    require_reducer(op)
+def require_operator(op: AnyReducer, weighted: bool, predivide_factor: float) -> Reducer:
+    """Return a reducer that can reduce gradients and takes the other two arguments, or raise."""
+    op = require_reducer(op)
     require_declared(op)
     require("weighted", weighted, bool)
     if not weighted and op is not Adasum:
@@ -59,6 +60,7 @@ def require_operator(op: Reducer, weighted: bool, predivide_factor: float) -> No
         raise ValueError(
             f"gradient_predivide_factor must be > 0 and finite, not {predivide_factor!r}"
         )
+    return op
 
 
 def require_order(

@@ -42,6 +42,7 @@ from adasum.optimizer.planning import Groups, Named, name_parameters, plan_bucke
 from adasum.optimizer.wrapping import class_of, guard_methods, keep_scheduler_patch
 from adasum.reducer import UNWEIGHTED, AdasumReducer
 from collectives import Average, Reducer, default_group
+from collectives.reducers import AnyReducer
 from collectives.tree_order import in_order
 
 
@@ -145,7 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named_parameters: Iterable[Named] | None = None,
         compression: type[Compressor] = Compression.none,
         backward_passes_per_step: int = 1,
-        op: Reducer = Average,
+        op: AnyReducer = Average,
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
         groups: Groups = None,
@@ -164,7 +165,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         order: Literal["tree"] | None = None,
         accumulate: torch.dtype | None = None,
     ) -> None:
-        require_operator(op, weighted, gradient_predivide_factor)
+        op = require_operator(op, weighted, gradient_predivide_factor)
         require_compressor(compression)
         require_count("backward_passes_per_step", backward_passes_per_step, 1)
         require("algorithm", algorithm, str, type(None))

@@ -124,8 +124,7 @@ def order_of(
         >>> collectives.order_of("rd", 4)
         ((0, 1), (2, 3))
     """
-    validation.reducer("op", op)
-    op = in_order(op, order)
+    op = in_order(validation.reducer("op", op), order)
     topology = topology_of(size, nodes)
     specs = parse_all_reduce_spec(algorithm)
     if len(specs) > 1 or specs[0].outer == "auto":

@@ -124,12 +124,10 @@ def _operator_of(name: str) -> Reducer:
         return _OPS[name][0]
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-        validation.reducer("op", found)
+        return validation.reducer("op", getattr(importlib.import_module(module), attribute))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         names = ", ".join(_OPS)
         raise ValueError(f"-o must be of {names} or MODULE:NAME, got {name!r}: {error}") from None
-    return found
 
 
 def dtype_of(name: str) -> str:

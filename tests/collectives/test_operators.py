@@ -8,9 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import adasum as hvd
 from adasum import Adasum
-from collectives import Average, Group, Max, Needs, Reducer, Sum, calls, run_threads
+from collectives import (
+    Average,
+    Group,
+    Max,
+    Min,
+    Needs,
+    Product,
+    Reducer,
+    Sum,
+    calls,
+    run_threads,
+)
 from collectives.cost import ASSUMED, estimate
 from collectives.schedules import copying, direct, halving
 from collectives.schedules.registry import ALGORITHMS, ORDERED, SCHEDULES, carriers
@@ -320,3 +333,63 @@ def test_adasum_across_nodes_by_what_has_no_order_is_refused() -> None:
     run_threads(4, job, local_size=2)
     with pytest.raises(ValueError, match="'rd' cannot carry Adasum, which needs one"):
         estimate("rd#2", 4096, ASSUMED, Topology(4, 4), "adasum")
+
+
+TORCH_NAMES = {"SUM": Sum, "AVG": Average, "MIN": Min, "MAX": Max, "PRODUCT": Product}
+
+
+@everywhere
+@pytest.mark.parametrize("name", TORCH_NAMES)
+def test_torchs_name_of_an_operator_is_that_operator(way: str, name: str) -> None:
+    named, ours = getattr(dist.ReduceOp, name), TORCH_NAMES[name]
+
+    def job(group: Group) -> None:
+        for op in (named, dist.ReduceOp(named)):
+            for call in (group.all_reduce, group.reduce_scatter, group.reduce):
+                want = call(draw(group.rank), op=ours)
+                assert torch.equal(call(draw(group.rank), op=op), want)
+            request = group.all_reduce_init(draw(group.rank), op)
+            assert request.op is ours
+            # Another rank may name it in the other way.
+            mine = named if group.rank else ours
+            assert torch.equal(
+                group.all_reduce(draw(group.rank), mine), group.all_reduce(draw(group.rank), ours)
+            )
+        group.join([named])
+
+    run(way, 2, job)
+
+
+def test_torchs_name_of_an_operator_is_taken_in_training() -> None:
+    def job(group: Group) -> None:
+        model = torch.nn.Linear(2, 1)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(
+            plain, model.named_parameters(), op=dist.ReduceOp.SUM, order="tree"
+        )
+        assert optimizer.op is Sum
+        assert hvd.HookState(op=dist.ReduceOp.AVG).op is Average
+        ones = torch.ones(2)
+        assert torch.equal(hvd.allreduce(ones, op=dist.ReduceOp.MAX), ones)
+        assert torch.equal(hvd.allreduce(ones, op=dist.ReduceOp.SUM), 2 * ones)
+        assert torch.equal(hvd.reducescatter(ones, op=dist.ReduceOp.AVG), ones[:1])
+        with pytest.raises(ValueError, match="not Max, or a Reducer that says whether it averages"):
+            hvd.HookState(op=dist.ReduceOp.MAX)
+
+    run_threads(2, job)
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.BAND, dist.ReduceOp.BXOR, dist.ReduceOp.PREMUL_SUM])
+def test_other_operators_of_torch_are_refused_with_those_that_are_taken(op: Any) -> None:
+    def job(group: Group) -> None:
+        taken = f"SUM, AVG, MIN, MAX or PRODUCT of torch.distributed.ReduceOp, got {op.name}"
+        for call in (
+            lambda: group.all_reduce(torch.ones(2, dtype=torch.int64), op),
+            lambda: group.check_algorithm("rd", op),
+            lambda: hvd.allreduce(torch.ones(2), op=op),
+            lambda: hvd.HookState(op=op),
+        ):
+            with pytest.raises(TypeError, match=taken):
+                call()
+
+    run_threads(1, job)

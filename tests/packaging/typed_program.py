@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from typing_extensions import assert_type
@@ -48,6 +49,7 @@ def communicate(group: Group) -> None:
     ones, rows = torch.ones(3), torch.ones(2, 2)
     assert_type(group.all_reduce(ones), Any)
     assert_type(group.all_reduce(ones, hvd.Adasum, algorithm="rd", async_op=False), Any)
+    assert_type(group.all_reduce(ones, dist.ReduceOp.SUM), Any)
     work = group.all_reduce(ones, async_op=True, name="gradient")
     assert_type(work, Any)
     assert_type(work.wait(), Any)
@@ -68,6 +70,7 @@ def communicate(group: Group) -> None:
     assert_type(group.all_gather_bytes(b"a"), list[bytes])
     assert_type(kernels.sum_n([ones, ones]), Tensor)
     assert_type(hvd.allreduce(ones, op=hvd.Sum), Tensor)
+    assert_type(hvd.allreduce(ones, op=dist.ReduceOp.AVG), Tensor)
     assert_type(hvd.synchronize(hvd.allreduce_async(ones)), Tensor)
     assert_type(hvd.grouped_allreduce_async([ones]).wait(), list[Tensor])
     assert_type(hvd.synchronize(group.all_reduce(ones, async_op=True)), Any)
