@@ -24,6 +24,7 @@ Tensor = torch.Tensor
 # Of `kernels.gpu.node_kernels`.
 _SYMMETRIC_RANKS = 32
 _ONE = 1.0
+_HALVES = (torch.float16, torch.bfloat16)
 _WITH_ALGORITHM = ("all_reduce", "grouped_all_reduce")
 
 
@@ -179,12 +180,21 @@ class Arguments:
         validation.instance("by_rows", by_rows, bool, "a bool")
         if by_rows:
             _check_rows(tensor)
+        dtype = tensor.dtype
+        if getattr(out, "dtype", None) == torch.float32 and dtype in _HALVES:
+            if options.get("order") is None:
+                raise TypeError(
+                    f"out must be of {dtype} as tensor is, got torch.float32: pass order='tree' "
+                    "for sums in float32, which are written to it without being rounded"
+                )
+            options["accumulate"] = dtype = torch.float32
         call = self._reduction("reduce_scatter", [tensor], op, {"by_rows": by_rows}, **options)
         if out is not None:
             rank, length = self._transport.rank, tensor.shape[0] if by_rows else tensor.numel()
             low, high = split_bounds(length, self._transport.size)[rank : rank + 2]
             mine = high - low
-            _check_out(out, tensor, (mine, *tensor.shape[1:]) if by_rows else (mine,))
+            shape = (mine, *tensor.shape[1:]) if by_rows else (mine,)
+            _check_out(out, tensor, shape, dtype)
             validation.apart("out", out, "tensor", tensor)
         call.out = out
         return call
@@ -195,7 +205,7 @@ class Arguments:
         if out is not None:
             # The number of all ranks' rows is not known yet: only the other dimensions are checked.
             validation.tensor("out", out)
-            _check_out(out, tensor, (*out.shape[:1], *tensor.shape[1:]))
+            _check_out(out, tensor, (*out.shape[:1], *tensor.shape[1:]), tensor.dtype)
         return Call("all_gather", name, tensors=[tensor], any_rows=True, out=out)
 
     def all_gather_bytes(self, payload: bytes, name: str | None) -> Call:
@@ -294,10 +304,10 @@ def _check_onto_one(op: Reducer) -> None:
         raise ValueError(f"op {op} needs all ranks: use all_reduce")
 
 
-def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Check `out`: its shape, and that it has the dtype and device of the call's tensor."""
+def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Check `out`: its shape and dtype, and that it has the device of the call's tensor."""
     validation.tensor("out", out)
-    if out.dtype != tensor.dtype:
+    if out.dtype != dtype:
         raise TypeError(f"out must be of {tensor.dtype} as tensor is, got {out.dtype}")
     if out.device != tensor.device:
         raise ValueError(f"out must be on {tensor.device} as tensor is, got one on {out.device}")

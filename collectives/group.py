@@ -233,6 +233,10 @@ class Group:
         With `by_rows` the first dimension is split so, and slices keep the others. The slice is
         written to `out`, if given, which has its shape and the tensor's dtype and device, and
         shares no memory with the tensor. Other arguments are those of all_reduce.
+
+        With order="tree", `out` may be float32 where the tensor is float16 or bfloat16, on all
+        ranks: these travel, sums are made in float32 (accumulate=torch.float32 is implied), and
+        the slice is not rounded.
         """
         call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
         return self._calls.run(call, async_op)

@@ -77,7 +77,7 @@ class _TreeSum(SumReducer):
                 fold(torch.add, parts, out)
                 continue
             parts, out = tuple(map(as_real, parts)), as_real(out)
-            if len(parts) == 2 and out.is_cpu:
+            if len(parts) == 2 and out.is_cpu and parts[0].dtype == out.dtype:
                 # The bits are the same, and kernels' checks cost more than a small sum.
                 torch.add(*parts, out=out)
             else:

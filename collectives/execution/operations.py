@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -31,7 +32,7 @@ from collectives.execution.all_reduce import (
     grouped_all_reduce,
 )
 from collectives.execution.vectors import Vector, flatten, multiply, vector_of
-from collectives.reducers import Needs, Reducer, Sum, is_plain_sum
+from collectives.reducers import Needs, Operands, Piece, Reducer, Sum, is_plain_sum
 from collectives.schedules import copying, direct, ring
 from collectives.schedules.auto import all_gather_schedule, reduce_schedule
 from collectives.schedules.schedule import Schedule, split_bounds
@@ -68,13 +69,16 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
     width = flat.numel() // rows[-1] if rows[-1] else 0
     bounds = [row * width for row in rows]
     schedule = _reduce_scatter_schedule(op, size)
+    piece = flat[bounds[rank] : bounds[rank + 1]]
     if schedule is None:
         options = AllReduceOptions.of(call)._replace(specs=AUTO)
         runner.all_reduce(flat, op, options, call.label)
     else:
         multiply(flat, runner.factor(call, flat.dtype))
+        if call.out is not None and call.out.dtype != flat.dtype:
+            piece = flatten(call.out).copy_(piece)
+            op = _WrittenTo(op, piece, bounds[rank])
         runner.execute(call, schedule, flat, op, bounds)
-    piece = flat[bounds[rank] : bounds[rank + 1]]
     if call.out is None:
         piece = piece.clone()
     if schedule is not None:
@@ -85,6 +89,25 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
         return piece
     call.out.detach().copy_(piece)
     return call.out
+
+
+class _WrittenTo(Reducer):
+    """An operator whose results, of one slice of the buffer, are written to `out` in its dtype.
+
+    start: Where the slice begins in the buffer.
+    """
+
+    def __init__(self, op: Reducer, out: Tensor, start: int) -> None:
+        self.name, self.needs = op.name, op.needs
+        self._op, self._out, self._start = op, out, start
+
+    def check(self, dtype: torch.dtype) -> None:
+        self._op.check(dtype)
+
+    def reduce(self, operands: Operands) -> None:
+        for parts, old, start in operands.pieces:
+            out = self._out[start - self._start :][: old.numel()]
+            self._op.reduce(replace(operands, pieces=(Piece(parts, out, start),)))
 
 
 def _reduce_scatter_schedule(op: Reducer, size: int) -> Schedule | None:

@@ -27,6 +27,7 @@ from collectives.schedules import halving, ring
 from collectives.schedules.algorithm import Order
 from collectives.schedules.registry import carriers
 from collectives.transport import symmetric_memory
+from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 from tests.collectives.transport.thread_ranks import NO_MEMFD, connect, together
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -340,3 +341,72 @@ def test_the_whole_of_a_reduction_stays_below_shared_memorys_limit(
     for limit in (symmetric_memory.BUFFER_BYTES, 4096):
         monkeypatch.setattr("collectives.execution.shared_memory.BUFFER_BYTES", limit)
         together(*(lambda each=each: rank(each) for each in connect(3)))
+
+
+def in_float32(vectors: Sequence[Tensor], op: Reducer) -> Tensor:
+    """The tree in float32 of vectors in a narrower dtype, never rounded to that."""
+    return reference([vector.float() for vector in vectors], op, None)
+
+
+@everywhere
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reduce_scatter_to_float32_does_not_round_its_sums(
+    way: str, size: int, dtype: torch.dtype
+) -> None:
+    def job(group: Group) -> None:
+        for numel, op in ((3, Sum), (1001, Average), (1001, Sum), (70_001, Average)):
+            vectors = [values(numel, dtype, 10 * numel + rank) for rank in range(size)]
+            bounds = split_bounds(numel, size)
+            low, high = bounds[group.rank : group.rank + 2]
+            want = in_float32(vectors, op)[low:high]
+            mine, out = vectors[group.rank].clone(), torch.full((high - low,), torch.nan)
+            got = group.reduce_scatter(mine, op, out=out, order="tree")
+            assert got is out and same_bits(out, want)
+            assert same_bits(mine, vectors[group.rank])
+            # Each of up to n - 1 additions and a division rounds once, to half a unit of float32.
+            exact = torch.stack(vectors).double().sum(0)[low:high] / (size if op is Average else 1)
+            reach = torch.stack(vectors).double().abs().sum(0)[low:high]
+            eps = torch.finfo(torch.float32).eps
+            assert bool(((out - exact).abs() <= size * eps / 2 * reach).all())
+            request = group.reduce_scatter_init(mine, op, out=out, order="tree")
+            for _ in range(2):
+                out.fill_(torch.nan)
+                assert same_bits(start_and_wait(request), want)
+        rows = values(6 * size, dtype, group.rank).view(2 * size, 3)
+        out = torch.empty(2, 3)
+        group.reduce_scatter(rows, by_rows=True, out=out, order="tree", postscale=0.5)
+        vectors = [values(6 * size, dtype, rank) for rank in range(size)]
+        start = 6 * group.rank
+        assert same_bits(out.flatten(), in_float32(vectors, Sum)[start : start + 6] / 2)
+
+    run(way, size, job)
+
+
+def test_reduce_scatter_to_float32_beside_a_rank_that_has_joined_adds_zeros() -> None:
+    def job(group: Group) -> None:
+        if group.rank == 1:
+            group.join()
+            return
+        vectors = [values(300, torch.bfloat16, rank) for rank in range(3)]
+        vectors[1].zero_()
+        out = torch.empty(100)
+        group.reduce_scatter(vectors[group.rank], out=out, order="tree")
+        assert same_bits(out, in_float32(vectors, Sum)[100 * group.rank :][:100])
+        group.join()
+
+    collectives.run_threads(3, job)
+
+
+def test_reduce_scatter_to_float32_without_an_order_names_the_fix() -> None:
+    def job(group: Group) -> None:
+        halves = torch.ones(4, dtype=torch.bfloat16)
+        with pytest.raises(TypeError, match=r"got torch\.float32: pass order='tree'"):
+            group.reduce_scatter(halves, out=torch.empty(2))
+        with pytest.raises(TypeError, match=r"out must be of torch\.float32 as tensor is"):
+            group.reduce_scatter(torch.ones(4), out=torch.empty(2).double(), order="tree")
+        out = torch.empty(2, dtype=torch.float32 if group.rank else torch.bfloat16)
+        with pytest.raises(collectives.CollectiveMismatchError, match=r"accumulate=torch\.float32"):
+            group.reduce_scatter(halves, out=out, order="tree")
+
+    collectives.run_threads(2, job)
