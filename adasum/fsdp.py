@@ -6,6 +6,10 @@ for block in model.blocks:
 fully_shard(model, mesh=mesh["shard"])
 state = adasum.HookState(op=adasum.Adasum, process_group=mesh.get_group("replicate"))
 adasum.register_fsdp_hook(model, state)
+
+And sums over the shards whose order is specified, with replicas or without:
+
+adasum.register_fsdp_hook(model, adasum.HookState(order="tree"))
 """
 
 from __future__ import annotations
@@ -14,22 +18,30 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import collectives
 from adasum.ddp import HookState, require_state
 from adasum.optimizer.consistency.parameter_check import require_equal_parameters
 from adasum.real_pairs import as_reals
-from collectives import Group, Needs, Operands, Reducer, Sum
+from collectives import Group, Needs, Operands, Reducer, Sum, Work
 from collectives.modes import outside_modes
+from collectives.tree_order import in_order
 
 _logger = logging.getLogger(__name__)
 
 
-def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
+def register_fsdp_hook(
+    model: nn.Module,
+    state: HookState,
+    *,
+    order: Literal["tree"] | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> None:
     """Reduce the gradients of every `fully_shard` unit over the replicas, in backward; collective.
 
     Within the shards of a replica FSDP averages; then `state.op` runs over the replicas. With
@@ -49,19 +61,29 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     set_reduce_scatter_unused_params). Each unit's backward waits for its reduction, because FSDP
     hands out the gradients right after it.
 
+    With an order, FSDP's own sums over the shards have it, too: they go by `Group.reduce_scatter`,
+    and every element is the balanced tree over the shards. FSDP still decides what the sum is
+    divided by. What it adds up over several backward passes it adds from left to right
+    (docs/bits.md says when that is the tree).
+
     Args:
         model: Sharded on a 1-D mesh (`mesh["shard"]`).
-        state: Has the replicas' process group, and no observer.
+        state: Has the replicas' process group, and no observer. With an order it may have no
+            process group: there are no replicas, and `op` is not used.
+        order: "tree", the order of the sums over the shards. Unless given, that of the state's op.
+        wire_dtype: With an order and `MixedPrecisionPolicy(reduce_dtype=torch.float32)`:
+            torch.bfloat16 or torch.float16, to which gradients are rounded to be sent to the other
+            shards; sums are made in float32, and are not rounded.
 
     Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: The model has no unit, or is sharded over a mesh of more dimensions, where
-            FSDP's own all-reduce would run before this one; a unit has another hook; the state has
-            no process_group; or it has an observer, which would see shards in the place of
-            gradients.
+        TypeError: An argument has the wrong type, or wire_dtype is another dtype.
+        ValueError: `order` is not "tree", or there is a wire_dtype without an order; the model has
+            no unit, or is sharded over a mesh of more dimensions, where FSDP's own all-reduce would
+            run before this one; a unit has another hook; the state has neither a process_group nor
+            an order; or it has an observer, which would see shards in the place of gradients.
         RuntimeError: torch is built without torch.distributed.
     """
-    if not torch.distributed.is_available():
+    if not dist.is_available():
         raise RuntimeError(
             f"torch {torch.__version__} is built without torch.distributed, which FSDP is a part "
             "of: pip install a torch that has it"
@@ -69,24 +91,39 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     require_state(state)
-    found = _groups_of(model, state, FSDPModule)
-    # The group of the replicas is made here, where all ranks are.
-    _ = state.group
+    in_order(Sum, order)
+    ordered = order is not None or state.op.ordered
+    if wire_dtype is not None and not ordered:
+        raise ValueError("wire_dtype is for sums with an order: pass order='tree'")
+    if wire_dtype not in (None, torch.bfloat16, torch.float16):
+        raise TypeError(f"wire_dtype must be torch.bfloat16 or torch.float16, got {wire_dtype!r}")
+    found = _groups_of(model, state, FSDPModule, ordered)
+    if state.process_group is not None:
+        # The group of the replicas is made here, where all ranks are.
+        _ = state.group
     for unit, group, mesh in found:
-        # It sums dot products alone.
+        # It sums dot products, and gradients with an order.
         shards = collectives.from_process_group(mesh.get_group(), timeout=state.timeout)
+        if ordered:
+            accumulate = state.op.order_options.get("accumulate")
+            unit.set_custom_reduce_scatter(_ReduceScatter(shards, accumulate, wire_dtype))
+        if state.process_group is None:
+            continue
         if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True, recurse=False)
         unit.set_all_reduce_hook(_Hook(group, state, shards))
 
 
-def _groups_of(model: nn.Module, state: HookState, kind: type) -> list[tuple[Any, Any, Any]]:
+def _groups_of(
+    model: nn.Module, state: HookState, kind: type, ordered: bool
+) -> list[tuple[Any, Any, Any]]:
     """Return (unit, group of parameters, mesh) of all that FSDP reduces together; or raise."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if state.process_group is None:
+    if state.process_group is None and not ordered:
         raise ValueError(
-            'state needs process_group, the replicas of a shard: mesh.get_group("replicate")'
+            'state needs process_group, the replicas of a shard: mesh.get_group("replicate"); or, '
+            'where there are no replicas, order="tree" for the sums over the shards'
         )
     if state.observer is not None:
         raise ValueError("observer: cannot be used with FSDP, which reduces shards of gradients")
@@ -125,6 +162,41 @@ def _mesh_of(group: Any) -> Any:
             'replicas itself; call fully_shard(module, mesh=mesh["shard"]) with the shards alone'
         )
     return mesh
+
+
+@dataclass(eq=False)
+class _ReduceScatter:
+    """What FSDP calls to sum gradients over the shards, in order.
+
+    It has the methods of torch's `ReduceScatter`, a class without a public name, which FSDP does
+    not ask for.
+    """
+
+    shards: Group
+    accumulate: str | None
+    wire_dtype: torch.dtype | None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @outside_modes()
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Work[Tensor] | None:
+        sent, out = as_reals(input_tensor).view(-1), as_reals(output_tensor).view(-1)
+        options: Any = {"order": "tree", "accumulate": self.accumulate, "async_op": async_op}
+        if op == dist.ReduceOp.PREMUL_SUM:
+            # After the sum, where the factor is not rounded to what is sent.
+            op, options["postscale"] = Sum, float(op.__getstate__()[1])
+        if self.wire_dtype is not None:
+            sent = sent.to(self.wire_dtype)
+        work = self.shards.reduce_scatter(sent, op, out=out, **options)
+        return work if async_op else None
 
 
 @dataclass(eq=False)
