@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import collectives
 from adasum.observer import ObservedGram, Observer, observe, require_observer
 from adasum.optimizer.consistency.parameter_check import checks_parameters
+from adasum.pass_counter import PassCounter
 from adasum.real_pairs import real_numel
 from adasum.reducer import gives_gram, observed_copy, require_declared
 from adasum.request_pool import RequestPool, StartedRequest
@@ -62,7 +63,9 @@ class HookState:
             compare a checksum of each unit's parameters at its first reduction; as the environment
             variable ADASUM_CHECK_PARAMETERS says, 0 or 1, unless given, and 1 without that.
         order: "tree", with Sum and Average: every element is one balanced tree over the ranks, so
-            that its bits do not depend on buckets, sizes, algorithm or transport.
+            that its bits do not depend on buckets, sizes, algorithm or transport. Passes of a rank
+            under `no_sync()` are added by torch, from left to right: beyond two that is no balanced
+            tree, and DDP's hook warns once, from the second step on.
         accumulate: With an order: torch.float32 to add in float32 and round once, at the end.
 
     Raises:
@@ -115,6 +118,7 @@ class HookState:
         self._names = WeakIdKeyDictionary({each: name for name, each in named_parameters})
         self._num_named = len(self._names)
         self._requests = RequestPool()
+        self._passes = PassCounter()
 
     @property
     def group(self) -> Group:
@@ -184,6 +188,7 @@ class HookState:
             observer=copy.deepcopy(self.observer, memo),
             _names=WeakIdKeyDictionary(names),
             _requests=RequestPool(),
+            _passes=PassCounter(),
         )
         return copied
 
@@ -194,11 +199,12 @@ class HookState:
                 "loaded, it is that of adasum.init() or the world unless set again"
             )
         left_out = {"process_group": None, "_names": None, "_num_named": 0, "_requests": None}
-        return {**self.__dict__, **left_out}
+        return {**self.__dict__, **left_out, "_passes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Names are of the parameters of the process that pickled them, and requests are its own.
-        self.__dict__.update(state, _names=WeakIdKeyDictionary(), _requests=RequestPool())
+        own = {"_names": WeakIdKeyDictionary(), "_requests": RequestPool()}
+        self.__dict__.update(state, **own, _passes=PassCounter())
 
 
 def require_state(state: object) -> None:
@@ -249,6 +255,16 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
         return _future_of(sparse_all_reduce_async(state.group, buffer, state.op, name).wait())
     parameters = bucket.parameters()
     segments = [0, *accumulate(map(real_numel, parameters))]
+    if state.op.ordered and (passes := state._passes.take(parameters)) > 2:
+        # Once: what is found in one bucket holds for the others, and for later steps.
+        state._passes.close()
+        _logger.warning(
+            "%s: its gradients are sums of %d backward passes, which torch has added from left to "
+            "right, so that they are not those of order='tree' on another number of ranks: use "
+            'adasum.DistributedOptimizer(backward_passes_per_step=%d, order="tree") in the place '
+            "of this hook, or at most two passes a rank",
+            *(name, passes, passes),
+        )
     moved = next((p for p in parameters if _is_moved(p.grad, buffer)), None)
     if moved is not None:
         # Ranks compare names: a gradient moved on one rank is an error on all.

@@ -1,0 +1,152 @@
+"""Passes that torch adds under no_sync(): DDP's hook warns where their sum is not the tree."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import adasum as hvd
+from adasum.ddp import HookState, ddp_hook
+from adasum.pass_counter import PassCounter
+from tests.adasum.ddp_model import TINY, Net, loss_of
+from tests.processes.harness import run_ranks
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"bucket_cap_mb": TINY},
+    {"static_graph": True},
+    {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.05},
+]
+
+
+@contextmanager
+def warnings_of_the_hook() -> Iterator[list[str]]:
+    """The warnings, as they are logged."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("adasum.ddp")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def wrap(order: str | None = "tree", **layout: Any) -> DistributedDataParallel:
+    wrapped = DistributedDataParallel(Net(), **layout)
+    wrapped.register_comm_hook(HookState(hvd.Sum, order=order), ddp_hook)
+    return wrapped
+
+
+def step(model: DistributedDataParallel, rank: int, passes: int, to_none: bool = True) -> None:
+    model.zero_grad(set_to_none=to_none)
+    for number in range(passes):
+        with model.no_sync() if number < passes - 1 else nullcontext():
+            loss_of(model, rank, number).backward()
+
+
+def check_warnings(rank: int) -> None:
+    """More than two passes are a warning, once, from the second step on; fewer never are."""
+    for layout, passes, to_none in itertools.product(LAYOUTS, (2, 3), (True, False)):
+        case = layout, passes, to_none
+        with warnings_of_the_hook() as found:
+            model = wrap(**layout)
+            # torch's own first step of a static graph fails under no_sync().
+            step(model, rank, 1 if "static_graph" in layout else passes, to_none)
+            assert not found, case
+            for _ in range(4):
+                step(model, rank, passes, to_none)
+        assert len(found) == (passes > 2), (case, found)
+        assert all(
+            f"sums of {passes} backward passes" in text
+            and f'(backward_passes_per_step={passes}, order="tree")' in text
+            for text in found
+        )
+
+
+def check_left_out_passes(rank: int) -> None:
+    """Passes whose gradients the user has thrown away are not in the sum."""
+    for layout, to_none in itertools.product(LAYOUTS, (True, False)):
+        with warnings_of_the_hook() as found:
+            model = wrap(**layout)
+            step(model, rank, 1, to_none)
+            for _ in range(3):
+                step(model, rank, 2, to_none)
+                with model.no_sync():
+                    for number in range(3):
+                        loss_of(model, rank, number).backward()
+                model.zero_grad(set_to_none=to_none)
+        assert not found, (layout, to_none)
+
+
+def check_other_states(rank: int) -> None:
+    """Without an order nothing is counted; copies and pickles count for themselves."""
+    with warnings_of_the_hook() as found:
+        model = wrap(order=None)
+        for _ in range(3):
+            step(model, rank, 3)
+        assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
+    assert not found
+    state = HookState(hvd.Sum, order="tree")
+    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert isinstance(other._passes, PassCounter) and other._passes is not state._passes
+
+
+def check_end(rank: int) -> None:
+    """After the warning no hook is left on any parameter."""
+    model = wrap()
+    step(model, rank, 3)
+    assert all(each._post_accumulate_grad_hooks for each in model.parameters())
+    step(model, rank, 3)
+    step(model, rank, 3)
+    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
+
+
+CHECKS = (check_warnings, check_left_out_passes, check_other_states, check_end)
+
+
+def job(rank: int) -> list[str]:
+    dist.init_process_group("gloo")
+    for check in CHECKS:
+        check(rank)
+    return [check.__name__ for check in CHECKS]
+
+
+def test_hook_warns_of_passes_whose_sum_is_no_tree_and_of_no_others() -> None:
+    assert run_ranks(2, job, timeout=150.0) == [[each.__name__ for each in CHECKS]] * 2
+
+
+def test_gradient_that_others_wrote_to_is_a_first_pass_again() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    counter = PassCounter()
+    assert counter.take([parameter]) == 0
+
+    def passes(count: int) -> None:
+        for _ in range(count):
+            parameter.sum().backward()
+
+    passes(4)
+    assert counter.take([parameter]) == 4
+    for forget in (
+        lambda: parameter.grad.zero_(),
+        lambda: setattr(parameter, "grad", None),
+        lambda: setattr(parameter, "grad", torch.zeros(3)),
+    ):
+        passes(3)
+        forget()
+        passes(2)
+        assert counter.take([parameter]) == 2
+    counter.close()
+    passes(3)
+    assert counter.take([parameter]) == 0
