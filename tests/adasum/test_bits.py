@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import adasum as hvd
 import collectives
 from adasum.bits import bits_of, main, torch_facts
 from collectives import Group
+from tests.processes.harness import run_ranks, script
+
+PAGE = Path(__file__).parents[2] / "docs" / "bits.md"
 
 
 def saved(path: Path, size: int, **options: Any) -> dict[str, dict[str, str]]:
@@ -69,3 +73,12 @@ def test_what_is_no_such_file_is_named(tmp_path: Path, capsys: pytest.CaptureFix
         assert text in capsys.readouterr().err
     with pytest.raises(TypeError, match="optimizer must be a DistributedOptimizer"):
         bits_of(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0))
+
+
+def test_script_of_the_guide_prints_one_number_on_1_2_and_4_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)))
+    printed = [said for size in (1, 2, 4) for said in run_ranks(size, script, str(path))]
+    numbers = [said.splitlines()[-1] for said in printed]
+    assert re.fullmatch(r"-?\d+\.\d{6,}", numbers[0])
+    assert numbers == numbers[:1] * 7
