@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import adasum as hvd
@@ -125,6 +126,24 @@ def job(rank: int) -> list[str]:
 
 def test_hook_warns_of_passes_whose_sum_is_no_tree_and_of_no_others() -> None:
     assert run_ranks(2, job, timeout=150.0) == [[each.__name__ for each in CHECKS]] * 2
+
+
+def leaves_job(rank: int, passes: int) -> list[Tensor]:
+    """The gradients of four leaves, which each rank has `passes` of."""
+    dist.init_process_group("gloo")
+    model = wrap(bucket_cap_mb=0.05)
+    for number in range(passes):
+        with model.no_sync() if number < passes - 1 else nullcontext():
+            loss_of(model, rank * passes + number, 0).backward()
+    found = [each.grad for each in model.parameters()]
+    dist.destroy_process_group()
+    return [each for each in found if each is not None]
+
+
+def test_one_and_two_passes_of_four_and_two_ranks_have_the_same_bits() -> None:
+    first, *others = [*run_ranks(4, leaves_job, 1), *run_ranks(2, leaves_job, 2)]
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def test_gradient_that_others_wrote_to_is_a_first_pass_again() -> None:
