@@ -70,13 +70,14 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
     bounds = [row * width for row in rows]
     schedule = _reduce_scatter_schedule(op, size)
     piece = flat[bounds[rank] : bounds[rank + 1]]
+    wide = call.out if call.out is not None and call.out.dtype != flat.dtype else None
     if schedule is None:
         options = AllReduceOptions.of(call)._replace(specs=AUTO)
         runner.all_reduce(flat, op, options, call.label)
     else:
         multiply(flat, runner.factor(call, flat.dtype))
-        if call.out is not None and call.out.dtype != flat.dtype:
-            piece = flatten(call.out).copy_(piece)
+        if wide is not None:
+            piece = flatten(wide).copy_(piece)
             op = _WrittenTo(op, piece, bounds[rank])
         runner.execute(call, schedule, flat, op, bounds)
     if call.out is None:
@@ -87,7 +88,8 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
         piece = piece.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])
     if call.out is None:
         return piece
-    call.out.detach().copy_(piece)
+    if wide is None:
+        call.out.detach().copy_(piece)
     return call.out
 
 
