@@ -30,6 +30,7 @@ from adasum.optimizer.consistency.parameter_check import require_equal_parameter
 from adasum.real_pairs import as_reals
 from collectives import Group, Needs, Operands, Reducer, Sum, Work
 from collectives.modes import outside_modes
+from collectives.reducers import SumReducer
 from collectives.tree_order import in_order
 
 _logger = logging.getLogger(__name__)
@@ -68,8 +69,8 @@ def register_fsdp_hook(
 
     Args:
         model: Sharded on a 1-D mesh (`mesh["shard"]`).
-        state: Has the replicas' process group, and no observer. With an order it may have no
-            process group: there are no replicas, and `op` is not used.
+        state: Has the replicas' process group, and no observer. With an order and Sum or
+            Average it may have no process group: there are no replicas, and `op` is not used.
         order: "tree", the order of the sums over the shards. Unless given, that of the state's op.
         wire_dtype: With an order and `MixedPrecisionPolicy(reduce_dtype=torch.float32)`:
             torch.bfloat16 or torch.float16, to which gradients are rounded to be sent to the other
@@ -120,7 +121,7 @@ def _groups_of(
     """Return (unit, group of parameters, mesh) of all that FSDP reduces together; or raise."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if state.process_group is None and not ordered:
+    if state.process_group is None and not (ordered and isinstance(state.op, SumReducer)):
         raise ValueError(
             'state needs process_group, the replicas of a shard: mesh.get_group("replicate"); or, '
             'where there are no replicas, order="tree" for the sums over the shards'

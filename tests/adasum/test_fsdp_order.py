@@ -144,6 +144,9 @@ def check_arguments(rank: int) -> None:
         hvd.register_fsdp_hook(model, state, order="ring")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r'state needs process_group, .* or, .*order="tree"'):
         hvd.register_fsdp_hook(model, hvd.HookState())
+    with pytest.raises(ValueError, match="state needs process_group"):
+        # Adasum over replicas that are not named.
+        hvd.register_fsdp_hook(model, hvd.HookState(hvd.Adasum), order="tree")
 
 
 CHECKS = (check_sums, check_wire, check_async, check_arguments)
