@@ -120,7 +120,7 @@ KERNELS |= {
         node_kernels._two_shot_kernel.function,
         partial(launcher.block_of, most=node_kernels.TWO_SHOT_TILE_BYTES),
         _NODE,
-        {},
+        {"ranks32": {"SIZE": 32}},
         node_kernels.OPTIONS,
     ),
     "one_shot": Kernel(

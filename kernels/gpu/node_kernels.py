@@ -27,7 +27,8 @@ from kernels.arguments import check_segments
 from kernels.arithmetic import compute_dtype
 from kernels.gpu import launcher, node_adasum
 from kernels.gpu.device_tables import upload
-from kernels.gpu.launcher import Kernel, tl, triton
+from kernels.gpu.gram_kernels import no_tiles
+from kernels.gpu.launcher import Kernel, jit, tl, triton
 from kernels.gpu.node_slices import slice_of, slice_with
 from kernels.gpu.signals import (
     ERROR_WORD,
@@ -48,7 +49,7 @@ from kernels.gram_arguments import check_tree
 _TILE_BYTES = 4096
 _PLACE = _TILE_BYTES if triton is None else tl.constexpr(_TILE_BYTES)
 ONE_SHOT_BYTES = MAX_PROGRAMS * _TILE_BYTES
-TWO_SHOT_TILE_BYTES = 8192
+TWO_SHOT_TILE_BYTES = 4096
 MAX_RANKS = 32
 # All programs of a launch must be resident: those of other ranks wait for them.
 # So few need not be small, and ptxas would spill to make them so.
@@ -66,6 +67,32 @@ _SPINS = 256
 
 # (left, right, p, q), as `adasum_coefficients` takes them.
 Rows = Sequence[tuple[int, int, float, float]]
+
+
+@jit
+def _all_at_once(
+    addresses,
+    offset,
+    count,
+    n,
+    DTYPE: tl.constexpr,
+    SUM: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of `in_order`, of whole vectors, with all ranks' tiles in flight at once.
+
+    A peer's memory is far away: with one rank's tile in flight after another, few programs would
+    not fill the links.
+    """
+    tiles = no_tiles()
+    for k in tl.static_range(SIZE):
+        at = tl.load(addresses + tl.minimum(k, n - 1)) + offset
+        tiles += (load_tile(at, tl.where(k < n, count, 0), DTYPE, True, BLOCK),)
+    total = tl.zeros([BLOCK], SUM)
+    for k in tl.static_range(SIZE):
+        total = tl.where(k < n, total + convert(tiles[k], SUM), total)
+    return total
 
 
 @Kernel
@@ -100,7 +127,11 @@ def _two_shot_kernel(
             count = tl.minimum(length - first, BLOCK)
             at = (start + first) * BYTES
             if count % VECTOR == 0:
-                x = in_order(buffers, at, count, n, DTYPE, WIDE, False, True, BLOCK)
+                # The tiles of more ranks do not fit in the registers.
+                if SIZE <= 8:
+                    x = _all_at_once(buffers, at, count, n, DTYPE, WIDE, SIZE, BLOCK)
+                else:
+                    x = in_order(buffers, at, count, n, DTYPE, WIDE, False, True, BLOCK)
                 x = convert(x * scale, DTYPE)
                 store_to_all(buffers, at, count, x, rank, n, True)
             else:
