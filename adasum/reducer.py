@@ -172,17 +172,19 @@ class AdasumReducer(Reducer):
 
         return run
 
-    def bind_on_node(
-        self, node: Node, flat: Tensor, offset: int, segments: Sequence[int] | None
-    ) -> Callable[[], None] | None:
-        """Bind the launch that joins all ranks' vectors by the balanced tree, of at most 8 ranks.
+    def runs_on_node(self, dtype: torch.dtype, size: int) -> bool:
+        """Return whether at most 8 ranks reduce a dtype that is not float64.
 
-        None for float64, and for an observed copy, since it does not keep Gram matrices.
+        An observed copy does not: the kernel keeps no Gram matrices.
         """
         overridden = type(self).reduce is not AdasumReducer.reduce
-        narrow = flat.dtype in kernels.DTYPES and self.reads_tree_of(flat.dtype)
-        if overridden or not narrow or self._original is not None or node.size > _NODE_RANKS:
-            return None
+        narrow = dtype in kernels.DTYPES and self.reads_tree_of(dtype)
+        return narrow and not overridden and self._original is None and size <= _NODE_RANKS
+
+    def bind_on_node(
+        self, node: Node, flat: Tensor, offset: int, segments: Sequence[int] | None
+    ) -> Callable[[], None]:
+        """Bind the launch that joins all ranks' vectors by the balanced tree."""
         tree = self._weighed(balanced_tree(node.size))
         return node.bind_adasum(flat.numel(), flat.dtype, tree, segments, offset)
 
@@ -285,7 +287,7 @@ def gives_gram(
         isinstance(op, AdasumReducer)
         and isinstance(observer, GramObserver)
         and type(op).reduce is AdasumReducer.reduce
-        and group.reduces_by_tree(tensors, op, **options)
+        and group.reduces_by_tree(tensors, observed_copy(op), **options)
     )
 
 

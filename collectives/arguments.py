@@ -12,7 +12,7 @@ from collectives import validation
 from collectives._own_packages import require_ours
 from collectives.call import Call
 from collectives.execution.all_reduce import AUTO, Runner
-from collectives.reducers import AnyReducer, Reducer, is_plain_sum
+from collectives.reducers import NODE_RANKS, AnyReducer, Reducer, is_plain_sum
 from collectives.schedules.schedule import Schedule, split_bounds
 from collectives.schedules.spec import canonical_spec, parse_all_reduce_spec
 from collectives.schedules.user_schedules import require_carries, verified
@@ -21,8 +21,6 @@ from collectives.tree_order import in_order
 
 kernels = require_ours("kernels")
 Tensor = torch.Tensor
-# Of `kernels.gpu.node_kernels`.
-_SYMMETRIC_RANKS = 32
 _ONE = 1.0
 _HALVES = (torch.float16, torch.bfloat16)
 _WITH_ALGORITHM = ("all_reduce", "grouped_all_reduce")
@@ -115,7 +113,9 @@ class Arguments:
         _check_onto_one(call.op)
         return call
 
-    def symmetric_empty(self, numel: int, dtype: torch.dtype, num_nodes: int) -> Call:
+    def symmetric_empty(
+        self, numel: int, dtype: torch.dtype, num_nodes: int, device: torch.device | None
+    ) -> Call:
         """Check and describe a symmetric_empty."""
         validation.integer("numel", numel, 0)
         validation.instance("dtype", dtype, torch.dtype, "a torch.dtype")
@@ -124,9 +124,9 @@ class Arguments:
                 f"dtype must be float16, bfloat16, float32 or float64, which kernels reduce, got "
                 f"{dtype}"
             )
-        if self._transport.size > _SYMMETRIC_RANKS:
+        if self._transport.size > NODE_RANKS:
             raise ValueError(
-                f"symmetric memory is for at most {_SYMMETRIC_RANKS} ranks, and the group has "
+                f"symmetric memory is for at most {NODE_RANKS} ranks, and the group has "
                 f"{self._transport.size}"
             )
         if num_nodes > 1:
@@ -134,7 +134,7 @@ class Arguments:
                 f"symmetric memory is that of one node's GPUs, and the group is on {num_nodes} "
                 "hosts: split it by host"
             )
-        if not self._transport.shares_gpu_memory:
+        if not self._transport.shares_gpu_memory(device or torch.device("cpu")):
             raise ValueError(
                 "symmetric memory needs NCCL and a torch.distributed process group of just these "
                 "ranks, one GPU each: call init on a machine with GPUs, or for some of the ranks "

@@ -63,7 +63,7 @@ class Calls:
     def _plan(self, call: Call) -> None:
         """Decide whether the call runs in memory that the ranks share."""
         call.plan = plan_host_all_reduce(self._runner, call)
-        if self._transport.node_memories and call.plan is None:
+        if call.plan is None:
             call.plan = plan_node_all_reduce(self._runner, call)
 
     def plan_request(self, call: Call) -> None:
@@ -88,6 +88,9 @@ class Calls:
 
     def start(self, call: Call) -> Work[Any]:
         """Start a planned call without waiting for other ranks."""
+        if call.plan is not None and call.plan.by_messages:
+            # A request's first start has found no memory that GPUs share.
+            self.plan_request(call)
         call.label, call.record, call.queued = "", UNRECORDED, perf_counter_ns()
         carry_out = partial(self._carry_out, call)
         on_gpu = any(tensor.is_cuda for tensor in call.tensors)
@@ -135,7 +138,7 @@ class Calls:
         with span(lambda: self._range(call, outcome.joined)) if watched else NOTHING:
             # A rank that has joined fills no buffer: the call then goes by messages, and that rank
             # sends zeros in them.
-            if call.plan is not None and not outcome.joined:
+            if call.plan is not None and not outcome.joined and call.plan.ready():
                 call.plan.run(call)
                 result = call.tensors[0] if call.kind == "all_reduce" else call.tensors
             else:

@@ -363,22 +363,22 @@ class Group:
     def symmetric_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return uninitialised memory of this rank's GPU that all ranks' GPUs reach, 1-D.
 
-        An all-reduce of a tensor in it, or a grouped one of the tensors of a FusedBuffer in it, by
-        `auto` with Sum, Average or Adasum is one launch a rank: each GPU reads its slice straight
-        from all others and writes the result to them. The bits are those of `kernels.sum_n` of all
-        ranks' vectors. All ranks pass tensors at the same place of the same allocation, also to a
-        request's `start`: ranks that differ in it make other calls.
+        An all-reduce by `auto` with Sum, Average or Adasum, which on a node's GPUs is one launch a
+        rank, copies neither a tensor in it nor the tensors of a FusedBuffer in it: each GPU reads
+        its slice straight from all others and writes the result to them. The bits are those of
+        `kernels.sum_n` of all ranks' vectors. All ranks pass tensors at the same place of the same
+        allocation, also to a request's `start`: ranks that differ in it make other calls.
 
         For ranks of one node with a GPU each, joined by NVLink, over NCCL; elsewhere a ValueError,
         and a TransportError if torch has no such memory. It lives until the group is closed, and
         starts at a multiple of 256 bytes. All ranks pass the same `numel` and `dtype`: float16,
         bfloat16, float32 or float64.
         """
-        call = self._arguments.symmetric_empty(numel, dtype, self.num_nodes)
         # Found here: the communication thread, which may carry it out, has another current GPU.
         device = self.transport.device
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
+        call = self._arguments.symmetric_empty(numel, dtype, self.num_nodes, device)
         call.instead = lambda: symmetric_empty(self._runner, call, device)
         memory: Tensor = self._calls.run(call)
         return memory

@@ -31,6 +31,7 @@ from collectives.bootstrap.transport_selection import (
 )
 from collectives.call import Call
 from collectives.errors import CollectiveTimeoutError, TransportError
+from collectives.execution.all_reduce import staging_bytes
 from collectives.group import Group
 from collectives.recorder import begin
 from collectives.schedules.topology import Topology
@@ -135,6 +136,7 @@ def _check_environment(kind: str) -> None:
     validation.no_mode(f"{kind}'s messages")
     # Called for their errors.
     warning_seconds()
+    staging_bytes()
     kernels.backend_info()
 
 
@@ -239,7 +241,8 @@ def _over_gloo(gloo: GlooTransport, timeout: float, kind: str, choice: str) -> G
     local_rank, local_size = local_ranks() if whole else (None, None)
     group = None
     try:
-        start = Call(kind, options={"version": version(), "transport": choice}, label="start-up")
+        options = {"version": version(), "transport": choice, "ADASUM_NODE_MEMORY": staging_bytes()}
+        start = Call(kind, options=options, label="start-up")
         transport = connect(gloo, timeout, start)
         group = Group(transport, timeout=timeout, local_rank=local_rank, local_size=local_size)
         begin(group._record, kind, dist.get_process_group_ranks(gloo.process_group))

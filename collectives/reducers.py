@@ -200,13 +200,16 @@ class Reducer:
         """
         return partial(self.reduce, operands)
 
+    def runs_on_node(self, dtype: torch.dtype, size: int) -> bool:
+        """Return whether `bind_on_node` has a kernel for so many ranks; not unless overridden."""
+        return False
+
     def bind_on_node(
         self, node: Node, flat: torch.Tensor, offset: int, segments: Sequence[int] | None
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[], None]:
         """Return a function that reduces all ranks' vectors on GPUs that share memory, in full.
 
-        It puts one launch on the current stream. None, unless overridden: there is no such kernel,
-        and the vectors go by messages.
+        It puts one launch on the current stream.
 
         Args:
             node: The memory, and what launches there.
@@ -214,7 +217,7 @@ class Reducer:
             offset: Bytes at which it starts in every rank's memory.
             segments: As in `Operands`.
         """
-        return None
+        raise NotImplementedError
 
     def prescale(self, dtype: torch.dtype, size: int) -> float:
         """Return the factor that every rank's buffer is multiplied by before it is reduced."""
@@ -244,6 +247,8 @@ COPIED = MULTIPLIED | _dtypes(
 )
 
 
+# Of a sum in memory that GPUs share: `kernels.gpu.node_kernels.MAX_RANKS`.
+NODE_RANKS = 32
 _HALVES = _dtypes("float16", "complex32")
 
 
@@ -274,11 +279,12 @@ class SumReducer(Reducer):
             return "rd"
         return "rechd" if nbytes <= _RING_BYTES else "xring"
 
+    def runs_on_node(self, dtype: torch.dtype, size: int) -> bool:
+        return dtype in kernels.DTYPES and is_plain_sum(self) and size <= NODE_RANKS
+
     def bind_on_node(
         self, node: Node, flat: torch.Tensor, offset: int, segments: Sequence[int] | None
-    ) -> Callable[[], None] | None:
-        if flat.dtype not in kernels.DTYPES or not is_plain_sum(self):
-            return None
+    ) -> Callable[[], None]:
         factor = 1.0 / node.size if self.averages else 1.0
         return partial(node.bind_sum(flat, offset), factor)
 

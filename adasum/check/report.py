@@ -37,7 +37,7 @@ PRIVATE_NAMES = (
     *(f"torch.overrides:{each}" for each in _FUNCTION_MODES),
     "torch.utils:_device",
     "torch.utils._python_dispatch:_disable_current_modes",
-    "torch.distributed._symmetric_memory",
+    "torch.distributed._symmetric_memory:_SymmetricMemory",
     *(
         f"torch.distributed.distributed_c10d:{each}"
         for each in ("_world.pg_map", "_world.pg_group_ranks", "_new_process_group_helper")
@@ -47,7 +47,7 @@ _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("ADASUM_TRANSPORT", "ADASUM_BACKEND_ORDER", "ADASUM_CPU_KERNELS", "CC", "GLOO_SOCKET_IFNAME"),
     *("ADASUM_LOG", "ADASUM_STALL_WARNING_SECONDS", "ADASUM_CHECK_PARAMETERS"),
-    *("ADASUM_FLIGHT_FOLDER", "ADASUM_CUDA_GRAPHS"),
+    *("ADASUM_FLIGHT_FOLDER", "ADASUM_CUDA_GRAPHS", "ADASUM_NODE_MEMORY"),
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
     *LAUNCHERS_VARIABLES,
 )

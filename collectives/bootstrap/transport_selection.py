@@ -18,6 +18,7 @@ import kernels
 from collectives import validation
 from collectives.call import Call
 from collectives.errors import TransportError
+from collectives.execution.all_reduce import staging_bytes
 from collectives.negotiation import negotiate_by_messages
 from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.topology import Topology
@@ -213,6 +214,9 @@ def report(transport: Transport, choice: str, hosts: Sequence[int], topology: To
         chosen = {name: sum_algorithm("cpu", nbytes, topology) for name, nbytes in _SIZES.items()}
         listed = ", ".join(f"{spec} at {name}" for name, spec in chosen.items())
         said.append(f"sums of CPU tensors by {listed}")
+        if transport.shares_gpu_memory(torch.device("cuda")) and staging_bytes():
+            most = staging_bytes() >> 20
+            said.append(f"CUDA tensors up to {most} MiB in symmetric memory where GPUs allow it")
     if transport.sums_on_gpu:
         nccl = f"{load_nccl().get_version()} by cupy"
     elif dist.is_available() and dist.is_nccl_available():

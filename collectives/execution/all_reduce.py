@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -11,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from collectives.call import Call
+from collectives.errors import TransportError
 from collectives.execution.executor import CallContext, Workspace, execute
 from collectives.execution.phases import (
     AllReducePhases,
@@ -36,6 +39,7 @@ Specs = tuple[AllReduceSpec, ...]
 AUTO = parse_all_reduce_spec("auto")
 # What gives its tensors back, and takes as many buffers at each start.
 _REPLAYED = ("all_reduce", "grouped_all_reduce", "run")
+_logger = logging.getLogger(__name__)
 
 
 class AllReduceOptions(NamedTuple):
@@ -86,6 +90,47 @@ class AllReduceOptions(NamedTuple):
         return options, vector_of(tensors, options.segments)
 
 
+def staging_bytes() -> int:
+    """Return ADASUM_NODE_MEMORY, read in MiB, in bytes: 128 MiB unless set; 0 for messages only."""
+    text = os.environ.get("ADASUM_NODE_MEMORY") or "128"
+    if not text.isdecimal():
+        raise ValueError(f"ADASUM_NODE_MEMORY must be a number of MiB, got {text!r}")
+    return int(text) << 20
+
+
+class Staging:
+    """Memory that a node's GPUs share, to which vectors are copied to be reduced in one launch.
+
+    It is made by the first call that asks for it, since only then the rank's GPU is known.
+
+    Attributes:
+        nbytes: Of the largest vector.
+    """
+
+    def __init__(self, transport: Transport, timeout: float) -> None:
+        self.nbytes = staging_bytes()
+        self._transport, self._timeout = transport, timeout
+        self._numbers: dict[torch.device, int | None] = {}
+
+    def lacks(self, device: torch.device) -> bool:
+        """Return whether an earlier call has found that there is none on this device."""
+        return device in self._numbers and self._numbers[device] is None
+
+    def memory(self, device: torch.device) -> int | None:
+        """Return the number of the transport's memory, or None if there is none: a collective."""
+        if device not in self._numbers:
+            memories = self._transport.node_memories
+            how = f"up to {self.nbytes >> 20} MiB are one launch, in symmetric memory"
+            number: int | None = len(memories)
+            try:
+                self._transport.add_node_memory(self.nbytes, device, self._timeout)
+            except TransportError as error:
+                how, number = f"go by messages: {error}", None
+            self._numbers[device] = number
+            _logger.info("all-reduces of tensors on %s %s", device, how)
+        return self._numbers[device]
+
+
 class Runner:
     """One rank's transport, memory and libraries, and what they do to a buffer together."""
 
@@ -96,6 +141,7 @@ class Runner:
         self.timeout = timeout
         self.workspace = Workspace()
         self.packed = Workspace()
+        self.staging = Staging(transport, timeout)
         self.libraries = Libraries(transport)
         # How many requests' starts all ranks were ready to capture.
         self.captures = 0

@@ -203,10 +203,6 @@ def symmetric_empty(runner: Runner, call: Call, device: torch.device | None) -> 
     dtype = getattr(torch, call.options["dtype"].removeprefix("torch."))
     nbytes = call.options["numel"] * dtype.itemsize
     memory = runner.transport.add_node_memory(nbytes, device, runner.timeout)
-    # All ranks' pads are cleared before anyone launches.
-    ready = torch.zeros(runner.size, device="cpu")
-    bounds = range(runner.size + 1)
-    runner.execute(call, copying.all_gather(runner.size), ready, Sum, bounds)
     return memory.tensor.view(dtype)
 
 

@@ -11,9 +11,9 @@ it, the result is made in one of two ways:
 
 A sum is the balanced tree over the ranks, the order of `rd` and `rechd`, in one pass.
 
-Tensors in memory that the GPUs of a node share are reduced in one launch a rank: its kernel reads
-its slice straight from all GPUs' memory, and writes what it has reduced to all of them
-(`kernels.gpu.node_kernels`).
+On the GPUs of a node an all-reduce is one launch a rank: its kernel reads its slice straight from
+all GPUs' memory, and writes what it has reduced to all of them (`kernels.gpu.node_kernels`). A
+vector that does not lie in memory that they share is copied there before, and back behind it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from collectives.call import Call
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
-from collectives.execution.vectors import Vector, multiply
+from collectives.execution.vectors import Vector
 from collectives.reducers import TREE_RANKS, Needs, Operands, Piece, Reducer, Sum, is_plain_sum
 from collectives.schedules.halving import balanced_tree
 from collectives.schedules.registry import algorithm
@@ -136,6 +136,8 @@ class HostAllReduce:
     repeats: bool
     bound: dict[int, Callable[[str], Tensor]] = field(default_factory=dict)
 
+    by_messages = False
+
     def __post_init__(self) -> None:
         size, rank = self.memory.size, self.memory.rank
         self.prescale = self.op.prescale(self.vector.dtype, size)
@@ -161,6 +163,10 @@ class HostAllReduce:
     def nbytes(self) -> int:
         """The bytes that `fill` copies."""
         return self.vector.nbytes
+
+    def ready(self) -> bool:
+        """Return whether it can run: always."""
+        return True
 
     def fill(self) -> None:
         """Copy the tensors to this rank's buffer of the call to be signalled next."""
@@ -267,43 +273,40 @@ def by_messages(call: Call) -> Call:
 
 
 def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
-    """Return how a call runs in one launch; None where it goes by messages.
+    """Return how a call runs in one launch; None if it goes by messages.
 
-    That is where `auto` is free to choose, an operator has such a kernel for the dtype, and the
-    tensor, or the FusedBuffer of several, lies in the group's symmetric memory: then the call's
-    options say where.
+    It is one launch if `auto` is free to choose and an operator has such a kernel for the dtype.
+    Where the vector lies in memory that `symmetric_empty` has made, the call's options say where;
+    else it is copied to the group's own, and back.
     """
-    if not runner.transport.node_memories or call.kind not in ("all_reduce", "grouped_all_reduce"):
+    tensors, transport = call.tensors, runner.transport
+    if call.kind not in ("all_reduce", "grouped_all_reduce") or not tensors or runner.size == 1:
+        return None
+    device = tensors[0].device
+    if not transport.shares_gpu_memory(device):
         return None
     # A request's buffer may be another one now.
     call.options = {key: value for key, value in call.options.items() if key != OPTION}
     options = AllReduceOptions.of(call)
-    tensors = call.tensors
     if not any(map(Tensor.numel, tensors)) or not all(map(Tensor.is_contiguous, tensors)):
         return None
     options, vector = options.as_vector(tensors)
-    if vector is None or vector.layout is not None:
+    if vector is None or not call.op.runs_on_node(vector.dtype, runner.size):
         return None
     if spec_for(options.specs, vector.numel).outer != "auto":
         return None
-    (flat,) = vector.tensors
+    flat = vector.tensors[0]
     # Tables cannot be uploaded in a capture of the caller's, which is one on all ranks.
     if flat.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    for number, memory in enumerate(runner.transport.node_memories):
+    plan = NodeAllReduce(runner, call.op, vector, options)
+    for number, memory in enumerate(transport.node_memories if vector.layout is None else ()):
         offset = memory.offset_of(flat)
-        if offset is None:
-            continue
-        # Triton compiles and launches for the current device, which may be another one.
-        with elsewhere(flat) or nullcontext():
-            launch = call.op.bind_on_node(memory.node, flat, offset, vector.segments)
-        if launch is None:
-            return None
-        call.options = {**call.options, OPTION: [number, offset]}
-        # What the launch reads was put on this stream.
-        bound = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
-        return NodeAllReduce(runner, vector, options, number, launch, bound)
-    return None
+        if offset is not None:
+            call.options = {**call.options, OPTION: [number, offset]}
+            plan.place = number, offset
+            return plan
+    return plan if vector.nbytes <= runner.staging.nbytes and not plan.by_messages else None
 
 
 @dataclass(eq=False)
@@ -311,35 +314,70 @@ class NodeAllReduce:
     """One all-reduce of one rank's vector; it may be run any number of times.
 
     Attributes:
-        vector: What is reduced, one tensor in the memory of this number.
-        launch: What reduces it in place, on the current stream.
-        bound: The event after which it may; None once that was waited for.
+        vector: What is reduced.
+        place: The number of the memory, and the bytes at which the vector lies or is copied there;
+            None until that is made.
     """
 
     runner: Runner
+    op: Reducer
     vector: Vector
     options: AllReduceOptions
-    number: int
-    launch: Callable[[], None]
-    bound: torch.cuda.Event | None = None
+    place: tuple[int, int] | None = None
+    _work: Callable[[], None] | None = None
 
-    # Nothing is copied: the launch reads the vectors where they are.
+    # Nothing is copied by the caller.
     nbytes = sys.maxsize
     by_tree = False
 
     def __str__(self) -> str:
         return "one launch"
 
+    @property
+    def by_messages(self) -> bool:
+        """Whether it is known that the ranks have no memory to copy the vector to."""
+        return self.place is None and self.runner.staging.lacks(self.vector.tensors[0].device)
+
+    def ready(self) -> bool:
+        """Return whether it can run, alike on all ranks; the first one makes the memory."""
+        if self.place is None:
+            number = self.runner.staging.memory(self.vector.tensors[0].device)
+            self.place = None if number is None else (number, 0)
+        return self.place is not None
+
     def fill(self) -> None:
-        """Do nothing: the vector lies in the memory that is shared."""
+        """Do nothing: the launch is behind the copy on the stream."""
 
     def run(self, call: Call) -> None:
         """Put the call on the stream."""
-        (flat,), runner, options = self.vector.tensors, self.runner, self.options
-        if self.bound is not None:
-            torch.cuda.current_stream(flat.device).wait_event(self.bound)
-            self.bound = None
+        assert self.place is not None
+        flat, runner = self.vector.tensors[0], self.runner
+        if self._work is None:
+            self._work = self._bind(*self.place)
         with call_span(call.label, call.op, "one launch", flat):
-            self.vector.fill(flat, options.prescale)
-            runner.transport.launch(self.number, self.launch, flat, call.label, runner.timeout)
-            multiply(flat, options.postscale)
+            runner.transport.launch(
+                self.place[0], self._work, self.vector.tensors, call.label, runner.timeout
+            )
+
+    def _bind(self, number: int, offset: int) -> Callable[[], None]:
+        """Return a function that puts all of it on the current stream."""
+        # Not by way of `self`: the cycle would keep the tensors until it is collected.
+        vector, options, op = self.vector, self.options, self.op
+        memory = self.runner.transport.node_memories[number]
+        flat = memory.tensor[offset:][: vector.nbytes].view(vector.dtype)
+        inside = vector.layout is None and vector.tensors[0].data_ptr() == flat.data_ptr()
+        flat = vector.tensors[0] if inside else flat
+        launch: Callable[[], None] | None = None
+
+        def work() -> None:
+            nonlocal launch
+            # Triton compiles and launches for the current device, which may be another one.
+            with elsewhere(flat) or nullcontext():
+                vector.fill(flat, options.prescale)
+                if launch is None:
+                    # Here, on the stream on which its memory is used, for torch's allocator.
+                    launch = op.bind_on_node(memory.node, flat, offset, vector.segments)
+                launch()
+                vector.store(flat, options.postscale)
+
+        return work

@@ -50,7 +50,6 @@ class Transport(ABC):
         device: The GPU whose tensors the transport carries, if it is bound to one.
         process_group: The process group for torch.distributed's own collectives, if there is one.
         sums_on_gpu: Whether the vendor's library sums CUDA tensors (`all_reduce`).
-        shares_gpu_memory: Whether `add_node_memory` can be called.
         node_memories: The memories that `add_node_memory` has made, in that order.
         shares_gpu: Whether this process has other communicators on the GPU, torch's or those of
             groups split from this one. NCCL requires that communicators of one GPU are used in the
@@ -65,7 +64,6 @@ class Transport(ABC):
     device: torch.device | None = None
     process_group: dist.ProcessGroup | None = None
     sums_on_gpu: bool = False
-    shares_gpu_memory: bool = False
     node_memories: Sequence[NodeMemory] = ()
     shares_gpu: bool = False
     steps: int = 0
@@ -190,13 +188,17 @@ class Transport(ABC):
         """
         raise TransportError(f"{self!r}: there is no library that sums")
 
+    def shares_gpu_memory(self, device: torch.device) -> bool:
+        """Return whether `add_node_memory` can be called for this device."""
+        return False
+
     def add_node_memory(
         self, nbytes: int, device: torch.device | None, timeout: float
     ) -> NodeMemory:
         """Make memory of `nbytes` on each rank's GPU that all ranks' kernels reach; a collective.
 
-        It lives as long as the transport. Ranks must know that all have it before `launch`, which
-        may wait `timeout` seconds for a peer. TransportError if the GPUs do not reach each other.
+        It lives as long as the transport. A `launch` may wait `timeout` seconds for a peer.
+        TransportError on all ranks, with the reason, if a rank cannot have it.
         """
         raise TransportError(f"{self!r}: there is no memory that GPUs share")
 
@@ -204,7 +206,7 @@ class Transport(ABC):
         self,
         number: int,
         work: Callable[[], None],
-        tensor: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
         step: str,
         timeout: float,
     ) -> None:
@@ -215,7 +217,7 @@ class Transport(ABC):
         Args:
             number: The memory's place among `node_memories`.
             work: Launches the kernels on the current stream.
-            tensor: The part of this rank's memory that is read and written.
+            tensors: What the kernels read and write of this rank's.
             step: The name of the step in errors.
             timeout: In seconds.
         """

@@ -54,6 +54,8 @@ MAX_RANKS = 32
 # All programs of a launch must be resident: those of other ranks wait for them.
 # So few need not be small, and ptxas would spill to make them so.
 OPTIONS = {"launch_cooperative_grid": True, "maxnreg": 128}
+# That hold all programs of any launch here: two of Adasum's on each, by their registers.
+MULTIPROCESSORS = MAX_PROGRAMS // 2
 _PHASES = (
     "ran all of its programs at once",
     "came",

@@ -122,7 +122,7 @@ PRIVATE_WITH_REASON = {
     "torch.autograd.profiler._is_profiler_enabled": "names for a timeline are made only for one",
     "torch.optim.optimizer._global_optimizer_*_hooks": "torch lists them nowhere else",
     "torch.utils._python_dispatch._disable_current_modes": "reductions run outside of modes",
-    "torch.distributed._symmetric_memory": "documented so: memory that a node's GPUs share",
+    "torch.distributed._symmetric_memory*": "documented so: memory that a node's GPUs share",
     "ctypes._NamedFuncPointer": "the type that ctypes.CDLL gives its functions",
 }
 

@@ -29,10 +29,10 @@ from collectives import (
     Group,
     Max,
     Sum,
-    arguments,
     calls,
 )
 from collectives.execution import shared_memory
+from collectives.reducers import NODE_RANKS
 from collectives.transport import ThreadTransport, ThreadWorld
 from collectives.transport.nccl import node_memory
 from collectives.transport.nccl.node_memory import NodeMemory
@@ -93,13 +93,15 @@ class Sharing(ThreadTransport):
 
     memories: dict[int, tuple[list[Tensor], threading.Barrier]]
     lock = threading.Lock()
-    shares_gpu_memory = True
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         super().__init__(world, rank)
         self.node_memories: list[NodeMemory] = []
         self.launches: list[int] = []
         self.devices: list[torch.device | None] = []
+
+    def shares_gpu_memory(self, device: torch.device) -> bool:
+        return True
 
     def add_node_memory(
         self, nbytes: int, device: torch.device | None, timeout: float
@@ -111,13 +113,15 @@ class Sharing(ThreadTransport):
                 ([torch.empty(0)] * self.size, threading.Barrier(self.size)),
             )
         made[0][self.rank] = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+        # As the real one: all ranks have it when the call returns.
+        made[1].wait(TIMEOUT)
         memory = NodeMemory.__new__(NodeMemory)
         memory.tensor = made[0][self.rank]
         memory.node = Node(self.rank, *made)  # type: ignore[assignment]
         self.node_memories.append(memory)
         return memory
 
-    def launch(self, number: int, work: Any, tensor: Tensor, step: str, timeout: float) -> None:
+    def launch(self, number: int, work: Any, tensors: Any, step: str, timeout: float) -> None:
         self.launches.append(number)
         work()
 
@@ -128,7 +132,8 @@ class SharingByMessages(Sharing, WithoutSharedMemory):
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call goes through the memory that ranks on CPUs share."""
+    """No call goes through the memory that ranks on CPUs share, or copies to that of GPUs."""
+    monkeypatch.setenv("ADASUM_NODE_MEMORY", "0")
     monkeypatch.setattr(calls, "plan_host_all_reduce", lambda runner, call: None)
     monkeypatch.setattr(Sharing, "memories", {}, raising=False)
 
@@ -264,8 +269,8 @@ def test_request_that_could_not_be_planned_leaves_its_old_buffer_alone():
         memory = group.symmetric_empty(16)
         old, new = memory[:8], memory[8:]
         request = group.all_reduce_init(old)
-        node: Any = group.transport.node_memories[0].node
-        node.bind_sum = None
+        place: Any = group.transport.node_memories[0]
+        place.offset_of = None
         with pytest.raises(TypeError):
             request.start(new)
         old.fill_(1.0)
@@ -293,21 +298,21 @@ def test_launch_is_bound_for_the_gpu_of_its_tensor(monkeypatch):
 
     @contextlib.contextmanager
     def elsewhere(tensor: Tensor) -> Iterator[None]:
-        current.append(tensor.data_ptr())
+        of_threads.current = tensor.data_ptr()
         yield
-        current.pop()
+        of_threads.current = 0
 
-    current: list[int] = []
+    of_threads = threading.local()
     bind_sum = Node.bind_sum
 
     def bind(self: Node, x: Tensor, offset: int) -> Callable[[float], None]:
-        at_binding.append(current == [x.data_ptr()])
+        at_binding.append(of_threads.current == x.data_ptr())
         return bind_sum(self, x, offset)
 
     monkeypatch.setattr(shared_memory, "elsewhere", elsewhere)
     monkeypatch.setattr(Node, "bind_sum", bind)
-    run(1, lambda group: group.all_reduce(group.symmetric_empty(8)))
-    assert at_binding == [True]
+    run(2, lambda group: group.all_reduce(group.symmetric_empty(8)))
+    assert at_binding == [True, True]
 
 
 def test_what_has_no_such_kernel_goes_by_messages():
@@ -415,13 +420,11 @@ def test_group_that_can_have_none_says_what_it_needs():
             group.symmetric_empty(8, torch.int32)
 
     collectives.run_threads(2, work)
-    with pytest.raises(collectives.TransportError, match="symmetric memory on cuda:0 cannot"):
-        node_memory.allocate(64, None, torch.device("cuda", 0), list)  # type: ignore[arg-type]
 
 
 def test_limits_that_are_checked_before_a_call_are_those_of_the_kernels():
     """Which are not imported where no GPU is used."""
-    assert arguments._SYMMETRIC_RANKS == node_kernels.MAX_RANKS
+    assert NODE_RANKS == node_kernels.MAX_RANKS
     assert reducer._NODE_RANKS == node_adasum.MAX_RANKS
 
 
@@ -450,41 +453,124 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         yield made
 
 
-def test_rank_without_memory_is_told_before_torch_waits_for_it(machine, monkeypatch):
-    symmetric_memory, rank = pytest.importorskip("torch.distributed._symmetric_memory"), {}
+class Blocks:
+    """torch's `_SymmetricMemory` on one rank, whose pool hands out freed blocks again.
 
-    def empty(*args: Any, **options: Any) -> None:
+    As torch has it, a rendezvous is kept with its block, by the group's name, and is exchanged with
+    the peers only if there is none.
+    """
+
+    def __init__(self, exchange: Callable[[Tensor], list[int]]) -> None:
+        self._exchange = exchange
+        self.pool: list[Tensor] = []
+        self._known: dict[tuple[int, str], Any] = {}
+
+    def empty_strided_p2p(self, size: Any, stride: Any, dtype: Any, device: Any) -> Tensor:
+        return torch.full(size, 0xFF, dtype=dtype)
+
+    def empty(self, nbytes: int, **options: Any) -> Tensor:
+        return self.pool.pop() if self.pool else self.empty_strided_p2p((nbytes,), (1,), **options)
+
+    def rendezvous(self, block: Tensor, name: str) -> Any:
+        key = block.data_ptr(), name
+        if key not in self._known:
+            self._known[key] = SimpleNamespace(rank=0, buffer_ptrs=self._exchange(block))
+        return self._known[key]
+
+
+@pytest.fixture
+def torchs(machine, monkeypatch) -> SimpleNamespace:
+    """torch's symmetric memory, as node_memory gets it, on one rank of two with large GPUs."""
+    blocks = Blocks(lambda block: [block.data_ptr(), 4096])
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(node_memory, "_symmetric_memory", lambda: blocks)
+    monkeypatch.setattr(machine.cuda, "get_device_properties", lambda _: properties, raising=False)
+    monkeypatch.setattr(node_memory, "_has_native_atomics", lambda source, target: True)
+    return SimpleNamespace(blocks=blocks, properties=properties)
+
+
+def allocate(gather: Callable[[Any], list[Any]] = lambda said: [said] * 2) -> Any:
+    group: Any = SimpleNamespace(group_name="0")
+    return node_memory.allocate(64, 16, group, torch.device("cuda", 0), gather)
+
+
+def test_rank_without_memory_is_told_to_all_before_torch_waits_for_it(machine, torchs, monkeypatch):
+    rank = {}
+
+    def empty(*args: Any, **options: Any) -> Tensor:
         if rank[threading.get_ident()] == 1:
             raise RuntimeError("CUDA out of memory")
+        return torch.zeros(1 << 20, dtype=torch.uint8)
 
     def rendezvous(*args: Any) -> None:
         raise AssertionError("rank 0 waits for rank 1 for as long as torch's store does")
 
-    monkeypatch.setattr(symmetric_memory, "empty", empty)
-    monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
+    monkeypatch.setattr(torchs.blocks, "empty_strided_p2p", empty)
+    monkeypatch.setattr(torchs.blocks, "rendezvous", rendezvous)
 
     def work(transport: NcclTransport) -> None:
         rank[threading.get_ident()] = transport.rank
         transport.process_group = ProcessGroup(transport.rank, 2)  # type: ignore[assignment]
         transport.add_node_memory(64, torch.device("cuda", 0), 5.0)
 
-    other, mine = machine.run(2, work)
-    assert isinstance(other, CollectiveTimeoutError)
-    assert "rank 1 has ended" in str(other)
-    assert isinstance(mine, collectives.TransportError)
-    assert "out of memory" in str(mine)
+    for error in machine.run(2, work):
+        assert isinstance(error, collectives.TransportError)
+        assert "cannot be had among these ranks: rank 1: CUDA out of memory" in str(error)
 
 
-def test_memory_inside_of_a_larger_block_is_found_there(machine, monkeypatch):
-    """torch returns the addresses of the blocks, and its pool may place memory inside of them."""
-    symmetric_memory = pytest.importorskip("torch.distributed._symmetric_memory")
-    block = torch.zeros(96, dtype=torch.uint8)
+def test_memory_inside_of_a_larger_block_is_found_there(torchs, monkeypatch):
+    """torch returns the addresses of the blocks, and may place memory inside of them."""
+    block = torch.full((96,), 0xFF, dtype=torch.uint8)
     handle = SimpleNamespace(rank=1, buffer_ptrs=[4096, block.data_ptr()])
-    monkeypatch.setattr(symmetric_memory, "empty", lambda *_, **__: block[32:])
-    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda *_: handle)
-    group: Any = SimpleNamespace(group_name="0")
-    made, addresses = node_memory.allocate(64, group, torch.device("cuda", 0), list)
+    monkeypatch.setattr(torchs.blocks, "empty_strided_p2p", lambda *_: block[32:])
+    monkeypatch.setattr(torchs.blocks, "rendezvous", lambda *_: handle)
+    made, addresses = allocate()
     assert made.nbytes == 64 and addresses == [4128, made.data_ptr()]
+    assert made.tolist() == [0] * 16 + [0xFF] * 48
+
+
+def test_memory_of_a_closed_group_is_not_taken_again_with_its_rendezvous(torchs):
+    """Another rank may hold the old tensor, and would wait for a rendezvous by itself."""
+    blocks = torchs.blocks
+    old = blocks.empty(64, dtype=torch.uint8, device=None)
+    blocks.rendezvous(old, "0")
+    blocks.pool.append(old)
+    exchanged = []
+    blocks._exchange = lambda block: exchanged.append(block.data_ptr()) or [block.data_ptr(), 4096]
+    made, _ = allocate()
+    assert exchanged == [made.data_ptr()]
+    assert made.data_ptr() != old.data_ptr()
+
+
+def test_gpu_that_cannot_hold_all_programs_is_a_reason_on_all_ranks(torchs):
+    torchs.properties.multi_processor_count = 31
+    with pytest.raises(collectives.TransportError, match=r"rank 1: cuda:0 has 31 .* need 32"):
+        allocate()
+
+
+def test_gpus_without_native_atomics_or_on_several_hosts_are_a_reason(torchs, monkeypatch):
+    asked = []
+
+    def has(source: int, target: int) -> bool:
+        asked.append((source, target))
+        return (source, target) != (2, 1)
+
+    monkeypatch.setattr(node_memory, "_has_native_atomics", has)
+    with pytest.raises(collectives.TransportError, match=r"cuda:2 has no native atomics .* cuda:1"):
+        allocate(lambda said: [[*said[:2], number] for number in (0, 1, 2)])
+    assert asked == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    with pytest.raises(collectives.TransportError, match="several hosts"):
+        allocate(lambda said: [said, [said[0], "another", 0]])
+
+
+def test_rank_whose_rendezvous_fails_is_told_to_all(torchs):
+    def gather(said: Any) -> list[Any]:
+        turns.append(said)
+        return [said, ["the import failed", *said[1:]] if len(turns) == 2 else said]
+
+    turns: list[Any] = []
+    with pytest.raises(collectives.TransportError, match="rank 1: the import failed"):
+        allocate(gather)
 
 
 def test_launch_that_is_late_is_ended_though_no_call_follows(machine, monkeypatch):
@@ -507,7 +593,7 @@ def test_launch_that_is_late_is_ended_though_no_call_follows(machine, monkeypatc
             ended.append(int(error[0]))
 
         x = device_tensor(torch.zeros(4))
-        transport.launch(0, lambda: machine.put(spin), x, "a step", 0.3)
+        transport.launch(0, lambda: machine.put(spin), [x], "a step", 0.3)
         machine.cuda.current_stream().synchronize()
         assert isinstance(told(transport.check_streams), CollectiveTimeoutError)
         return ended[0]
@@ -551,18 +637,18 @@ def test_launch_follows_the_stream_and_its_failure_is_told_without_a_wait(machin
         def launch() -> None:
             machine.put(lambda: order.append("launch"), 0.2)
 
-        transport.launch(0, launch, x, "a step", 5.0)
+        transport.launch(0, launch, [x], "a step", 5.0)
         machine.put(lambda: order.append("behind"))
         assert not order
         machine.cuda.current_stream().synchronize()
         assert order == ["before", "launch", "behind"]
         transport.check_streams()
         made.node.error.fill_(1)
-        transport.launch(0, launch, x, "a step", 5.0)
+        transport.launch(0, launch, [x], "a step", 5.0)
         error = told(transport.check_streams)
         assert isinstance(error, CollectiveTimeoutError)
         with pytest.raises(CollectiveTimeoutError):
-            transport.launch(0, launch, x, "the next step", 5.0)
+            transport.launch(0, launch, [x], "the next step", 5.0)
         return str(error)
 
     expected = [f"rank {rank} of the node waited" for rank in (0, 1)]

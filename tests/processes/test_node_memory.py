@@ -216,3 +216,37 @@ def test_silent_peer_is_an_error_and_no_hang() -> None:
     text, seconds = run_ranks(2, silent_peer, timeout=60.0)[0]
     assert "rank 1" in text
     assert seconds < 4 * SHORT
+
+
+def anywhere(rank: int) -> tuple[int, int]:
+    """Calls and requests of tensors that lie anywhere; how many were right, and the memories."""
+    group, right = group_of(rank), 0
+    for numel in NUMELS:
+        mine = [x.cuda() for x in terms(group.size, numel, torch.float32, numel)]
+        apart = mine[rank].clone()
+        for op, scale in ((Sum, 1.0), (Average, 1 / group.size), (Adasum, 0.0)):
+            request = group.all_reduce_init(apart, op)
+            for turn in range(3):
+                apart.copy_(mine[rank])
+                if turn:
+                    request.start()
+                    request.wait()
+                else:
+                    group.all_reduce(apart, op)
+                if op is Adasum:
+                    exact = definition.tree([x.cpu() for x in mine], None)
+                    bound = 2 * torch.finfo(torch.float32).eps * exact.abs().max()
+                    right += bool((apart.cpu() - exact).abs().max() <= bound)
+                else:
+                    right += torch.equal(apart, kernels.sum_n(mine, scale=scale))
+            request.close()
+    memories = len(group.transport.node_memories)
+    group.close()
+    return right, memories
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tensors_anywhere_are_copied_to_one_memory(size: int) -> None:
+    if reason := why_not(size):
+        pytest.skip(reason)
+    assert run_ranks(size, anywhere, timeout=150.0) == [(3 * 3 * len(NUMELS), 1)] * size

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import socket
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import cuda
 
-from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
-from kernels.gpu.node_kernels import GIVEN_UP, Node, pad_bytes
+from collectives.errors import CollectiveTimeoutError, TransportError
+from kernels.gpu.node_kernels import GIVEN_UP, MULTIPROCESSORS, Node, pad_bytes
 
 # Vectors of all dtypes start at whole lines of memory behind the pads.
 _LINE = 256
 # More streams than torch has in a pool: 32 of each priority.
 _POOL = 64
+# CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver.
+_NATIVE_ATOMICS = 3
 
 
 class NodeMemory:
     """One allocation on each rank's GPU, which kernels of all ranks read and write.
 
-    Making one is a collective of all ranks of the process group. Before anything is launched all
-    ranks must have made theirs.
+    Making one is a collective of all ranks of the process group. `gather` returns the values of all
+    ranks, by rank. If a rank cannot make its memory all of them raise TransportError, which says
+    why.
 
     Attributes:
         tensor: This rank's memory, as bytes, uninitialised.
@@ -35,16 +40,13 @@ class NodeMemory:
         process_group: dist.ProcessGroup,
         device: torch.device,
         timeout: float,
-        arrive: Callable[[], object],
+        gather: Callable[[Any], list[Any]],
     ) -> None:
         pads = -(-pad_bytes(process_group.size()) // _LINE) * _LINE
-        whole, addresses = allocate(pads + nbytes, process_group, device, arrive)
-        whole[:pads].zero_()
+        whole, addresses = allocate(pads + nbytes, pads, process_group, device, gather)
         self.tensor = whole[pads:]
         buffers = [address + pads for address in addresses]
         self.node = Node(process_group.rank(), buffers, addresses, device, timeout)
-        # The pads are zeros before another rank's launch reads them.
-        cuda.synchronize(device)
         # The error of each launch is copied here, without a wait.
         pinned = torch.cuda.is_available()
         self._error = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
@@ -83,27 +85,107 @@ def _free_stream() -> cuda.Stream:
 
 
 def allocate(
-    nbytes: int, group: dist.ProcessGroup, device: torch.device, arrive: Callable[[], object]
+    nbytes: int,
+    pads: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    gather: Callable[[Any], list[Any]],
 ) -> tuple[torch.Tensor, list[int]]:
     """Return new memory, as bytes, and the address of each rank's memory, in this process.
 
-    `arrive` waits until all ranks call it; torch's own wait does not notice one that has failed.
+    The first `pads` bytes are zeros on all ranks. Ranks tell each other what stops them: torch's
+    own rendezvous would wait for a rank that has failed.
     """
-    try:
-        from torch.distributed import _symmetric_memory as symmetric_memory
+    whole: Any = None
 
-        # The pool is the current GPU's, whichever thread calls.
+    def empty() -> None:
+        nonlocal whole
+        memory = _symmetric_memory()
+        if lack := _lack_of(device):
+            raise RuntimeError(lack)
+        # Not from torch's pool (torch.distributed._symmetric_memory.empty): a block that comes
+        # from there again has the rendezvous of its earlier tensor, which another rank may still
+        # hold, having a new block itself.
         with cuda.device(device):
-            whole = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-        arrive()
-        handle: Any = symmetric_memory.rendezvous(whole, group.group_name)
-        # torch's pool may place it inside of a larger block, alike on all ranks.
+            whole = memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+            whole[:pads].zero_()
+            # The pads are zeros before another rank's launch reads them.
+            cuda.synchronize(device)
+
+    if lack := _lack_between(_together(empty, device, gather)):
+        raise _cannot_be_had(device, lack)
+    addresses: list[int] = []
+
+    def rendezvous() -> None:
+        handle = _symmetric_memory().rendezvous(whole, group.group_name)
+        # torch may place memory inside of a larger block, alike on all ranks.
         offset = whole.data_ptr() - handle.buffer_ptrs[handle.rank]
-        return whole, [address + offset for address in handle.buffer_ptrs]
-    except CollectiveError:
-        raise
+        addresses.extend(address + offset for address in handle.buffer_ptrs)
+
+    _together(rendezvous, device, gather)
+    return whole, addresses
+
+
+def _symmetric_memory() -> Any:
+    from torch.distributed._symmetric_memory import _SymmetricMemory
+
+    return _SymmetricMemory
+
+
+def _together(
+    job: Callable[[], None], device: torch.device, gather: Callable[[Any], list[Any]]
+) -> list[tuple[str, int]]:
+    """Do a job on all ranks, and raise TransportError on all of them if one could not.
+
+    Returns the host of each rank and the number of its GPU.
+    """
+    lack = ""
+    try:
+        job()
     except (ImportError, AttributeError, RuntimeError) as error:
-        raise TransportError(
-            f"torch's symmetric memory on {device} cannot be had among these ranks: "
-            f"{str(error).strip().splitlines()[0]}"
-        ) from error
+        # torch's C++ stack follows the first line.
+        lack = str(error).strip().split("\n", 1)[0] or type(error).__name__
+    said = gather([lack, socket.gethostname(), device.index or 0])
+    lacks = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(said) if text]
+    if lacks:
+        raise _cannot_be_had(device, "; ".join(lacks))
+    return [(host, number) for _, host, number in said]
+
+
+def _cannot_be_had(device: torch.device, lack: str) -> TransportError:
+    return TransportError(
+        f"torch's symmetric memory on {device} cannot be had among these ranks: {lack}"
+    )
+
+
+def _lack_of(device: torch.device) -> str:
+    """Return why this GPU cannot run the kernels; "" if it can."""
+    count = cuda.get_device_properties(device).multi_processor_count
+    if count < MULTIPROCESSORS:
+        return (
+            f"{device} has {count} multiprocessors, and the programs of a launch, which wait for "
+            f"each other, need {MULTIPROCESSORS}"
+        )
+    return ""
+
+
+def _lack_between(places: Sequence[tuple[str, int]]) -> str:
+    """Return why GPUs in these places, by host and number, share no memory; "" if they may."""
+    if len({host for host, _ in places}) > 1:
+        return "they are on several hosts"
+    numbers = sorted({number for _, number in places})
+    pairs = [(a, b) for a in numbers for b in numbers if a != b]
+    try:
+        for a, b in pairs:
+            if not _has_native_atomics(a, b):
+                return f"cuda:{a} has no native atomics in the memory of cuda:{b}"
+    except OSError as error:
+        return f"the CUDA driver cannot be asked: {error}"
+    return ""
+
+
+def _has_native_atomics(source: int, target: int) -> bool:
+    """Return whether the first GPU's atomics work in the second one's memory, as over NVLink."""
+    driver, value = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+    failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, source, target)
+    return not failed and bool(value.value)

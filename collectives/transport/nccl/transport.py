@@ -7,6 +7,7 @@ earlier work and before its later work.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import weakref
@@ -19,7 +20,7 @@ import torch
 from torch import cuda
 
 from collectives.errors import TransportError
-from collectives.transport.base import Messages, Transport, gather_bytes
+from collectives.transport.base import Messages, Transport, gather_bytes, read_objects
 from collectives.transport.nccl.backend import Backend, translate_errors
 from collectives.transport.nccl.cupy_backend import DTYPES
 from collectives.transport.nccl.node_memory import NodeMemory
@@ -47,7 +48,6 @@ class NcclTransport(Transport):
         self.process_group = host.process_group
         self.device = backend.device
         self.sums_on_gpu = backend.device is not None
-        self.shares_gpu_memory = host.process_group is not None
         self.node_memories: list[NodeMemory] = []
         self._host = host
         self._backend = backend
@@ -115,19 +115,31 @@ class NcclTransport(Transport):
         put = partial(self._backend.all_reduce, values, among, timeout)
         self._start(put, [flat], Posted(peers, step, timeout))()
 
+    def shares_gpu_memory(self, device: torch.device) -> bool:
+        return device.type == "cuda" and self.process_group is not None
+
     def add_node_memory(
         self, nbytes: int, device: torch.device | None, timeout: float
     ) -> NodeMemory:
         assert self.process_group is not None
         assert device is not None
-        step = "the making of symmetric memory"
-        arrive = partial(gather_bytes, b"", self._host, step, timeout)
-        memory = NodeMemory(nbytes, self.process_group, device, timeout, arrive)
+
+        def gather(value: Any) -> list[Any]:
+            step = "the making of symmetric memory"
+            said = gather_bytes(json.dumps(value).encode(), self._host, step, timeout)
+            return read_objects(said, self._host)
+
+        memory = NodeMemory(nbytes, self.process_group, device, timeout, gather)
         self.node_memories.append(memory)
         return memory
 
     def launch(
-        self, number: int, work: _Wait, tensor: torch.Tensor, step: str, timeout: float
+        self,
+        number: int,
+        work: _Wait,
+        tensors: Sequence[torch.Tensor],
+        step: str,
+        timeout: float,
     ) -> None:
         memory = self.node_memories[number]
         memory.check()
@@ -136,7 +148,7 @@ class NcclTransport(Transport):
             work()
             memory.fetch_error()
 
-        self._start(put, [tensor], Posted(self._others, step, timeout, held=work))()
+        self._start(put, tensors, Posted(self._others, step, timeout, held=work))()
 
     def captures(self, device: torch.device) -> bool:
         """Whether the device is a GPU whose communicators are ours, so that graphs end first."""

@@ -1,0 +1,236 @@
+"""All-reduces of tensors anywhere, copied to memory that a node's GPUs share: one launch each.
+
+Over the stand-ins of test_symmetric_memory.py; on a GPU in tests/processes/test_node_memory.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adasum
+import collectives
+from adasum import AdasumReducer
+from collectives import Average, Group, Max, Sum, calls
+from collectives.execution import all_reduce
+from collectives.initialize import _thread
+from collectives.transport import ThreadWorld
+from tests.adasum import definition
+from tests.collectives.test_symmetric_memory import EPS, Sharing, run, terms
+
+SIZE = 8
+
+
+class Counting(Sharing):
+    """Counts the exchanges of messages; set to 0 by what has others before."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(world, rank)
+        self.exchanges = 0
+
+    def exchange(self, *args: Any) -> None:
+        self.exchanges += 1
+        super().exchange(*args)
+
+
+class Refusing(Counting):
+    """Whose ranks have no such memory."""
+
+    def add_node_memory(self, nbytes: int, device: Any, timeout: float) -> Any:
+        self.devices.append(device)
+        raise collectives.TransportError("the GPUs are far away")
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call goes through the memory that ranks on CPUs share; that of GPUs takes 1 MiB."""
+    monkeypatch.setattr(calls, "plan_host_all_reduce", lambda runner, call: None)
+    monkeypatch.setattr(Sharing, "memories", {}, raising=False)
+    monkeypatch.setenv("ADASUM_NODE_MEMORY", "1")
+
+
+@pytest.mark.parametrize("op", [Sum, Average, AdasumReducer()], ids=str)
+def test_tensor_anywhere_is_one_launch_and_no_message(op):
+    size, numel, bounds = 3, 1001, [0, 10, 700, 1001]
+
+    def job(group: Group) -> None:
+        x, mine = torch.empty(7, 143), terms(size, numel, torch.float32)
+        scaled, before = [2 * each for each in mine], group.transport.exchanges
+        request = group.all_reduce_init(x, op, segments=bounds, prescale=2.0, postscale=0.5)
+        before = group.transport.exchanges
+        for turn in range(4):
+            x.copy_(mine[group.rank].view(7, 143))
+            if turn < 2:
+                options: Any = {"segments": bounds, "prescale": 2.0, "postscale": 0.5}
+                result = group.all_reduce(x, op, async_op=turn > 0, **options)
+                assert (result.wait() if turn else result) is x
+            else:
+                request.start()
+                assert request.wait() is x
+            if isinstance(op, AdasumReducer):
+                exact = definition.tree(scaled, bounds) / 2
+            else:
+                exact = torch.stack(mine).double().sum(0) / (size if op is Average else 1)
+            # One rounding of the result; the factors are powers of two.
+            assert (x.view(-1).double() - exact).abs().max() <= 2 * EPS * exact.abs().max()
+        assert group.transport.exchanges == before
+
+    for transport in run(size, job, Counting):
+        assert transport.launches == [0] * 4
+
+
+def test_tensors_apart_are_packed_into_it():
+    def job(group: Group) -> None:
+        tensors = [torch.full((n,), group.rank + 1.0) for n in (3, 100, 0, 65)]
+        request = group.grouped_all_reduce_init(tensors)
+        for _ in range(2):
+            for each in tensors:
+                each.fill_(group.rank + 1.0)
+            request.start()
+            request.wait()
+            assert all((each == 3.0).all() for each in tensors)
+
+    for transport in run(2, job):
+        assert transport.launches == [0, 0]
+
+
+def test_what_has_no_kernel_or_is_too_long_goes_by_messages(monkeypatch):
+    def job(group: Group) -> None:
+        long = torch.ones((1 << 18) + 1)
+        for x, op, options in (
+            (torch.ones(4), Max, {}),
+            (torch.ones(4), Sum, {"algorithm": "rd"}),
+            (torch.ones(4), Sum, {"order": "tree"}),
+            (torch.ones(4, dtype=torch.int32), Sum, {}),
+            (long, Sum, {}),
+        ):
+            assert (group.all_reduce(x, op, **options) == (1 if op is Max else 2)).all()
+
+    for transport in run(2, job):
+        assert not transport.launches
+        assert not transport.devices
+    monkeypatch.setenv("ADASUM_NODE_MEMORY", "0")
+    for transport in run(2, lambda group: group.all_reduce(torch.ones(4))):
+        assert not transport.launches
+    monkeypatch.setenv("ADASUM_NODE_MEMORY", "much")
+    with pytest.raises(ValueError, match="ADASUM_NODE_MEMORY must be a number of MiB, got 'much'"):
+        all_reduce.staging_bytes()
+
+
+def test_ranks_without_it_go_by_messages_and_say_why_once(caplog):
+    caplog.set_level(logging.INFO, "collectives")
+
+    def job(group: Group) -> None:
+        x = torch.empty(100)
+        request = group.all_reduce_init(x)
+        for _ in range(3):
+            x.fill_(1.0)
+            request.start()
+            assert request.wait().tolist() == [2.0] * 100
+        assert group.all_reduce(x).tolist() == [4.0] * 100
+
+    for transport in run(2, job, Refusing):
+        assert not transport.launches
+        assert len(transport.devices) == 1
+    lines = [each.getMessage() for each in caplog.records if "go by messages" in each.getMessage()]
+    assert lines == ["all-reduces of tensors on cpu go by messages: the GPUs are far away"] * 2
+
+
+def test_it_is_not_made_while_a_rank_has_joined():
+    def job(group: Group) -> None:
+        if group.rank == 0:
+            assert group.all_reduce(torch.ones(4)).tolist() == [1.0] * 4
+        group.join()
+        assert not group.transport.node_memories
+        assert group.all_reduce(torch.ones(4)).tolist() == [2.0] * 4
+
+    for transport in run(2, job):
+        assert transport.launches == [0]
+
+
+def test_ranks_may_plan_before_and_after_it_is_made():
+    """A plan depends on the call alone, for ranks make theirs at different times."""
+
+    def job(group: Group) -> None:
+        first = torch.ones(4)
+        works = [group.all_reduce(first, async_op=True)] if group.rank == 0 else []
+        if group.rank == 1:
+            group.all_reduce(first)
+        later = torch.ones(4)
+        works.append(group.all_reduce(later, async_op=True))
+        for work in works:
+            work.wait()
+        assert first.tolist() == later.tolist() == [2.0] * 4
+
+    for transport in run(2, job):
+        assert transport.launches == [0, 0]
+
+
+def test_observed_adasum_keeps_its_gram_matrices():
+    def job(group: Group) -> None:
+        assert not group.reduces_by_tree(torch.ones(4), adasum.Adasum)
+        names = "before_reduction", "after_reduction", "after_gram"
+        observer: Any = SimpleNamespace(**dict.fromkeys(names, print))
+        assert adasum.reducer.gives_gram(observer, adasum.Adasum, group, torch.ones(4))
+
+    run(3, job)
+
+
+@pytest.mark.parametrize("op", [Average, adasum.Adasum], ids=str)
+def test_default_optimizer_on_8_ranks_makes_one_launch_a_bucket_and_no_message(op):
+    results: list[Tensor] = [torch.empty(0)] * SIZE
+
+    def job(group: Group) -> None:
+        _thread.group = group
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)
+        )
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+        optimizer = adasum.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=op
+        )
+        inputs = torch.Generator().manual_seed(group.rank)
+        # The first step compares parameters, by messages.
+        for step in range(3):
+            before = group.transport.exchanges, len(group.transport.launches)
+            optimizer.zero_grad()
+            model(torch.randn(5, 16, generator=inputs)).square().mean().backward()
+            optimizer.step()
+            if step:
+                now = group.transport.exchanges, len(group.transport.launches)
+                # The model is one bucket.
+                assert now == (before[0], before[1] + 1)
+        results[group.rank] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        _thread.group = None
+
+    run(SIZE, job, Counting)
+    assert all(torch.equal(each, results[0]) for each in results)
+
+
+def test_ddp_hook_on_8_ranks_makes_one_launch_a_bucket_and_no_message():
+    shapes = [(4, 5), (7,), ()]
+
+    def job(group: Group) -> None:
+        state = adasum.HookState(adasum.Adasum, process_group=group)
+        before = group.transport.exchanges
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        mine = terms(SIZE, 28, torch.float32)
+        for _ in range(2):
+            # DDP may make its buckets anew.
+            buffer = mine[group.rank].clone()
+            bucket: Any = SimpleNamespace(
+                index=lambda: 0, buffer=lambda buffer=buffer: buffer, parameters=lambda: parameters
+            )
+            result = adasum.ddp_hook(state, bucket).value()
+            exact = definition.tree(mine, [0, 20, 27, 28])
+            assert (result.double() - exact).abs().max() <= 2 * EPS * exact.abs().max()
+        assert group.transport.exchanges == before
+
+    for transport in run(SIZE, job, Counting):
+        assert transport.launches == [0, 0]
