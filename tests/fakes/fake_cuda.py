@@ -46,8 +46,8 @@ class FakeStream:
     _handles = itertools.count(1)
     by_handle: ClassVar[dict[int, FakeStream]] = {}
 
-    def __init__(self, device: Any = None) -> None:
-        self.cuda_stream = next(self._handles)
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.priority, self.cuda_stream = priority, next(self._handles)
         self.by_handle[self.cuda_stream] = self
         self.capture: FakeGraph | None = None
         # By address. Held, as torch's allocator holds memory until the stream is done with it.

@@ -23,10 +23,13 @@ _STATUS = {
 
 
 class CommunicationStream:
-    """The stream of a device's messages, and the lock held while work is put on it or captured."""
+    """The stream of a device's messages, and the lock held while work is put on it or captured.
+
+    It goes before the caller's streams: other ranks wait for what is on it.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = cuda.Stream(device)
+        self.stream = cuda.Stream(device, priority=-1)
         # Reentrant: a capture posts steps.
         self.turn = threading.RLock()
 

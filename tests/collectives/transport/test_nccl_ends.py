@@ -371,3 +371,10 @@ def test_a_destroy_that_fails_leaves_nothing_else_open(machine: Machine) -> None
         return ended
 
     assert all_good(machine.run(1, work, close=False)) == [["whole", "host"]]
+
+
+def test_communication_goes_before_the_callers_own_work(machine: Machine) -> None:
+    def work(transport: nccl.NcclTransport) -> int:
+        return transport._backend.stream(torch.device("cuda", 0)).stream.priority
+
+    assert all_good(machine.run(2, work)) == [-1, -1]
