@@ -1,8 +1,8 @@
 """The cost model's names, from `collectives/tools/cost.py`; `python -m collectives.cost` prices."""
 
-from collectives.tools.cost import ASSUMED, OPS, Cost, LinkRates, Rate, estimate
+from collectives.tools.cost import ASSUMED, OPS, Cost, LinkRates, Rate, estimate, one_launch
 
-__all__ = ["ASSUMED", "OPS", "Cost", "LinkRates", "Rate", "estimate"]
+__all__ = ["ASSUMED", "OPS", "Cost", "LinkRates", "Rate", "estimate", "one_launch"]
 
 if __name__ == "__main__":
     from collectives.tools.commands import cost

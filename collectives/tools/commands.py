@@ -13,7 +13,7 @@ from collectives.schedules.spec import parse_general_int
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
-from collectives.tools.cost import ASSUMED, OPS, LinkRates, estimate
+from collectives.tools.cost import ASSUMED, OPS, LinkRates, estimate, one_launch
 from collectives.tools.lab import Schedule, schedule
 
 _SCHEDULES = """Draw, list, price, prove and simulate the schedule that a specification stands for.
@@ -175,6 +175,8 @@ def costs(
             (name, estimate(name, nbytes, rates, topology, op, segments, device))
             for name in names or _algorithms(op, topology)
         ]
+        if device == "cuda" and topology.num_nodes == 1 and names is None:
+            rows.append(("one launch", one_launch(nbytes, rates, topology, op)))
         for name, cost in sorted(rows, key=lambda row: row[1].seconds):
             sizes = map(_bytes, (cost.inter, cost.busiest_inter, cost.memory))
             cells = [op, name, _seconds(cost.seconds), str(cost.steps), *sizes]

@@ -30,7 +30,7 @@ from collectives.schedules.schedule import Action, Schedule, steps_of
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.schedules.topology import Topology
 
-__all__ = ["ASSUMED", "OPS", "Cost", "LinkRates", "Rate", "estimate"]
+__all__ = ["ASSUMED", "OPS", "Cost", "LinkRates", "Rate", "estimate", "one_launch"]
 
 Floats = NDArray[np.float64]
 
@@ -177,6 +177,40 @@ def estimate(
     chosen, found = schedule_for(spec, topology, nbytes, device, op, segments)
     rounds = walk(found, topology, (op,) if chosen.inner is None else ("sum", op))
     return cost_of(rounds, nbytes, rates, topology, segments)
+
+
+def one_launch(
+    nbytes: float, rates: LinkRates, topology: Topology, op: str = "sum", *, copied: bool = True
+) -> Cost:
+    """Return the cost of an all-reduce in memory that a node's GPUs share, `auto`'s choice there.
+
+    Each rank reads its slice of all vectors and writes the result to all ranks, so that each way
+    2 (n - 1) / n buffers cross its link. Ranks wait for each other twice, for Adasum's tables once
+    more.
+
+    Args:
+        nbytes: Length of each rank's buffer.
+        rates: The machine.
+        topology: One node.
+        op: "sum" or "adasum".
+        copied: Whether the buffer is copied to the shared memory, and back; a copy has two of the
+            three accesses of a sum.
+
+    Raises:
+        ValueError: There are several nodes.
+    """
+    check_op(op)
+    if topology.num_nodes > 1:
+        raise ValueError(f"GPUs of {topology.num_nodes} nodes share no memory")
+    size = topology.size
+    received, waits = nbytes * (size - 1) / size, 3 if op == "adasum" else 2
+    passes = (2 * size + 1) / (5 * max(1, size - 1)) if op == "adasum" else 1.0
+    rate: Rate = getattr(rates, op)
+    seconds = rates.call + rates.host + waits * rates.intra.alpha + 2 * received * rates.intra.beta
+    seconds += float(rate.seconds(1, passes * received))
+    if copied:
+        seconds += float(rates.sum.seconds(2, 2 * nbytes * 2 / 3))
+    return Cost(seconds, 1, 2 * received * size, 0.0, 2 * received, 0.0, received)
 
 
 def check_op(op: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from adasum import Adasum
-from collectives.cost import ASSUMED, LinkRates, Rate, estimate
+from collectives.cost import ASSUMED, LinkRates, Rate, estimate, one_launch
 from collectives.execution.phases import auto_of
 from collectives.schedules import copying, ring
 from collectives.schedules.auto import sum_algorithm
@@ -291,3 +291,24 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main([*command, *wrong])
         assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_one_launch_costs_its_link_waits_and_copies(copied: bool) -> None:
+    nbytes, size = float(1 << 20), 8
+    (alpha, beta), (call, gamma) = RATES.intra[:2], RATES.adasum[:2]
+    received = nbytes * (size - 1) / size
+    seconds = 3 * alpha + 2 * received * beta + call + received * gamma * 17 / 35
+    # In and out: two of a sum's three accesses, each.
+    seconds += 2 * (RATES.sum.alpha + nbytes * RATES.sum.beta * 2 / 3) if copied else 0.0
+    cost = one_launch(nbytes, RATES, Topology(size, size), "adasum", copied=copied)
+    assert cost.seconds == pytest.approx(seconds)
+    assert cost.busiest_intra == 2 * received
+    with pytest.raises(ValueError, match="GPUs of 2 nodes share no memory"):
+        one_launch(nbytes, RATES, Topology(size, 4))
+
+
+def test_table_of_a_nodes_gpus_has_a_row_for_one_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, rows in (([], 2), (["--nodes", "2"], 0), (["--device", "cpu"], 0)):
+        main(options)
+        assert capsys.readouterr().out.count("one launch") == rows
