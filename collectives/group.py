@@ -18,7 +18,7 @@ from collectives.execution.all_reduce import Runner
 from collectives.execution.operations import owners, symmetric_empty
 from collectives.modes import untraced
 from collectives.recorder import GroupRecord
-from collectives.reducers import AnyReducer, Reducer, Sum
+from collectives.reducers import NODE_RANKS, AnyReducer, Reducer, Sum
 from collectives.requests import Request
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import parse_all_reduce_spec
@@ -382,6 +382,21 @@ class Group:
         call.instead = lambda: symmetric_empty(self._runner, call, device)
         memory: Tensor = self._calls.run(call)
         return memory
+
+    def buffer(self, nbytes: int, device: torch.device) -> Tensor | None:
+        """Return `nbytes` of uninitialised memory whose tensors are reduced without a copy.
+
+        It is as `symmetric_empty`'s, as bytes; None on all ranks if these GPUs share no memory, the
+        device is none, or ADASUM_NODE_MEMORY is 0. `nbytes` is a multiple of 8. Collective.
+        """
+        staging = self._runner.staging
+        alone = self.size == 1 or self.num_nodes > 1 or self.size > NODE_RANKS
+        if alone or not staging.nbytes or not self.transport.shares_gpu_memory(device):
+            return None
+        call = self._arguments.symmetric_empty(nbytes // 8, torch.float64, 1, device)
+        call.instead = lambda: staging.make(nbytes, device)
+        number: int | None = self._calls.run(call)
+        return None if number is None else self.transport.node_memories[number].tensor
 
     def barrier(self, name: str | None = None) -> None:
         """Return when every rank has called it, for which the negotiation alone suffices."""

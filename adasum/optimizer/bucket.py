@@ -23,6 +23,8 @@ Counts: TypeAlias = Callable[[Tensor], list[Tensor]]
 Allocate: TypeAlias = Callable[[int, torch.dtype, torch.device], Tensor]
 
 _dtype = attrgetter("dtype")
+# Bytes to which `kernels.layout_of` aligns tensors on a GPU.
+_SLOT = 256
 
 
 class Bucket:
@@ -33,6 +35,7 @@ class Bucket:
         members: (record, parameter) of each, in the order of their names.
         waiting: How many trainable parameters backward has yet to reach.
         parts: Its memory, by number: more than one if dtypes or devices have come to differ.
+        place: Where the first of them goes if it fits: bytes at one place of all ranks' memory.
     """
 
     def __init__(self, number: int, members: list[Member]) -> None:
@@ -40,6 +43,14 @@ class Bucket:
         self.members = members
         self.waiting = 0
         self.parts: dict[int, Part] = {}
+        self.place: Tensor | None = None
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make the memory of the first part."""
+        place, nbytes = self.place, numel * dtype.itemsize
+        if place is not None and place.device == device and nbytes <= place.nbytes:
+            return place[:nbytes].view(dtype)
+        return _allocate(numel, dtype, device)
 
     def active(self) -> list[Member]:
         """Return the members that take part in this step: the same list if all do."""
@@ -178,6 +189,31 @@ class Part:
 
 def _allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
+
+
+def place_buckets(
+    buckets: Sequence[Bucket], memory: Tensor | None, make: Callable[[int, Tensor], Tensor | None]
+) -> Tensor | None:
+    """Give buckets places in memory that all ranks' GPUs share, if they do; return the memory.
+
+    Places follow from the parameters alone, whatever the ranks have packed before. `memory` is that
+    of earlier buckets; unless it is large enough `make` makes other memory of so many bytes, for
+    tensors like the given one, which is a collective.
+    """
+    first = buckets[0].members[0][1]
+    here = [bucket for bucket in buckets if bucket.members[0][1].device == first.device]
+    # A slot, and that of a count, for each tensor, and one for the counts together.
+    sizes = [
+        sum(-(-p.nbytes // _SLOT) * _SLOT + _SLOT for _, p in bucket.members) + _SLOT
+        for bucket in here
+    ]
+    if memory is None or memory.nbytes < sum(sizes):
+        memory = make(sum(sizes), first)
+    if memory is not None:
+        for bucket, place in zip(here, memory[: sum(sizes)].split(sizes), strict=True):
+            bucket.place = place
+            bucket.parts.clear()
+    return memory
 
 
 def memory_order(parameter: Tensor) -> tuple[int, ...] | None:

@@ -215,7 +215,7 @@ class DeltaMethod(Method):
         bucket.parts[number] = Part(
             *(name, members, [each.contiguous() for each in values]),
             self.settings.reducer.compression,
-            allocate=None if self.early else partial(self._allocate, slot),
+            allocate=bucket.allocate if self.early else partial(self._allocate, slot),
         )
         return bucket.parts[number]
 
@@ -247,6 +247,7 @@ class DeltaMethodInBackward(DeltaMethod):
     """
 
     early = True
+    placed = True
 
     def synchronize(self) -> None:
         """Raise OptimizerOrderError: clipping would come too late."""

@@ -33,6 +33,7 @@ class GradientMethod(Method):
 
     early = True
     final = True
+    placed = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -91,7 +92,12 @@ class GradientMethod(Method):
         part, owners = bucket.parts.get(number), self.owners_of(members)
         if part is None or not part.fits(name, members, tensors, owners):
             counts = reducer.counts if owners is None else None
-            part = Part(name, members, tensors, reducer.compression, counts=counts, owners=owners)
+            part = Part(
+                *(name, members, tensors, reducer.compression),
+                counts=counts,
+                owners=owners,
+                allocate=None if number else bucket.allocate,
+            )
             bucket.parts[number] = part
         part.members = members
         part.pack(tensors, reducer.prescale, [p.grad is not None for _, p in members])

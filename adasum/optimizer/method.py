@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adasum.horovod.process_sets import ProcessSet
 from adasum.optimizer.backward import Backward
-from adasum.optimizer.bucket import Bucket, Member
+from adasum.optimizer.bucket import Bucket, Member, place_buckets
 from adasum.optimizer.consistency.parameter_check import ParameterCheck
 from adasum.optimizer.errors import OptimizerOrderError, explain_shapes
 from adasum.optimizer.local_step import local_step, unscale, with_hooks
@@ -53,6 +53,7 @@ class Method:
     Attributes:
         asked: The arguments that select this method, for error texts.
         early: Whether buckets have their turn while backward runs.
+        placed: Whether the memory of each bucket is its own, and may be shared by the GPUs.
         final: Whether backward returns only when what it started is reduced.
         differences: Whether differences are reduced, not gradients.
         backward: The records of the parameters, and the hooks on their gradients.
@@ -60,6 +61,7 @@ class Method:
 
     asked = ""
     early = False
+    placed = False
     final = False
     differences = False
 
@@ -86,6 +88,7 @@ class Method:
         tree = None
         if settings.reducer.op.ordered:
             tree = PassTree(divides=bool(settings.op.averages) and settings.one_rank)
+        self._arena: Tensor | None = None
         early = self.early and not settings.one_rank
         self.backward = Backward(self, named, buckets, passes=passes, early=early, tree=tree)
         self.check.add(named)
@@ -231,7 +234,10 @@ class Method:
 
     def check_parameters(self) -> None:
         """Let ranks compare the parameters that are new, before anything of them is reduced."""
-        self.check.run()
+        if self.check.run() and self.placed:
+            # All ranks are here, with the same buckets.
+            make = self.settings.reducer.buffer
+            self._arena = place_buckets(self.backward.buckets, self._arena, make)
 
     def densify(self) -> None:
         """Make gradients dense if `sparse_as_dense` asks for it, on one rank too."""

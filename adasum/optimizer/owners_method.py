@@ -46,6 +46,9 @@ class OwnersMethod(GradientMethod):
 
     asked = "mode='owners'"
 
+    # Each bucket goes to its owners, by messages.
+    placed = False
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.owners: dict[Tensor, int] = {}

@@ -68,6 +68,16 @@ class BucketReducer:
             return lambda counts: list(counts.split(1))
         return (lambda counts: [counts]) if self.op in (Sum, Average) or self.op.ordered else None
 
+    def buffer(self, nbytes: int, like: Tensor) -> Tensor | None:
+        """Return memory in which buckets of such tensors are reduced; None if any does: collective.
+
+        It is memory that all ranks' GPUs share, if this reduction has a kernel for it.
+        """
+        free = self.casts and self.algorithm in (None, "auto")
+        if not free or not self.op.runs_on_node(like.dtype, self.group.size):
+            return None
+        return self.group.buffer(nbytes, like.device)
+
     def start(self, part: Part, install: Callable[[Any], None]) -> Reduction:
         """Start reducing a part that is packed."""
         options: dict[str, Any] = {"packed": True, "algorithm": self.algorithm}

@@ -119,16 +119,19 @@ class Staging:
     def memory(self, device: torch.device) -> int | None:
         """Return the number of the transport's memory, or None if there is none: a collective."""
         if device not in self._numbers:
-            memories = self._transport.node_memories
-            how = f"up to {self.nbytes >> 20} MiB are one launch, in symmetric memory"
-            number: int | None = len(memories)
-            try:
-                self._transport.add_node_memory(self.nbytes, device, self._timeout)
-            except TransportError as error:
-                how, number = f"go by messages: {error}", None
-            self._numbers[device] = number
-            _logger.info("all-reduces of tensors on %s %s", device, how)
+            self._numbers[device] = self.make(self.nbytes, device)
         return self._numbers[device]
+
+    def make(self, nbytes: int, device: torch.device) -> int | None:
+        """Make memory, as `memory`, whose tensors are reduced where they lie."""
+        number, what = len(self._transport.node_memories), f"{nbytes} bytes of symmetric memory"
+        try:
+            self._transport.add_node_memory(nbytes, device, self._timeout)
+        except TransportError as error:
+            _logger.info("all-reduces on %s have no %s: %s", device, what, error)
+            return None
+        _logger.info("all-reduces on %s have %s", device, what)
+        return number
 
 
 class Runner:

@@ -190,13 +190,14 @@ class ParameterCheck:
             self._new.pop(parameter, None)
             self._compared.pop(parameter, None)
 
-    def run(self) -> None:
+    def run(self) -> bool:
         """Compare what is new, and the settings; collective if anything is new.
 
+        Returns whether it was, and all ranks took part.
         CollectiveMismatchError: on every rank, if parameters or settings differ.
         """
         if not self._new or _is_capturing(self._new):
-            return
+            return False
         named = [(name, parameter) for parameter, name in self._new.items()]
         fix = _COMPARED_BEFORE if self._compared else _FIRST
         everywhere = require_equal_parameters(
@@ -206,6 +207,7 @@ class ParameterCheck:
         if everywhere:
             self._compared.update(self._new)
             self._new = {}
+        return everywhere
 
     def note_settings(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """Return what is in the optimizer's groups besides parameters, before its step."""
