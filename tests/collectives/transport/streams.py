@@ -143,7 +143,7 @@ class Stream:
     _handles = itertools.count(1)
     by_handle: ClassVar[dict[int, Stream]] = {}
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.cuda_stream = next(self._handles)
         self.by_handle[self.cuda_stream] = self
         self.device = DEVICE
