@@ -25,6 +25,8 @@ const char compiled_from[] = COMPILED_FROM;
 enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
 /* Elements; up to ALONE are not worth a second thread. */
 enum { TILE = 1024, LANES = 8, ALONE = 32768 };
+/* The most tensors that `sum_n` reads side by side. */
+enum { FEW = 8 };
 /* Tensors that are read side by side, elements of each, and by how many these are padded. */
 enum { GROUP = 8, STRIP = 512, STEP = 16 };
 

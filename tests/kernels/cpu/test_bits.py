@@ -88,6 +88,25 @@ def test_sums_round_once(source, target, count):
                 assert found is None or found.item() == flag_of(expected), scale
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", range(3, 10))
+def test_few_side_by_side_have_the_bits_of_one_after_the_other(dtype, count):
+    """Over more than a tile, with a tail, at any place, and written to any of them."""
+    for numel, place in ((1, 0), (1029, 1), (8192 + 24, 3)):
+        tensors = [values(numel + place, dtype, i, numel > 1)[place:] for i in range(count)]
+        wide = wide_of(dtype)
+        total = tensors[0].to(wide)
+        for tensor in tensors[1:]:
+            total = total + tensor.to(wide)
+        for scale in (1.0, 1 / 3):
+            expected = canonical((total * scale).to(dtype))
+            assert canonical(kernels.sum_n(tensors, scale=scale)) == expected
+            for written in range(count):
+                copies = [tensor.clone() for tensor in tensors]
+                kernels.sum_n(copies, out=copies[written], scale=scale)
+                assert canonical(copies[written]) == expected, written
+
+
 def test_blocks_have_the_bits_of_one_piece():
     """More elements than any block, and the same ones in pieces."""
     numel = (1 << 22) + 5
