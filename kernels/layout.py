@@ -70,6 +70,12 @@ class Layout:
         return array("q", self.numels), array("q", self.segments)
 
     @cached_property
+    def in_one(self) -> array[int]:
+        """The number of tensors, that of elements, `in_c`, and each shape after its length."""
+        shapes = itertools.chain.from_iterable((len(shape), *shape) for shape in self.shapes)
+        return array("q", (len(self.numels), self.numel, *itertools.chain(*self.in_c, shapes)))
+
+    @cached_property
     def content(self) -> bytes:
         """That of `in_c`, by which tables are looked up: Python hashes bytes once."""
         return b"".join(self.in_c)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from kernels.arguments import check_pack, check_unpack, device_of
 from kernels.findings import Findings
 from kernels.layout import Layout, check_buffer, check_layout, check_packed
 from kernels.plans import PackPlan, UnpackPlan
-from kernels.torch_ops import run
-from kernels.validation import check_scalar, check_tensor
+from kernels.torch_ops import in_c, run
+from kernels.validation import check_scalar, check_tensor, tracing
 
 
 def pack(
@@ -52,8 +53,27 @@ def pack(
         tensor([0.5000, 1.0000, 1.5000, 0.0000])
     """
     scale = check_scalar("scale", scale)
-    packed: Tensor = run(check_pack(tensors, layout, out, Findings(found_inf, max_abs)), scale)
+    packed: Tensor | None = None
+    if layout is not None:
+        packed = _run_in_c("pack", tensors, out, layout, scale, found_inf, max_abs)
+    if packed is None:
+        packed = run(check_pack(tensors, layout, out, Findings(found_inf, max_abs)), scale)
     return packed
+
+
+def _run_in_c(
+    function: str,
+    tensors: Sequence[Tensor],
+    buffer: Tensor | None,
+    layout: object,
+    scale: float,
+    *findings: Tensor | None,
+) -> Any:
+    """`in_c` of a function of a packed buffer."""
+    if tracing() or type(layout) is not Layout or not layout.sound:
+        return None
+    slots = layout.in_one.buffer_info()[0]
+    return in_c(function)(tensors, buffer, layout.dtype, scale, 1.0, slots, *findings)
 
 
 def plan_pack(
@@ -113,8 +133,12 @@ def unpack(
         [tensor([1., 2.]), tensor([3.])]
     """
     scale = check_scalar("scale", scale)
-    call = check_unpack(buffer, tensors, layout, Findings(found_inf, max_abs))
-    unpacked: list[Tensor] = run(call, scale)
+    unpacked: list[Tensor] | None = None
+    if layout is not None:
+        unpacked = _run_in_c("unpack", tensors, buffer, layout, scale, found_inf, max_abs)
+    if unpacked is None:
+        call = check_unpack(buffer, tensors, layout, Findings(found_inf, max_abs))
+        unpacked = run(call, scale)
     return unpacked
 
 

@@ -29,7 +29,7 @@ from kernels.arguments import (
 from kernels.arithmetic import TINY
 from kernels.findings import Findings
 from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan
-from kernels.torch_ops import run
+from kernels.torch_ops import in_c, run
 from kernels.validation import EQUAL, check_like, check_sized, check_tensor, check_weights
 
 Weights = tuple[float, float]
@@ -58,7 +58,9 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
         tensor([[ 3.,  1.,  9.],
                 [ 8.,  4., 16.]], dtype=torch.float64)
     """
-    dots: Tensor = run(check_dot_and_norms(a, b, segments))
+    dots: Tensor | None = in_c("dot_and_norms")((a, b), None, None, 1.0, 1.0, segments)
+    if dots is None:
+        dots = run(check_dot_and_norms(a, b, segments))
     return dots
 
 
@@ -185,8 +187,12 @@ def adasum(
         tensor([1.5000, 3.0000])
     """
     factors = check_weights(weights)
-    call = check_adasum(a, b, segments, out, Findings(found_inf, max_abs), cooperative)
-    combined: Tensor = run(call, *factors)
+    combined: Tensor | None = in_c("adasum")(
+        (a, b), out, None, *factors, segments, found_inf, max_abs
+    )
+    if combined is None:
+        call = check_adasum(a, b, segments, out, Findings(found_inf, max_abs), cooperative)
+        combined = run(call, *factors)
     return combined
 
 

@@ -19,7 +19,7 @@ from kernels.arguments import (
 from kernels.arithmetic import joined
 from kernels.findings import Findings
 from kernels.plans import ScaledAddPlan, SumPlan
-from kernels.torch_ops import run
+from kernels.torch_ops import in_c, run
 from kernels.validation import (
     check_dtype,
     check_like,
@@ -71,8 +71,13 @@ def sum_n(
         tensor([2., 3.])
     """
     scale = check_scalar("scale", scale)
-    findings = Findings(found_inf, max_abs)
-    total: Tensor = run(check_sum_n(tensors, out, dtype, order, accumulate, findings), scale)
+    other = None if order == "list" else "tree"
+    total: Tensor | None = in_c("sum_n")(
+        tensors, out, dtype, scale, 1.0, None, other, accumulate, found_inf, max_abs
+    )
+    if total is None:
+        findings = Findings(found_inf, max_abs)
+        total = run(check_sum_n(tensors, out, dtype, order, accumulate, findings), scale)
     return total
 
 
@@ -136,8 +141,12 @@ def scaled_add(
         tensor([-1.,  0.])
     """
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
-    call = check_scaled_add(a, b, out, dtype, Findings(found_inf, max_abs))
-    total: Tensor = run(call, alpha, beta)
+    total: Tensor | None = in_c("scaled_add")(
+        (a, b), out, dtype, alpha, beta, None, found_inf, max_abs
+    )
+    if total is None:
+        call = check_scaled_add(a, b, out, dtype, Findings(found_inf, max_abs))
+        total = run(call, alpha, beta)
     return total
 
 

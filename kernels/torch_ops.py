@@ -11,7 +11,7 @@ torch's cache of compiled graphs on disk knows operators only by their names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,10 @@ from torch import Tensor
 from kernels import derivatives
 from kernels.arguments import FUNCTIONS, LINEAR, Call
 from kernels.binding import locate, run_at_once
+from kernels.cpu import dispatch
 from kernels.derivatives import tags
 from kernels.findings import SCHEMA, Findings
+from kernels.gpu import launcher
 from kernels.gradients import is_followed, refuse_followed
 from kernels.layout import packed_within
 from kernels.validation import NoMemory, tracing
@@ -30,6 +32,20 @@ from kernels.validation import NoMemory, tracing
 _LIBRARY = torch.library.Library("adasum", "FRAGMENT")
 # So that torch.compile does not change the strides of contiguous inputs; see also `tags`.
 _TAGS = tags("needs_exact_strides", "needs_fixed_stride_order", "cudagraph_unsafe")
+
+
+def in_c(function: str) -> Callable[..., Any]:
+    """Return what checks and runs a call in C, as kernels/cpu/calls.h says.
+
+    It returns what it writes, or None: then nothing is written, and Python checks the call.
+    """
+    if tracing() or launcher.emulated or (library := dispatch.library()) is None:
+        return _undecided
+    return library.calls.get(function, _undecided)
+
+
+def _undecided(*_: object) -> None:
+    """In the place of C's function, where C is not to run."""
 
 
 def run(call: Call, *scalars: float) -> Any:

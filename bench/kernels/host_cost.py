@@ -109,7 +109,7 @@ def stubbed_launches() -> Iterator[None]:
 
     with (
         mock.patch.object(launcher.Kernel, "bind", bind),
-        mock.patch.object(launcher, "_emulated", True),
+        mock.patch.object(launcher, "emulated", True),
         mock.patch.object(launcher, "chip_of", return_value=launcher.Chip(132, 50 << 20)),
     ):
         yield

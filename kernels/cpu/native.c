@@ -383,3 +383,5 @@ void weighted_sum(const struct task *t)
 {
     walk_blocks(t->dtypes[0] == FLOAT64 ? weigh_block_double : weigh_block_float, t);
 }
+
+#include "calls.h"

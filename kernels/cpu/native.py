@@ -12,8 +12,12 @@ import platform
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.graph import increment_version
 
 from kernels.arguments import Call
 
@@ -31,6 +35,8 @@ FUNCTIONS = (
     *("sum_n", "copy", "scaled_add", "dot_and_norms", "combine", "adasum"),
     *("gram", "adasum_coefficients", "weighted_sum"),
 )
+# The numbers of the functions in calls.h.
+CALLS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "adasum")
 _OPENMP = {
     "parallel": "GOMP_parallel",
     "thread_num": "omp_get_thread_num",
@@ -75,7 +81,13 @@ class Task(ctypes.Structure):
 
 
 class Library:
-    """The compiled functions."""
+    """The compiled functions.
+
+    Attributes:
+        calls: By the names in `CALLS` the functions of calls.h: each checks and runs a direct call,
+            or returns None where the checks in Python are to decide. Empty where torch lends no
+            tensors to C.
+    """
 
     def __init__(self, path: Path) -> None:
         """Load the functions. Raises OSError or AttributeError if that fails."""
@@ -85,6 +97,7 @@ class Library:
         for function in self._functions.values():
             function.argtypes, function.restype = (ctypes.c_void_p,), None
         self._team = _team()
+        self.calls = _calls(path, self._team)
 
     def bind(self, call: Call) -> Callable[..., None]:
         """Return what runs a call any number of times, with its scalars.
@@ -148,6 +161,26 @@ class Library:
                 max_abs.detach().fill_(scratch[largest])
 
         return run
+
+
+def _calls(path: Path, team: dict[str, int]) -> dict[str, Callable[..., Any]]:
+    """Return the direct calls of a library, which hold what they ask of tensors."""
+    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return {}
+    rows = torch.empty(0, dtype=torch.float64, device="cpu")
+    # In the order of the fields in calls.h.
+    handles = (
+        *(None, Tensor, torch.nn.Parameter, list, tuple, int, Exception),
+        *(Tensor.is_neg, Tensor.is_inference, Tensor.untyped_storage, Tensor.storage_offset),
+        *("requires_grad", torch.is_grad_enabled, torch.is_inference_mode_enabled, unpack_dual),
+        *(increment_version, torch.get_num_threads, torch.empty, ("dtype", "device")),
+        *(torch.device("cpu"), torch.empty_like, ("dtype", "memory_format")),
+        *(torch.contiguous_format, rows.new_empty, *_CODES, capsule, *team.values()),
+    )
+    direct_call = ctypes.PyDLL(str(path)).direct_call
+    direct_call.argtypes, direct_call.restype = (ctypes.py_object, ctypes.c_int64), ctypes.py_object
+    return {name: direct_call(handles, number) for number, name in enumerate(CALLS)}
 
 
 def _room(call: Call, segments: int) -> int:

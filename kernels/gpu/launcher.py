@@ -25,7 +25,7 @@ except ImportError:
     triton = tl = None
 
 # True while tests run the compiled kernels on CPU tensors: tests/ptx_emulator.
-_emulated = False
+emulated = False
 # Held while a kernel is compiled. Reentrant, because Triton's hooks, a signal handler or a
 # finalizer may launch another kernel in the same thread meanwhile.
 _compiling = threading.RLock()
@@ -223,7 +223,7 @@ def on_triton(tensor: Tensor) -> bool:
         ImportError: It is a CUDA tensor, and Triton is not installed.
     """
     if not tensor.is_cuda:
-        return _emulated
+        return emulated
     if triton is None:
         raise ImportError("kernels on CUDA tensors need Triton: pip install 'triton>=3.6'")
     return True

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import itertools
 import math
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from kernels.arithmetic import joined
 from kernels.cpu import dispatch, native, torch_fallback
 from tests.kernels.cases import DTYPES, bits, misaligned, poisoned, random
 from tests.kernels.conftest import choose_cpu
-from tests.kernels.cpu.cases import ROOT, compile_library, need_compiled, setup_py
+from tests.kernels.cpu.cases import ROOT, compile_changed, need_compiled
 
 SPECIAL = torch.tensor(
     [math.nan, math.inf, -math.inf, 0.0, -0.0, -0.0, 1e-45, -1e-40, 6e-8, 65504.0, 3e38, 1e300],
@@ -216,13 +215,11 @@ def swap_in_torch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def swap_in_c(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_compiled()
-    for file in (ROOT / "kernels" / "cpu").glob("*.[ch]"):
-        text = file.read_text()
-        (path / file.name).write_text(swapped("cpu", text) if file.name == "real.h" else text)
-    names = setup_py()
-    flags = [*names["FLAGS"], *names["PROCESSORS"][platform.machine()], '-DCOMPILED_FROM=""']
-    made = compile_library("gcc", path / "native.c", path / "swapped.so", *flags)
-    library = native.Library(made)
+
+    def change(name: str, text: str) -> str:
+        return swapped("cpu", text) if name == "real.h" else text
+
+    library = native.Library(compile_changed(path, change))
     monkeypatch.setattr(dispatch, "library", lambda: library)
 
 

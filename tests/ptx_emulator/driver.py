@@ -222,7 +222,7 @@ def emulated(
     freeze_tensors()
     outer, _current = _current, emulator
     with (
-        mock.patch.object(launcher, "_emulated", True),
+        mock.patch.object(launcher, "emulated", True),
         mock.patch.object(launcher, "chip_of", return_value=chip),
         mock.patch.object(CompiledKernel, "_init_handles", handles),
         mock.patch.object(driver, "_active", _Driver(capability, warp)),

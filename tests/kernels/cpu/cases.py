@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import runpy
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +28,20 @@ def works() -> bool:
     return torch.equal(kernels.scaled_add(a, b, alpha=0.5, beta=2.0), a * 0.5 + b * 2.0)
 
 
-def setup_py() -> dict[str, object]:
+def setup_py() -> dict[str, Any]:
     """The names of setup.py, which does not run."""
     pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools>=77")
     return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def compile_changed(folder: Path, change: Callable[[str, str], str]) -> Path:
+    """Compile the sources as installation does, each as `change` of its name and text makes it."""
+    for file in (ROOT / "kernels" / "cpu").glob("*.[ch]"):
+        (folder / file.name).write_text(change(file.name, file.read_text()))
+    names = setup_py()
+    flags = [*names["FLAGS"], *names["PROCESSORS"][platform.machine()]]
+    made = folder / "changed.so"
+    return compile_library("gcc", folder / "native.c", made, '-DCOMPILED_FROM=""', *flags)
 
 
 def compile_library(compiler: str, source: Path, made: Path, *flags: str) -> Path:

@@ -15,7 +15,7 @@ import torch
 import kernels
 from kernels.cpu import dispatch, native
 from tests.kernels.cases import random
-from tests.kernels.cpu.cases import compile_library, need_compiled
+from tests.kernels.cpu.cases import compile_changed, need_compiled
 
 # As in torch's wheels for aarch64, whose OpenMP only those see that name it.
 HIDE = """
@@ -94,20 +94,25 @@ def test_threads_compute_at_once() -> None:
     assert not wrong and not any(thread.is_alive() for thread in threads)
 
 
-def test_others_go_on_while_c_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("planned", [False, True])
+def test_others_go_on_while_c_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planned: bool
+) -> None:
     """What takes long gives up the lock that Python's threads share."""
     need_compiled()
     if not shutil.which("gcc"):
         pytest.skip("no gcc on the PATH")
-    text = "".join(
-        f"void {name}(const void *task) {{ usleep(200000); }}\n" for name in native.FUNCTIONS
-    )
-    source = tmp_path / "slow.c"
-    source.write_text("#include <unistd.h>\n" + text)
-    library = native.Library(compile_library("gcc", source, tmp_path / "slow.so"))
+    head = "void scaled_add(const struct task *t)\n{\n"
+
+    def change(name: str, text: str) -> str:
+        assert name != "native.c" or head in text
+        return text.replace(head, f"int usleep(unsigned);\n{head}usleep(200000);\n")
+
+    library = native.Library(compile_changed(tmp_path, change))
     monkeypatch.setattr(dispatch, "library", lambda: library)
     a, b = (random(1 << 17, torch.float32, "cpu", seed) for seed in (1, 2))
-    thread = threading.Thread(target=lambda: kernels.scaled_add(a, b, out=a))
+    plan = kernels.plan_scaled_add(a, b, out=a)
+    thread = threading.Thread(target=plan if planned else lambda: kernels.scaled_add(a, b, out=a))
     turns = 0
     thread.start()
     while thread.is_alive():

@@ -141,7 +141,7 @@ def test_precise_gram_is_double_double_where_vectors_may_cancel(backend, dtype, 
 
 def on_cpu() -> AbstractContextManager[object]:
     """Where launches are emulated, the CPU path again."""
-    return mock.patch.object(launcher, "_emulated", False)
+    return mock.patch.object(launcher, "emulated", False)
 
 
 @pytest.mark.parametrize("rows", [balanced, in_line])
