@@ -28,7 +28,8 @@ static const struct function {
 static struct {
     PyObject *none, *tensor, *parameter, *list, *tuple, *integer, *exception;
     PyObject *is_neg, *is_inference, *untyped_storage, *storage_offset, *requires_grad;
-    PyObject *is_grad_enabled, *is_inference_mode_enabled, *unpack_dual, *increment_version, *get_num_threads;
+    PyObject *is_grad_enabled, *is_inference_mode_enabled, *unpack_dual;
+    PyObject *increment_version, *get_num_threads;
     PyObject *empty, *empty_names, *cpu, *empty_like, *like_names, *contiguous, *new_rows;
     PyObject *dtypes[4];
     PyObject *capsule, *parallel, *thread_num, *num_threads;
@@ -127,10 +128,11 @@ static int has_memory(PyObject *tensor, int following, const struct seen *s)
         if (yes != 0)
             return 0;
     }
+    if (ask(py.is_neg, tensor, truth) != 0)
+        return 0;
     int64_t held = ask(py.untyped_storage, tensor, length);
-    int64_t start = ask(py.storage_offset, tensor, number);
-    return ask(py.is_neg, tensor, truth) == 0 && held >= 0 && start >= 0 &&
-           (s->numel == 0 || bytes_of(s->dtype, start) + s->bytes <= held);
+    int64_t start = held < 0 ? -1 : ask(py.storage_offset, tensor, number);
+    return start >= 0 && (s->numel == 0 || bytes_of(s->dtype, start) + s->bytes <= held);
 }
 
 static int same_shape(const struct seen *s, int64_t ndim, const int64_t *shape)
@@ -175,6 +177,10 @@ static int64_t *read_bounds(PyObject *given, int64_t numel, int64_t *segments)
         return NULL;
     int64_t count = bounds ? PyTuple_Size(bounds) : 2, rises = count > 0;
     int64_t *found = malloc((count + 2) * sizeof *found);
+    if (!found) {
+        Py_DecRef(bounds);
+        return NULL;
+    }
     found[0] = 0, found[1] = numel;
     for (int64_t i = 0; bounds && i < count; i++) {
         PyObject *one = PyTuple_GetItem(bounds, i), *kind = PyObject_Type(one);
@@ -242,14 +248,17 @@ static int prepare(struct call *c, int takes, PyObject *dtype, PyObject *bounds,
         return 0;
     c->seen = malloc(count * sizeof *c->seen);
     c->addresses = malloc(2 * count * sizeof *c->addresses);
+    if (!c->seen || !c->addresses)
+        return 0;
     struct seen *seen = c->seen, out = {0};
     int64_t *dtypes = (int64_t *)(c->addresses + count);
     if (layout)
         sizes = layout + 3 + 2 * count;
     for (int64_t i = 0; i < count; i++) {
         PyObject *tensor = PyTuple_GetItem(c->inputs, i);
-        if (!see(tensor, seen + i) || !has_memory(tensor, following, seen + i) || (takes & ALIKE && seen[i].dtype != seen->dtype) ||
+        if (!see(tensor, seen + i) || (takes & ALIKE && seen[i].dtype != seen->dtype) ||
             !same_shape(seen + i, sizes ? *sizes : seen->ndim, sizes ? sizes + 1 : seen->shape) ||
+            !has_memory(tensor, following, seen + i) ||
             (takes & UNPACKS && !may_be_written(tensor)))
             return 0;
         c->addresses[i] = seen[i].data;
@@ -300,6 +309,8 @@ static int run_task(struct call *c, const struct function *f, double first, doub
     int64_t blocks = f->takes & CUT ? t->bounds[segments] / BLOCK + segments : 0;
     int64_t factors = 2 * (segments > 1 ? segments : 1);
     c->scratch = malloc((factors + own + 3 * blocks) * sizeof *c->scratch);
+    if (!c->scratch)
+        return 0;
     c->scratch[0] = first, c->scratch[1] = second;
     t->coefficients = c->scratch;
     t->dots = own ? c->scratch + factors : t->out;
@@ -340,7 +351,9 @@ static PyObject *run_call(PyObject *self, PyObject *const *arguments, Py_ssize_t
     if (done) {
         /* Autograd does not see writes to what was there: kernels/binding.py says more. */
         PyObject *written = takes & UNPACKS ? c.inputs : c.out;
-        PyObject *told = c.made ? NULL : PyObject_Vectorcall(py.increment_version, &written, 1, NULL);
+        PyObject *told = NULL;
+        if (!c.made)
+            told = PyObject_Vectorcall(py.increment_version, &written, 1, NULL);
         if (told || c.made)
             result = takes & UNPACKS ? PySequence_List(c.inputs) : c.out;
         if (result == c.out)
@@ -360,20 +373,23 @@ static PyObject *run_call(PyObject *self, PyObject *const *arguments, Py_ssize_t
     return result;
 }
 
-/* The call of each function, by its number in `functions`; NULL with an exception where torch lends
- * no tensors as DLPack 1 does. handles: a tuple with the fields of `py`, which it keeps. */
+/* The call of each function, by its number in `functions`; NULL with an exception where torch does
+ * not lend tensors as DLPack 1 does. handles: a tuple with the fields of `py`, which it keeps. */
 PyObject *direct_call(PyObject *handles, int64_t function)
 {
     static PyMethodDef method = {"run_call", run_call, METH_FASTCALL, NULL};
     PyObject **field = (PyObject **)&py;
-    if (PyTuple_Size(handles) != sizeof py / sizeof *field)
-        return NULL;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(handles); i++)
-        field[i] = PyTuple_GetItem(handles, i);
+    for (Py_ssize_t i = 0; i < (Py_ssize_t)(sizeof py / sizeof *field); i++)
+        if (!(field[i] = PyTuple_GetItem(handles, i)))
+            return NULL;
     Py_IncRef(handles);
     exchange = PyCapsule_GetPointer(py.capsule, "dlpack_exchange_api");
     if (!exchange)
         return NULL;
+    if (exchange->major != 1 || !exchange->lend) {
+        PyErr_SetString(py.exception, "torch lends no tensors as DLPack 1 does");
+        return NULL;
+    }
     PyObject *number = PyLong_FromLongLong(function), *made = NULL;
     if (number)
         made = PyCFunction_NewEx(&method, number, NULL);

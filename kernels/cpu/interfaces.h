@@ -36,6 +36,7 @@ void *PyCapsule_GetPointer(PyObject *capsule, const char *name);
 PyObject *PyErr_Occurred(void);
 int PyErr_ExceptionMatches(PyObject *type);
 void PyErr_Clear(void);
+void PyErr_SetString(PyObject *type, const char *text);
 PyThreadState *PyEval_SaveThread(void);
 void PyEval_RestoreThread(PyThreadState *state);
 void Py_IncRef(PyObject *one);
