@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import logging
 import platform
 from array import array
 from collections.abc import Callable
@@ -43,6 +44,7 @@ _OPENMP = {
     "num_threads": "omp_get_num_threads",
 }
 _NONE = array("q")
+_logger = logging.getLogger(__name__)
 
 
 class Unavailable(Exception):
@@ -180,7 +182,12 @@ def _calls(path: Path, team: dict[str, int]) -> dict[str, Callable[..., Any]]:
     )
     direct_call = ctypes.PyDLL(str(path)).direct_call
     direct_call.argtypes, direct_call.restype = (ctypes.py_object, ctypes.c_int64), ctypes.py_object
-    return {name: direct_call(handles, number) for number, name in enumerate(CALLS)}
+    try:
+        return {name: direct_call(handles, number) for number, name in enumerate(CALLS)}
+    except Exception as error:  # noqa: BLE001 - what C raises; Python does the same
+        # Of another DLPack, or another Python: direct calls are then checked in Python.
+        _logger.info("direct calls on CPU tensors are checked in Python: %s", error)
+        return {}
 
 
 def _room(call: Call, segments: int) -> int:
