@@ -430,8 +430,9 @@ def test_training_has_the_same_bits_on_numbers_of_ranks_that_share_the_leaves(sh
 
 
 @pytest.mark.slow
-def test_training_of_eight_leaves_has_the_same_bits_on_eight_and_four_ranks() -> None:
-    assert len({h for size in (8, 4) for h in run_ranks(size, _training, "fsdp2", 8)}) == 1
+@pytest.mark.parametrize("sharded", ["", "fsdp2"])
+def test_training_of_eight_leaves_has_the_same_bits_on_eight_and_four_ranks(sharded: str) -> None:
+    assert len({h for size in (8, 4) for h in run_ranks(size, _training, sharded, 8)}) == 1
 
 
 def test_hybrid_shards_agree() -> None:
