@@ -23,7 +23,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
@@ -100,7 +99,6 @@ class BackendOptions:
         return {"order": self.order, "accumulate": self.accumulate if halves else None}
 
 
-@untraced
 class BackendWork(dist.Work):
     """Calls of a Group, those still under way by their Works, and the tensors that they write."""
 
@@ -114,7 +112,7 @@ class BackendWork(dist.Work):
         Raises the first one's error that failed. With a timeout, a CollectiveTimeoutError if they
         have not ended on the host by then: they are still under way.
         """
-        if timeout > _NO_TIMEOUT and self._works:
+        if self._works and timeout > _NO_TIMEOUT:
             ended, last = threading.Event(), self._works[-1]
             last.add_done_callback(ended.set)
             if not ended.wait(timeout.total_seconds()):
@@ -171,13 +169,15 @@ def _by_group(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
         tensor = arguments[0]
         while isinstance(tensor, list | tuple):
             tensor = tensor[0]
-        with outside_modes() if active_mode() else nullcontext():
-            try:
-                self._check_ours(tensor)
-                return method(self, *arguments, **named)
-            except _NotOursError:
-                method_of_torch = getattr(self._inner, method.__name__)
-            return cast(dist.Work, method_of_torch(*arguments, **named))
+        if active_mode():
+            with outside_modes():
+                return run(self, *arguments, **named)
+        try:
+            self._check_ours(tensor)
+            return method(self, *arguments, **named)
+        except _NotOursError:
+            method_of_torch = getattr(self._inner, method.__name__)
+        return cast(dist.Work, method_of_torch(*arguments, **named))
 
     return run
 
@@ -245,7 +245,8 @@ class AdasumProcessGroup(dist.ProcessGroup):
                 f"tensor is sparse ({tensor.layout}), and sparse sums have no order: make the "
                 "gradient dense (sparse=False), or a process group without order='tree'"
             )
-        if self.group is not None and tensor.device.type not in self._own_devices:
+        _ = self.group
+        if tensor.device.type not in self._own_devices:
             raise _NotOursError
 
     def _reduction(self, opts: Any, tensor: Tensor) -> tuple[Reducer, dict[str, Any]]:
@@ -270,8 +271,10 @@ class AdasumProcessGroup(dist.ProcessGroup):
                 "for itself, as in torch's PowerSGD hook: call it after wait()"
             )
         works = [own.run(call, async_op=asynchronous) for call in calls]
-        work = BackendWork(works if asynchronous else (), tensors)
-        if asynchronous and len(tensors) == 1 and tensors[0].numel() == 1:
+        if not asynchronous:
+            return BackendWork((), tensors)
+        work = BackendWork(works, tensors)
+        if len(tensors) == 1 and tensors[0].numel() == 1:
             # DDP's join keeps the C++ part only, and would wait for ever without this one.
             self._kept.append(work)
         return work
@@ -470,9 +473,10 @@ def _contiguous(tensors: Any) -> tuple[list[Tensor], Callable[[Any], None] | Non
     The function is None if they are the tensors' own memory.
     """
     tensors = _listed(tensors)
-    flat = [tensor.detach().contiguous() for tensor in tensors]
-    if all(tensor.is_contiguous() for tensor in tensors):
+    flat = [tensor.detach() for tensor in tensors]
+    if all(tensor.is_contiguous() for tensor in flat):
         return flat, None
+    flat = [tensor.contiguous() for tensor in flat]
     moved = [(t, copy) for t, copy in zip(tensors, flat, strict=True) if not t.is_contiguous()]
     for tensor, _ in moved:
         if 0 in tensor.stride():
