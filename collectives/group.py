@@ -290,10 +290,6 @@ class Group:
         call = self._arguments.reduce_to_owners(tensors, op, owners, **options)
         return self._calls.run(call, async_op)
 
-    def owners_order(self) -> tuple[int, ...]:
-        """Return the ranks in the order in which reduce_to_owners needs their tensors in memory."""
-        return tuple(range(self.size))
-
     def broadcast_from_owners(
         self,
         tensors: Sequence[Tensor],
@@ -384,10 +380,11 @@ class Group:
         return memory
 
     def buffer(self, nbytes: int, device: torch.device) -> Tensor | None:
-        """Return `nbytes` of uninitialised memory whose tensors are reduced without a copy.
+        """Return memory of this rank's GPU that all ranks' GPUs reach, uninitialised, uint8.
 
-        It is as `symmetric_empty`'s, as bytes; None on all ranks if these GPUs share no memory, the
-        device is none, or ADASUM_NODE_MEMORY is 0. `nbytes` is a multiple of 8. Collective.
+        Tensors in it are reduced without a copy, as those of `symmetric_empty`. None on all ranks
+        if the GPUs share no memory, `device` is not a GPU, or ADASUM_NODE_MEMORY is 0. `nbytes` is
+        a multiple of 8, the same on all ranks, which all call it.
         """
         staging = self._runner.staging
         alone = self.size == 1 or self.num_nodes > 1 or self.size > NODE_RANKS

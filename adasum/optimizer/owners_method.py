@@ -67,7 +67,6 @@ class OwnersMethod(GradientMethod):
         if self._to_owners and (reducer.op.associative or reducer.op.ordered):
             # While an observer watches, gradients are all-reduced, to the same bits.
             reducer.algorithm = "direct" if Needs.ALL_OPERANDS in reducer.op.needs else "rechd"
-        self._places = {rank: i for i, rank in enumerate(self.group.owners_order())}
         self._assign(parameters_of(self.optimizer), [])
 
     def _assign(self, new: Sequence[Tensor], states: Sequence[bytes]) -> None:
@@ -124,7 +123,7 @@ class OwnersMethod(GradientMethod):
         if not self._to_owners:
             # All-reduced: where a tensor lies may decide its bits.
             return members
-        return sorted(members, key=lambda each: self._places[self.owners[each[1]]])
+        return sorted(members, key=lambda each: self.owners[each[1]])
 
     def owners_of(self, members: Sequence[Member]) -> tuple[int, ...] | None:
         """Return the members' owners; None if all ranks get the gradients, as for an observer."""

@@ -482,7 +482,7 @@ class Blocks:
 def torchs(machine, monkeypatch) -> SimpleNamespace:
     """torch's symmetric memory, as node_memory gets it, on one rank of two with large GPUs."""
     blocks = Blocks(lambda block: [block.data_ptr(), 4096])
-    properties = SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(multi_processor_count=132, uuid="gpu-0")
     monkeypatch.setattr(node_memory, "_symmetric_memory", lambda: blocks)
     monkeypatch.setattr(machine.cuda, "get_device_properties", lambda _: properties, raising=False)
     monkeypatch.setattr(node_memory, "_has_native_atomics", lambda source, target: True)
@@ -557,10 +557,13 @@ def test_gpus_without_native_atomics_or_on_several_hosts_are_a_reason(torchs, mo
 
     monkeypatch.setattr(node_memory, "_has_native_atomics", has)
     with pytest.raises(collectives.TransportError, match=r"cuda:2 has no native atomics .* cuda:1"):
-        allocate(lambda said: [[*said[:2], number] for number in (0, 1, 2)])
+        allocate(lambda said: [[*said[:2], number, str(number)] for number in (0, 1, 2)])
     assert asked == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
     with pytest.raises(collectives.TransportError, match="several hosts"):
-        allocate(lambda said: [said, [said[0], "another", 0]])
+        allocate(lambda said: [said, [said[0], "another", 0, "gpu-1"]])
+    # Each rank sees its own GPU only.
+    with pytest.raises(collectives.TransportError, match="different GPUs by one number"):
+        allocate(lambda said: [said, [*said[:3], "gpu-1"]])
 
 
 def test_rank_whose_rendezvous_fails_is_told_to_all(torchs):

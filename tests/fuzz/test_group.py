@@ -105,7 +105,6 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
             },
         ),
         "owners": ([value([3, 4], [2**40], [-1], [True])], {}),
-        "owners_order": ([], {}),
         "reduce": ([a], {"dst": ranks, "op": op, **named, **waits}),
         "reduce_scatter": (
             [a],

@@ -134,10 +134,10 @@ def _symmetric_memory() -> Any:
 
 def _together(
     job: Callable[[], None], device: torch.device, gather: Callable[[Any], list[Any]]
-) -> list[tuple[str, int]]:
+) -> list[tuple[str, int, str]]:
     """Do a job on all ranks, and raise TransportError on all of them if one could not.
 
-    Returns the host of each rank and the number of its GPU.
+    Returns the host of each rank, and the number and the UUID of its GPU.
     """
     lack = ""
     try:
@@ -145,11 +145,12 @@ def _together(
     except (ImportError, AttributeError, RuntimeError) as error:
         # torch's C++ stack follows the first line.
         lack = str(error).strip().split("\n", 1)[0] or type(error).__name__
-    said = gather([lack, socket.gethostname(), device.index or 0])
+    gpu = "" if lack else str(cuda.get_device_properties(device).uuid)
+    said = gather([lack, socket.gethostname(), device.index or 0, gpu])
     lacks = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(said) if text]
     if lacks:
         raise _cannot_be_had(device, "; ".join(lacks))
-    return [(host, number) for _, host, number in said]
+    return [(host, number, gpu) for _, host, number, gpu in said]
 
 
 def _cannot_be_had(device: torch.device, lack: str) -> TransportError:
@@ -169,11 +170,17 @@ def _lack_of(device: torch.device) -> str:
     return ""
 
 
-def _lack_between(places: Sequence[tuple[str, int]]) -> str:
-    """Return why GPUs in these places, by host and number, share no memory; "" if they may."""
-    if len({host for host, _ in places}) > 1:
+def _lack_between(places: Sequence[tuple[str, int, str]]) -> str:
+    """Return why GPUs, by host, number and UUID, share no memory; "" if they may."""
+    if len({host for host, *_ in places}) > 1:
         return "they are on several hosts"
-    numbers = sorted({number for _, number in places})
+    numbers = sorted({number for _, number, _ in places})
+    if len(numbers) < len({gpu for *_, gpu in places}):
+        return (
+            "ranks call different GPUs by one number, so that the driver cannot be asked for "
+            "native atomics between them: let each rank see all GPUs of the node "
+            "(CUDA_VISIBLE_DEVICES)"
+        )
     pairs = [(a, b) for a in numbers for b in numbers if a != b]
     try:
         for a, b in pairs:
