@@ -272,9 +272,9 @@ class Arguments:
         op = validation.reducer("op", op)
         if order is not None or accumulate is not None:
             op = in_order(op, order, accumulate)
-        by_auto = algorithm is None and is_plain_sum(op)
         if algorithm is None:
             algorithm = "auto"
+        by_auto = algorithm == "auto" and is_plain_sum(op)
         try:
             specs = AUTO if by_auto else parse_all_reduce_spec(algorithm)
         except (TypeError, ValueError) as error:

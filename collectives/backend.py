@@ -49,9 +49,8 @@ ORDER_VARIABLE = "ADASUM_BACKEND_ORDER"
 _NO_TIMEOUT = timedelta(0)
 # mypy takes the enum's members for those of its instances.
 _Op: Any = dist.ReduceOp.RedOpType
-_REDUCERS: dict[Any, Reducer] = {**TORCH_REDUCERS, _Op.PREMUL_SUM: Sum}
 # As in NCCL: on bools the sum is a logical or, and the product a logical and.
-_OF_BOOLS: dict[Any, Reducer] = {**_REDUCERS, _Op.SUM: Max, _Op.PRODUCT: Min}
+_OF_BOOLS: dict[Any, Reducer] = {**TORCH_REDUCERS, _Op.SUM: Max, _Op.PRODUCT: Min}
 
 
 class _NotOursError(Exception):
@@ -145,7 +144,7 @@ class BackendWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the tensors; its error has the text of ours."""
         devices = {tensor.device for tensor in self._tensors if tensor.is_cuda}
-        ended: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[*devices])
+        ended: torch.futures.Future[Any] = torch.futures.Future(devices=[*devices])
 
         def deliver(_: object) -> list[Tensor]:
             # Raised in a callback: DDP would take what `set_exception` sets for a result.
@@ -155,9 +154,9 @@ class BackendWork(dist.Work):
 
         if self._works:
             # The last one: a group runs its calls in their order.
-            self._works[-1].add_done_callback(lambda: ended.set_result(self._tensors))
+            self._works[-1].add_done_callback(lambda: ended.set_result(None))
         else:
-            ended.set_result(self._tensors)
+            ended.set_result(None)
         return ended.then(deliver)
 
 
@@ -167,7 +166,7 @@ def _by_group(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     @wraps(method)
     def run(self: AdasumProcessGroup, *arguments: Any, **named: Any) -> dist.Work:
         tensor = arguments[0]
-        while isinstance(tensor, list | tuple):
+        while isinstance(tensor, (list, tuple)):
             tensor = tensor[0]
         if active_mode():
             with outside_modes():
@@ -202,23 +201,21 @@ class AdasumProcessGroup(dist.ProcessGroup):
         self._kept: deque[BackendWork] = deque(maxlen=64)
         self._own_devices: frozenset[str] = frozenset()
         self._inner = dist.ProcessGroup(dist.PrefixStore("inner", place.store), rank, size)
-        store = dist.PrefixStore("gloo", place.store)
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        self._register("cpu", dist.ProcessGroup.BackendType.GLOO, gloo)
+        kinds, store = dist.ProcessGroup.BackendType, dist.PrefixStore("gloo", place.store)
+        backends: dict[str, Any] = {"cpu": dist.ProcessGroupGloo(store, rank, size, timeout)}
         if torch.cuda.is_available() and dist.is_nccl_available():
             nccl_options: Any = dist.ProcessGroupNCCL.Options()
             nccl_options._timeout, nccl_options.group_name = timeout, place.group_id
             nccl_options.global_ranks_in_group = place.global_ranks_in_group
             store = dist.PrefixStore("nccl", place.store)
-            nccl = dist.ProcessGroupNCCL(store, rank, size, nccl_options)
-            self._register("cuda", dist.ProcessGroup.BackendType.NCCL, nccl)
-
-    def _register(self, device: str, kind: Any, backend: Any) -> None:
+            backends["cuda"] = dist.ProcessGroupNCCL(store, rank, size, nccl_options)
         # On this group, too: torch asks it for its devices and its name, and calls what is not
         # overridden (send, recv, gather, scatter) on its backends.
         for group in (self, self._inner):
-            group._register_backend(torch.device(device), kind, backend)
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            for device, backend in backends.items():
+                kind = kinds.GLOO if device == "cpu" else kinds.NCCL
+                group._register_backend(torch.device(device), kind, backend)
+                group._set_default_backend(kinds.GLOO)
 
     def getBackendName(self) -> str:
         """Return the backend's name."""
@@ -254,26 +251,27 @@ class AdasumProcessGroup(dist.ProcessGroup):
         # Overloads have the operator, or nothing, in the place of options.
         op = getattr(opts, "reduceOp", opts) or _Op.SUM
         kind = getattr(op, "op", op)
-        reducer = (_OF_BOOLS if tensor.dtype is torch.bool else _REDUCERS).get(kind)
-        if reducer is None:
+        reducer = (_OF_BOOLS if tensor.dtype is torch.bool else TORCH_REDUCERS).get(kind)
+        if reducer is not None:
+            return reducer, self.adasum_options.order_of(reducer, tensor.dtype)
+        if kind != _Op.PREMUL_SUM:
             raise _NotOursError
-        options = self.adasum_options.order_of(reducer, tensor.dtype)
-        if kind == _Op.PREMUL_SUM:
-            options["prescale"] = float(op.__getstate__()[1])
-        return reducer, options
+        options = self.adasum_options.order_of(Sum, tensor.dtype)
+        return Sum, {**options, "prescale": float(op.__getstate__()[1])}
 
     def _run(self, opts: Any, calls: Sequence[Call], tensors: Sequence[Tensor]) -> BackendWork:
         """Carry out calls, or start them if the options say so; tensors: what they write."""
-        asynchronous, own = getattr(opts, "asyncOp", True), self.group._calls
+        own = self._made._calls  # type: ignore[union-attr]
+        if not getattr(opts, "asyncOp", True):
+            for call in calls:
+                own.run(call)
+            return BackendWork((), tensors)
         if own.queue.is_inside():
             raise TransportError(
                 f"{calls[0]} in a callback of a call of the same process group, which would wait "
                 "for itself, as in torch's PowerSGD hook: call it after wait()"
             )
-        works = [own.run(call, async_op=asynchronous) for call in calls]
-        if not asynchronous:
-            return BackendWork((), tensors)
-        work = BackendWork(works, tensors)
+        work = BackendWork([own.run(call, async_op=True) for call in calls], tensors)
         if len(tensors) == 1 and tensors[0].numel() == 1:
             # DDP's join keeps the C++ part only, and would wait for ever without this one.
             self._kept.append(work)
@@ -282,7 +280,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
     @_by_group
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Reduce tensors of one dtype in place, in one call."""
-        flat, copy_back = _contiguous(tensors)
+        tensors, flat, copy_back = _contiguous(tensors)
         op, options = self._reduction(opts, flat[0])
         options["algorithm"] = self.adasum_options.algorithm
         if len(flat) == 1:
@@ -290,7 +288,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
         else:
             call = self.group._arguments.grouped_all_reduce(flat, op, **options)
         call.then = copy_back
-        return self._run(opts, [call], _listed(tensors))
+        return self._run(opts, [call], tensors)
 
     @_by_group
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -300,7 +298,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
     @_by_group
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
         """Reduce a tensor onto the root; on other ranks it holds partial results afterwards."""
-        (flat,), copy_back = _contiguous(tensors)
+        tensors, (flat,), copy_back = _contiguous(tensors)
         op, options = self._reduction(opts, flat)
         if "prescale" in options:
             flat.mul_(options.pop("prescale"))
@@ -311,11 +309,10 @@ class AdasumProcessGroup(dist.ProcessGroup):
     @_by_group
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
         """Copy the root's tensor to all ranks, in place."""
-        (flat,), copy_back = _contiguous(tensors)
-        root = getattr(opts, "rootRank", opts)
-        call = self.group._arguments.broadcast(flat, root, None)
+        tensors, (flat,), copy_back = _contiguous(tensors)
+        call = self.group._arguments.broadcast(flat, getattr(opts, "rootRank", opts), None)
         call.then = copy_back
-        return self._run(opts, [call], _listed(tensors))
+        return self._run(opts, [call], tensors)
 
     @_by_group
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -462,22 +459,17 @@ class AdasumProcessGroup(dist.ProcessGroup):
         self._inner.shutdown()
 
 
-def _listed(tensors: Any) -> list[Tensor]:
-    """Return c10d's list of tensors; also for a single one, for which it has overloads."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+def _contiguous(tensors: Any) -> tuple[list[Tensor], list[Tensor], Callable[[Any], None] | None]:
+    """Return the tensors as a list, contiguous ones of their values, and what copies these back.
 
-
-def _contiguous(tensors: Any) -> tuple[list[Tensor], Callable[[Any], None] | None]:
-    """Return contiguous tensors of the same values, and a function that copies them back.
-
-    The function is None if they are the tensors' own memory.
+    The last is None if all are contiguous: they are then their own memory.
     """
-    tensors = _listed(tensors)
-    flat = [tensor.detach() for tensor in tensors]
-    if all(tensor.is_contiguous() for tensor in flat):
-        return flat, None
-    flat = [tensor.contiguous() for tensor in flat]
-    moved = [(t, copy) for t, copy in zip(tensors, flat, strict=True) if not t.is_contiguous()]
+    # c10d's overloads take a single tensor.
+    tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+    flat = [tensor.detach().contiguous() for tensor in tensors]
+    moved = [pair for pair in zip(tensors, flat, strict=True) if not pair[0].is_contiguous()]
+    if not moved:
+        return tensors, flat, None
     for tensor, _ in moved:
         if 0 in tensor.stride():
             raise ValueError(
@@ -489,7 +481,7 @@ def _contiguous(tensors: Any) -> tuple[list[Tensor], Callable[[Any], None] | Non
         for tensor, copy in moved:
             tensor.detach().copy_(copy)
 
-    return flat, copy_back
+    return tensors, flat, copy_back
 
 
 def _copy_to(outputs: Sequence[Tensor]) -> Callable[[Tensor], None]:

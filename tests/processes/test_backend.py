@@ -456,11 +456,10 @@ def _overhead(rank: int) -> tuple[float, float]:
 
 
 @pytest.mark.timing
-def test_call_costs_at_most_25_microseconds_more_than_the_groups() -> None:
+def test_call_costs_at_most_20_microseconds_more_than_the_groups() -> None:
     backend, group = run_ranks(1, _overhead)[0]
-    # 15 is the goal. On two cores of a Xeon it was 17 to 23, of which torch's own functions above
-    # the process group take 5.
-    assert backend - group < 25e-6
+    # 15 on two busy cores of a Xeon, of which torch's functions above the process group take 4.
+    assert backend - group < 20e-6
 
 
 def _accelerate(rank: int) -> list[float]:

@@ -72,6 +72,8 @@ NOT_BY_ADASUM = {
     "test_barrier_timeout_global": _WORDS,
     "test_barrier_timeout_group": _WORDS,
     "test_ddp_hook_parity_powerSGD": _CALLBACK,
+    # By gloo it passes with some versions of torch only, 2.15 among them.
+    "test_ddp_hook_pickling_powerSGD": _CALLBACK,
     "test_ddp_profiling_torch_profiler": "looks for gloo's all-reduce in a profile",
     "test_ddp_uneven_inputs": f"PowerSGD is among its hooks: {_CALLBACK}",
     "test_get_backend": "wants the name gloo",
