@@ -10,8 +10,6 @@ from difflib import get_close_matches
 from inspect import isfunction
 from typing import TYPE_CHECKING
 
-from torch.compiler import disable
-
 # First, because it explains the error where another package is called collectives or kernels.
 import adasum._collectives_check  # noqa: F401
 from adasum import orthogonality
@@ -100,6 +98,7 @@ from collectives import (
     is_initialized,
     shutdown,
 )
+from collectives.modes import untraced
 from kernels import logs
 from kernels.version import __version__ as __version__
 
@@ -129,11 +128,11 @@ __all__ += ["start_timeline", "stop_timeline", "synchronize"]
 
 logs.show(__name__)
 
-# Ranks wait for each other in these functions, which torch.compile must not trace: it calls them.
+# Ranks wait for each other in these functions, which torch.compile calls instead of tracing them.
 # Pickle finds them in the modules that define them.
 for _name in __all__:
     if isfunction(globals()[_name]):
-        globals()[_name] = disable(globals()[_name])
+        globals()[_name] = untraced(globals()[_name])
         setattr(sys.modules[globals()[_name].__module__], _name, globals()[_name])
 
 # A type checker that saw __getattr__ would accept any name.

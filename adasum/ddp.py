@@ -26,7 +26,7 @@ from adasum.reducer import gives_gram, observed_copy, require_declared
 from adasum.request_pool import RequestPool, StartedRequest
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Request, Work, validation
-from collectives.modes import outside_modes
+from collectives.modes import outside_modes, untraced
 from collectives.reducers import AnyReducer, from_torch
 from collectives.tree_order import in_order
 
@@ -351,8 +351,8 @@ def _call_after_ddp(function: Callable[[], None]) -> None:
     # Not public, but the only way to be called when backward ends; DDP uses it too.
     engine = torch.autograd.Variable._execution_engine
     # A compiled step that calls backward would have torch.compile trace it.
-    function = torch.compiler.disable(function)
-    engine.queue_callback(torch.compiler.disable(lambda: engine.queue_callback(function)))
+    function = untraced(function)
+    engine.queue_callback(untraced(lambda: engine.queue_callback(function)))
 
 
 def _future_of(result: Tensor, work: Work | None = None) -> torch.futures.Future[Tensor]:

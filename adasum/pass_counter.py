@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from collectives.modes import untraced
+
 
 class PassCounter:
     """Counts, for each parameter, the passes that its gradient is the sum of.
@@ -36,7 +38,7 @@ class PassCounter:
             if parameter in self._counts:
                 most = max(most, self._counts[parameter][1])
             elif parameter.requires_grad:
-                hook = torch.compiler.disable(self._add)
+                hook = untraced(self._add)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
             self._counts[parameter] = None, 0
         self._additions.clear()

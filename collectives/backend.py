@@ -36,7 +36,7 @@ from collectives.call import Call
 from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError, TransportError
 from collectives.group import Group
 from collectives.initialize import from_process_group
-from collectives.modes import outside_modes, untraced
+from collectives.modes import outside_modes, untraced_methods
 from collectives.reducers import TORCH_REDUCERS, Average, Max, Min, Reducer, Sum
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.tree_order import in_order
@@ -181,7 +181,7 @@ def _by_group(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     return run
 
 
-@untraced
+@untraced_methods
 class AdasumProcessGroup(dist.ProcessGroup):
     """A process group whose collectives are those of a Group: see the module.
 

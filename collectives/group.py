@@ -16,7 +16,7 @@ from collectives.call import Call
 from collectives.calls import Calls
 from collectives.execution.all_reduce import Runner
 from collectives.execution.operations import owners, symmetric_empty
-from collectives.modes import untraced
+from collectives.modes import untraced_methods
 from collectives.recorder import GroupRecord
 from collectives.reducers import NODE_RANKS, AnyReducer, Reducer, Sum
 from collectives.requests import Request
@@ -29,7 +29,7 @@ from collectives.tree_order import in_order
 Tensor = torch.Tensor
 
 
-@untraced
+@untraced_methods
 class Group:
     """Ranks that reduce together over one transport.
 

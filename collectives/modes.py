@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
 from inspect import getmembers, isfunction
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._C import _len_torch_function_stack
-from torch.compiler import disable
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from collectives.validation import active_mode
 
 _C = TypeVar("_C", bound=type)
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def untraced(kind: _C) -> _C:
-    """Decorate a class so that torch.compile calls its public methods instead of tracing them.
+def untraced(function: _F) -> _F:
+    """Decorate a function that waits for other ranks: torch.compile ends its graph and calls it.
 
-    They wait for other ranks: its graph ends there.
+    It does what torch.compiler.disable does, but imports torch._dynamo only if it is there already:
+    that takes nearly as long as torch itself.
     """
+    disabled: Callable[..., Any] | None = None
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            from torch._dynamo.eval_frame import skip_code
+
+            disabled = torch.compiler.disable(function)
+            # Else torch.compile would compile this code, which all such functions share.
+            skip_code(call.__code__)  # type: ignore[attr-defined]
+        return disabled(*args, **kwargs)
+
+    return cast("_F", call)
+
+
+def untraced_methods(kind: _C) -> _C:
+    """Decorate a class whose public methods are all `untraced`."""
     for name, function in getmembers(kind, isfunction):
         if not name.startswith("_"):
-            setattr(kind, name, disable(function))
+            setattr(kind, name, untraced(function))
     return kind
 
 

@@ -15,14 +15,14 @@ import torch
 from collectives import validation
 from collectives.call import Call
 from collectives.calls import Calls
-from collectives.modes import untraced
+from collectives.modes import untraced_methods
 from collectives.reducers import Reducer
 from collectives.work import T_co, Work
 
 Tensor = torch.Tensor
 
 
-@untraced
+@untraced_methods
 class Request(Generic[T_co]):
     """A collective on a rank's buffers that can be started again and again.
 

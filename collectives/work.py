@@ -23,7 +23,7 @@ import torch
 from collectives import validation
 from collectives.call import Call
 from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError, describe
-from collectives.modes import inference_mode, untraced
+from collectives.modes import inference_mode, untraced_methods
 from collectives.recorder import ENDED, NOTHING, GroupRecord, recording, span
 from collectives.transport.base import Transport
 
@@ -40,7 +40,7 @@ _CLOSE_SECONDS = 2.0
 T_co = TypeVar("T_co", covariant=True)
 
 
-@untraced
+@untraced_methods
 class Work(Generic[T_co]):
     """A collective under way.
 

@@ -28,6 +28,7 @@ _FUNCTION_MODES = ("_get_current_function_mode_stack", "_pop_mode_temporarily")
 PRIVATE_NAMES = (
     *(f"torch:_foreach_{each}_" for each in ("add", "copy", "sub", "zero")),
     "torch:_C._current_graph_task_id",
+    "torch._dynamo",
     "torch:_C._functorch",
     *(f"torch:_C._len_torch_{each}_stack" for each in ("dispatch", "function")),
     "torch:autograd.Variable._execution_engine",

@@ -26,7 +26,7 @@ from adasum.optimizer.planning import Named
 from adasum.optimizer.record import Record
 from adasum.optimizer.reduction import Reduction
 from collectives import CollectiveError, TransportError
-from collectives.modes import outside_modes
+from collectives.modes import outside_modes, untraced
 from collectives.recorder import span
 
 # Not public, but the only way to be called when backward ends; torch's DDP uses it too.
@@ -117,7 +117,7 @@ class Backward:
         reference = weakref.ref(self)
 
         # Compiled autograd traces hooks; this one waits for other ranks.
-        @torch.compiler.disable
+        @untraced
         def on_gradient(parameter: Tensor) -> None:
             backward = reference()
             if backward is not None:
@@ -211,7 +211,7 @@ class Backward:
                     bucket.waiting += 1
 
     # Autograd calls it, in a compiled step under torch.compile, as it does hooks.
-    @torch.compiler.disable
+    @untraced
     def _on_backward_end(self) -> None:
         """End a pass of the tree; wait, so that the gradients which backward leaves are final."""
         self._callback_queued = self._in_pass = False

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from adasum.optimizer.errors import OptimizerOrderError
+from collectives.modes import untraced
 
 # The methods in which ranks may wait for each other, or which change what hooks do.
 _COLLECTIVE = (
@@ -32,7 +33,7 @@ def class_of(cls: type, base: type[torch.optim.Optimizer]) -> Any:
     both: Any = type(base.__name__, (cls, base), {})
     for name in _COLLECTIVE:
         # torch.compile must not trace them.
-        setattr(both, name, torch.compiler.disable(getattr(both, name)))
+        setattr(both, name, untraced(getattr(both, name)))
     # torch wraps the step of every other optimizer class, and would run step hooks twice.
     both.step.hooked = True
     return both

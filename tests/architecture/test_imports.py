@@ -112,6 +112,7 @@ PRIVATE_WITH_REASON = {
     "torch._foreach_*": "public, as torch.foreach, only in torch after 2.13",
     "torch._C": "the file of torch's extension, which alone knows its OpenMP in some wheels",
     "torch._C._current_graph_task_id": "the only way to ask whether a backward pass is running",
+    "torch._dynamo": "skip_code: torch.compile would compile a frame around each call",
     "torch._C._len_torch_*_stack": "whether modes are active in this thread is told nowhere else",
     "torch._C._functorch": "nor whether torch.func transforms the caller",
     "torch.overrides._get_current_function_mode_stack": "which modes those of functions are",
@@ -163,6 +164,34 @@ def test_import_of_the_packages_imports_no_tool() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_import_of_the_packages_leaves_the_compiler_out() -> None:
+    code = "import sys, adasum; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.timing
+def test_import_of_adasum_takes_at_most_a_quarter_more_than_torchs() -> None:
+    code = (
+        "import resource, {}; used = resource.getrusage(resource.RUSAGE_SELF); "
+        "print(used.ru_utime + used.ru_stime)"
+    )
+    least = {"torch": 1e9, "adasum": 1e9}
+    for _ in range(5):
+        for module in least:
+            done = subprocess.run(
+                [sys.executable, "-c", code.format(module)],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            least[module] = min(least[module], float(done.stdout))
+    assert least["adasum"] <= 1.25 * least["torch"]
 
 
 def test_kernels_for_gpu_and_cpu_do_not_import_each_other() -> None:
