@@ -6,7 +6,6 @@ A Horovod PyTorch script runs with `import adasum as hvd`: names and meaning are
 from __future__ import annotations
 
 import sys
-from difflib import get_close_matches
 from inspect import isfunction
 from typing import TYPE_CHECKING
 
@@ -100,6 +99,7 @@ from collectives import (
 )
 from collectives.modes import untraced
 from kernels import logs
+from kernels.validation import did_you_mean
 from kernels.version import __version__ as __version__
 
 __all__ = ["Adasum", "AdasumReducer", "Average", "Compression", "DistributedOptimizer"]
@@ -140,10 +140,9 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """Raise AttributeError, which tells what to use instead, or what was meant."""
-        advice = f": {ABSENT[name]}" if name in ABSENT else ""
         # Import and inspection ask for __path__, __wrapped__ and such; nobody reads the error.
-        if not advice and not name.startswith("_"):
-            by_lower_case = {each.lower(): each for each in __all__}
-            close = get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.75)
-            advice = f": did you mean {by_lower_case[close[0]]}?" if close else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
+        known = [] if name.startswith("_") else __all__
+        advice = ABSENT.get(name) or did_you_mean(name, known)
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}" + (advice and f": {advice}")
+        )

@@ -28,7 +28,10 @@ class Compressor(Protocol):
 def require_compressor(compression: Any) -> None:
     """Raise TypeError for what lacks one of the two methods of a Compressor."""
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
-        raise TypeError(f"compression must have compress and decompress, not {compression!r}")
+        raise TypeError(
+            f"compression must have compress and decompress, not {compression!r}: pass "
+            "Compression.none, Compression.fp16 or Compression.bf16"
+        )
 
 
 class _NoneCompressor:
@@ -53,7 +56,12 @@ class _BF16Compressor(_NoneCompressor):
     dtype = torch.bfloat16
 
 
-class Compression:
+class _Named(type):
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(f"{cls.__name__} has none, fp16 and bf16, no {name!r}")
+
+
+class Compression(metaclass=_Named):
     """The compressions that come with the library.
 
     `none` sends tensors as they are; `fp16` and `bf16` send float32 and float64 in 2 bytes, and

@@ -55,6 +55,7 @@ from collectives.schedules.topology import Topology, ring_permutations
 from collectives.schedules.verify import verify
 from collectives.work import Work
 from kernels import logs
+from kernels.validation import did_you_mean
 from kernels.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -127,7 +128,10 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        advice = did_you_mean(name, [] if name.startswith("_") else [*__all__, *dir(Group)])
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}" + (advice and f": {advice}")
+        )
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 

@@ -308,7 +308,7 @@ class Group:
     def all_gather(
         self,
         tensor: Tensor,
-        *,
+        *more: Tensor,
         name: str | None = None,
         out: Tensor | None = None,
         async_op: bool = False,
@@ -320,6 +320,10 @@ class Group:
         The result is written to `out`, if given, of which the tensor may be a part; without as many
         rows as all ranks' tensors together it is a CollectiveMismatchError.
         """
+        if more:
+            raise TypeError(
+                "all_gather takes one tensor: pass the tensor for all ranks' rows as out="
+            )
         return self._calls.run(self._arguments.all_gather(tensor, name, out), async_op)
 
     def all_to_all(

@@ -294,6 +294,11 @@ def reducer(argument: str, value: Any) -> Reducer:
     """Return a Reducer, such as Sum, also for torch's name of one, such as dist.ReduceOp.SUM."""
     if not isinstance(value, Reducer):
         value = from_torch(argument, value)
+        if isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"{argument} must be a Reducer such as collectives.Sum, got Tensor: pass the "
+                "tensor for the result as out="
+            )
         instance(argument, value, Reducer, "a Reducer such as collectives.Sum")
     if not isinstance(value.needs, Needs):
         raise TypeError(f"needs of {argument} {value} must be Needs, got {value.needs!r}")

@@ -21,6 +21,8 @@ once, run many times). Nothing here communicates. Examples are after `import tor
 `kernels`.
 """
 
+from typing import TYPE_CHECKING
+
 from kernels import logs
 from kernels.arithmetic import SPREAD_LIMIT
 from kernels.backends import BackendInfo, backend_info
@@ -87,7 +89,7 @@ from kernels.reduction import (
     sum_n_bytes,
     sum_n_reference,
 )
-from kernels.validation import DTYPES
+from kernels.validation import DTYPES, did_you_mean
 from kernels.version import __version__ as __version__
 
 __adasum__ = True
@@ -154,3 +156,24 @@ __all__ = [
 ]
 
 logs.show(__name__)
+
+# Of the distribution on PyPI that is also called `kernels`, by its documentation.
+_HUGGING_FACES = {
+    *("get_kernel", "get_local_kernel", "get_locked_kernel", "has_kernel", "load_kernel"),
+    *("kernelize", "register_kernel_mapping", "use_kernel_forward_from_hub", "use_kernel_mapping"),
+}
+
+# A type checker that saw __getattr__ would accept any name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Raise an error that tells what was meant: ImportError for Hugging Face's names."""
+        if name in _HUGGING_FACES:
+            raise ImportError(
+                f"{name!r} is of Hugging Face's `kernels`, another distribution of this name, and "
+                f"this is adasum's at {__file__}: install one of them in each environment"
+            )
+        advice = did_you_mean(name, [] if name.startswith("_") else __all__)
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}" + (advice and f": {advice}")
+        )

@@ -270,6 +270,8 @@ def check_buffer(name: str, buffer: Tensor, layout: Layout, device: torch.device
     if buffer.shape != (layout.numel,):
         raise ValueError(
             f"{name} has shape {tuple(buffer.shape)} but the layout needs ({layout.numel},)"
+            f", in which tensors start at multiples of {layout.alignment} bytes: pack makes it, "
+            "torch.cat does not"
         )
     if buffer.device != device:
         raise ValueError(f"{name} is on {buffer.device} but the tensors are on {device}: move one")

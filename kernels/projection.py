@@ -155,7 +155,7 @@ def plan_combine(
 
 def adasum(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | None = None,
     segments: Sequence[int] | None = None,
     *,
     weights: Weights = EQUAL,
@@ -186,6 +186,11 @@ def adasum(
         >>> kernels.adasum(a, b, weights=(3, 1))
         tensor([1.5000, 3.0000])
     """
+    if b is None:
+        raise TypeError(
+            "adasum takes two tensors, a and b: for a list of any number use gram, "
+            "adasum_coefficients and weighted_sum"
+        )
     factors = check_weights(weights)
     combined: Tensor | None = in_c("adasum")(
         (a, b), out, None, *factors, segments, found_inf, max_abs

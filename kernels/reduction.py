@@ -32,7 +32,7 @@ from kernels.validation import (
 
 def sum_n(
     tensors: Sequence[Tensor],
-    *,
+    *more: Tensor,
     out: Tensor | None = None,
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
@@ -48,6 +48,7 @@ def sum_n(
 
     Args:
         tensors: At least one, equal in shape, dtype and device.
+        more: An error: tensors are passed as one list.
         out: The tensor to write and return, which may be one of the tensors. None makes one.
         scale: The factor of the sum.
         dtype: The output's dtype; None for that of `out`, or of the tensors without `out`.
@@ -70,6 +71,8 @@ def sum_n(
         >>> kernels.sum_n([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])], scale=0.5)
         tensor([2., 3.])
     """
+    if more:
+        raise TypeError("sum_n takes its tensors as one list: sum_n([a, b])")
     scale = check_scalar("scale", scale)
     other = None if order == "list" else "tree"
     total: Tensor | None = in_c("sum_n")(

@@ -6,7 +6,8 @@ import math
 import numbers
 import operator
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +33,13 @@ MANY = 4
 
 class NoMemory(TypeError):
     """A tensor has no memory of its own that holds its values."""
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return "did you mean ...?" for the name most like this one; "" if none is much like it."""
+    by_lower_case = {each.lower(): each for each in names}
+    close = get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.75)
+    return f"did you mean {by_lower_case[close[0]]}?" if close else ""
 
 
 def tracing() -> bool:

@@ -58,7 +58,12 @@ def _entries_of(params: Any) -> list[Entry]:
                 raise TypeError(f"params must have names as keys, not {name!r}")
         named = sorted(params.items())
     elif isinstance(params, Tensor | str) or not isinstance(params, Iterable):
-        raise TypeError(f"params must be a dict or a list, not {type(params).__name__}")
+        text = f"params must be a dict or a list, not {type(params).__name__}"
+        if isinstance(params, torch.nn.Module):
+            text += ": pass its state_dict()"
+        elif isinstance(params, torch.optim.Optimizer):
+            text += ": use broadcast_optimizer_state"
+        raise TypeError(text)
     else:
         for i, entry in enumerate(params):
             pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)

@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache
 
 from collectives import validation
 from collectives.schedules.registry import ALGORITHMS
+from kernels.validation import did_you_mean
 
 ONE_LEVEL = ("auto", *sorted(ALGORITHMS))
 INNER = tuple(sorted(name for name, record in ALGORITHMS.items() if record.inner))
@@ -191,8 +192,10 @@ def _range(text: str, part: str, limit: int) -> AllReduceSpec:
     if len(levels) > 1:
         known = len(levels) == 2 and names[0] in INNER and names[1] in OUTER
     if not known:
+        meant = did_you_mean(names[0], ONE_LEVEL) if len(levels) == 1 else ""
         raise ValueError(
-            f"specification {text!r} contains invalid algorithm {'/'.join(names)!r}: use one of "
+            f"specification {text!r} contains invalid algorithm {'/'.join(names)!r}"
+            f"{meant and f' ({meant})'}: use one of "
             f"{', '.join(ONE_LEVEL)}, or inner/outer with an inner of {', '.join(INNER)} "
             f"and an outer of {', '.join(OUTER)}"
         )

@@ -146,8 +146,8 @@ class Cost(NamedTuple):
 def estimate(
     spec: str | Schedule,
     nbytes: float,
-    rates: LinkRates,
-    topology: Topology,
+    rates: LinkRates | None = None,
+    topology: Topology | None = None,
     op: str = "sum",
     segments: int = 1,
     device: str | None = None,
@@ -160,17 +160,20 @@ def estimate(
         spec: The specification ("rechd/xring#2", "rd:16k:rechd", whose limits count elements of 4
             bytes, or "auto"), or a schedule of your own.
         nbytes: Length of each rank's buffer.
-        rates: The machine.
-        topology: Where the ranks are.
+        rates: The machine, such as `ASSUMED`; required.
+        topology: Where the ranks are; required.
         op: "sum" or "adasum"; Average costs what Sum does.
         segments: How many tensors lie in the buffer, which Adasum projects on their own, and whose
             shards a parameter-server shuffle places on the ranks.
         device: Of `auto`: "cpu" or "cuda".
 
     Raises:
+        TypeError: The rates or the topology are missing.
         ValueError: The specification is unknown, is `auto` without a device, or is a library's
             algorithm, whose steps are not known; or the schedule is for other ranks.
     """
+    if rates is None or topology is None:
+        raise TypeError("estimate needs rates and a topology: ASSUMED, Topology(8, 8)")
     check_op(op)
     if isinstance(spec, Schedule):
         return cost_of(walk(spec, topology, (op,)), nbytes, rates, topology, segments)
