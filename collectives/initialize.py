@@ -67,7 +67,7 @@ def init(
     gives must equal those of the first call. Under `run_threads` it returns the thread's group.
 
     A rank that waits for others logs a WARNING every ADASUM_STALL_WARNING_SECONDS (60; 0 is never).
-    It writes its last calls to a file on an error and on SIGUSR1 (`dump_flight_record`).
+    It writes its last calls to a file on an error, SIGUSR1 and SIGTERM (`dump_flight_record`).
 
     Args:
         timeout: Seconds that any step of a collective may wait for a peer; 300 unless given.

@@ -146,7 +146,7 @@ class GroupRecord:
 
 
 def begin(record: GroupRecord, kind: str, ranks: Sequence[int]) -> None:
-    """Record a group as one of this process, and let SIGUSR1 write the process's file.
+    """Record a group as one of this process, whose file SIGUSR1 and SIGTERM write from now on.
 
     kind: The function that made the group. ranks: The members' numbers in torch.distributed.
     """

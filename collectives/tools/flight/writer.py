@@ -1,12 +1,14 @@
 """Write a rank's record to a file: JSON, whole or not at all, without an error of its own.
 
-SIGUSR1 writes it, too, also while the rank waits in C, as in gloo, where no Python handler would
-run before the wait ends. So the handler is faulthandler's, which at once writes the stack of the
-thread that got the signal to a pipe. A thread that reads the pipe writes the file.
+SIGUSR1 and SIGTERM write it, too, also while the rank waits in C, as in gloo, where no Python
+handler would run before the wait ends. So the handler is faulthandler's, which at once writes the
+stack of the thread that got the signal to a pipe. A thread that reads the pipe writes the file, and
+then lets SIGTERM do what it would have done.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import functools
 import json
@@ -20,7 +22,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ _OF_RANKS = re.compile(r"rank \d+ (?:has ended|called abort\(\))")
 _Path = str | os.PathLike[str] | None
 # A stack comes in many small writes, and is complete after a pause.
 _PAUSE_SECONDS, _MAX_STACK_BYTES = 0.05, 1 << 16
-_installed = False
+_handled: set[int] = set()
 
 
 def dump_flight_record(path: str | os.PathLike[str] | None = None) -> list[str]:
@@ -79,11 +81,6 @@ def write_all(path: _Path = None, stack: Sequence[str] = ()) -> list[str]:
     return sorted(each for each in written if each)
 
 
-def _write_by_signal(stack: list[str]) -> None:
-    for path in write_all(stack=stack):
-        _logger.warning("SIGUSR1: what this rank did last is in %s", path)
-
-
 def group_began(group: GroupRecord, kind: str, ranks: Sequence[int]) -> None:
     """Attach a group to this process's recorder; the first one also prepares the files."""
     rank, name = recorder.of_process, kind
@@ -98,7 +95,7 @@ def group_began(group: GroupRecord, kind: str, ranks: Sequence[int]) -> None:
             old = os.path.join(folder(), file_name(rank))
             os.replace(old, old.replace(".json", ".previous"))
     if len(ranks) > 1:
-        _install(_write_by_signal)
+        _install()
 
 
 def call_failed(group: GroupRecord, call: Any, error: BaseException) -> None:
@@ -244,25 +241,31 @@ def _call(record: Record, zero: float) -> dict[str, Any]:
     return said
 
 
-def _install(write: Callable[[list[str]], object]) -> None:
-    """Have SIGUSR1 call `write` with the lines of the stack, unless the program handles it.
+def _install() -> None:
+    """Have SIGUSR1 and SIGTERM write the files, with the stack of the thread that they reach.
 
-    Only the main thread can install a handler.
+    A handler of the program for SIGUSR1 is left alone. What SIGTERM would have done, it does once
+    the files are written: end the process, or run the program's handler. Only the main thread can
+    install handlers.
     """
-    global _installed
-    number, main = signal.SIGUSR1, threading.current_thread() is threading.main_thread()
-    used = signal.getsignal(number) is not signal.SIG_DFL or _is_caught(number)
-    if _installed or not main or used:
+    if threading.current_thread() is not threading.main_thread():
         return
-    # Without a descriptor or a thread left, the signal keeps its default.
-    with suppress(OSError, RuntimeError):
-        read, written = os.pipe()
-        # The handler must not wait for the thread that reads.
-        os.set_blocking(written, False)
-        threading.Thread(target=_serve, args=(read, write), daemon=True).start()
-        faulthandler.register(number, file=written, all_threads=False)
-        os.register_at_fork(after_in_child=lambda: _forget(written))
-        _installed = True
+    for number in {signal.SIGUSR1, signal.SIGTERM} - _handled:
+        before = signal.getsignal(number)
+        used = before is not signal.SIG_DFL or _is_caught(number)
+        if before is signal.SIG_IGN or (used and number == signal.SIGUSR1):
+            continue
+        # Without a descriptor or a thread left, the signal keeps its handler.
+        with suppress(OSError, RuntimeError):
+            read, written = os.pipe()
+            # The handler must not wait for the thread that reads.
+            os.set_blocking(written, False)
+            threading.Thread(target=_serve, args=(read, number), daemon=True).start()
+            faulthandler.register(number, file=written, all_threads=False)
+            os.register_at_fork(after_in_child=functools.partial(_forget, number, before, written))
+            # Nothing reads the pipe while the interpreter ends.
+            atexit.register(_forget, number, before)
+            _handled.add(number)
 
 
 def _is_caught(number: int) -> bool:
@@ -274,16 +277,26 @@ def _is_caught(number: int) -> bool:
     return False
 
 
-def _forget(written: int) -> None:
-    """In a forked child: give the signal its default, and leave the parent's thread alone."""
-    faulthandler.unregister(signal.SIGUSR1)
-    with suppress(OSError):
-        os.close(written)
+def _forget(number: int, before: Any, written: int | None = None) -> None:
+    """Put back the handler that was there, unless the program has set another since.
+
+    written: In a forked child, which leaves the parent's thread alone, the pipe's end.
+    """
+    if signal.getsignal(number) is before:
+        faulthandler.unregister(number)
+    if written is not None:
+        with suppress(OSError):
+            os.close(written)
 
 
-def _serve(read: int, write: Callable[[list[str]], object]) -> None:
-    """Call `write` each time that a stack comes through the pipe."""
+def _serve(read: int, number: int) -> None:
+    """Write the files each time that a stack comes through the pipe; pass SIGTERM on."""
+    name = signal.Signals(number).name
     while stack := os.read(read, _MAX_STACK_BYTES):
         while select.select([read], [], [], _PAUSE_SECONDS)[0] and len(stack) < _MAX_STACK_BYTES:
             stack += os.read(read, _MAX_STACK_BYTES)
-        write(stack.decode(errors="replace").splitlines())
+        for path in write_all(stack=stack.decode(errors="replace").splitlines()):
+            _logger.warning("%s: what this rank did last is in %s", name, path)
+        if number == signal.SIGTERM:
+            faulthandler.unregister(number)
+            signal.pthread_kill(threading.main_thread().ident or 0, number)

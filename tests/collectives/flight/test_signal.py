@@ -1,4 +1,4 @@
-"""SIGUSR1: a rank writes its file while it waits, also where the wait is in C."""
+"""SIGUSR1 and SIGTERM: a rank writes its file while it waits, also where the wait is in C."""
 
 from __future__ import annotations
 
@@ -90,3 +90,36 @@ def handlers(rank: int) -> list[Any]:
 
 def test_handler_of_the_program_stays_and_a_forked_child_has_none() -> None:
     assert run_ranks(2, handlers) == [[[1], -signal.SIGUSR1]] * 2
+
+
+def save_checkpoint() -> None:
+    time.sleep(60.0)
+
+
+def hang(rank: int, folder: str, own: bool) -> None:
+    """Rank 1 hangs outside of collectives, and gets SIGTERM once rank 0 has timed out."""
+    os.environ["ADASUM_FLIGHT_FOLDER"] = folder
+    if own:
+        signal.signal(signal.SIGTERM, lambda *_: Path(folder, "own").touch() or os._exit(0))
+    group = collectives.init(transport="gloo", timeout=3.0)
+    if rank == 1:
+        Path(folder, "unfinished").write_text(str(os.getpid()))
+        Path(folder, "unfinished").rename(Path(folder, "pid1"))
+        save_checkpoint()
+    with pytest.raises(collectives.CollectiveError):
+        group.all_reduce(torch.ones(1), name="loss")
+    os.kill(int(_await(Path(folder, "pid1"))), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_rank_that_hangs_outside_of_a_call_writes_its_stack_when_it_is_ended(
+    own: bool, tmp_path: Path
+) -> None:
+    start = time.monotonic()
+    run_ranks(2, hang, str(tmp_path), own, may_die=frozenset({1}))
+    assert time.monotonic() - start < 50.0
+    assert (tmp_path / "own").exists() is own
+    dumps = read([str(tmp_path)])
+    assert any("save_checkpoint" in line for line in dumps[1].stack)
+    (culprit,) = Analysis(dumps).culprits
+    assert culprit.rank == 1 and "has not made all_reduce 'loss'" in culprit.why
