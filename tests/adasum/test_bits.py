@@ -13,7 +13,8 @@ from torch import nn
 
 import adasum as hvd
 import collectives
-from adasum.bits import bits_of, main, torch_facts
+from adasum.bits import bits_of, torch_facts
+from adasum.bits.__main__ import main
 from collectives import Group
 from tests.processes.harness import run_ranks, script
 

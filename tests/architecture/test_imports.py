@@ -84,9 +84,10 @@ WINGS = {
         ("collectives",),
     ),
     "adasum": (
+        ("adasum.check", "adasum.__main__", "adasum.bits.__main__"),
         ("adasum.__init__",),
         ("adasum.integrations",),
-        ("adasum.ddp", "adasum.fsdp", "adasum.check", "adasum.bits"),
+        ("adasum.ddp", "adasum.fsdp", "adasum.bits"),
         ("adasum.optimizer",),
         ("adasum.horovod",),
         ("adasum",),

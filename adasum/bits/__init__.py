@@ -9,12 +9,6 @@ prints what they depend on, beside what they would depend on here.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-
 import torch
 
 import kernels
@@ -26,7 +20,6 @@ from collectives.schedules.algorithm import tree_text
 __all__ = ["bits_of"]
 
 Facts = dict[str, str]
-_ABSENT = "not said"
 
 
 def bits_of(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
@@ -104,37 +97,3 @@ def torch_facts() -> Facts:
             "Triton": str(kernels.backend_info().triton),
         }
     return found
-
-
-def lines_of(bits: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return what a training depended on, and where this process differs, line by line."""
-    lines = ["gradients are reduced:"]
-    lines += [f"  {name:26} {value}" for name, value in bits["reduction"].items()]
-    lines.append("the model's own bits, which are torch's, depend on:")
-    here = torch_facts()
-    for name in dict.fromkeys([*bits["torch"], *here]):
-        was, now = bits["torch"].get(name, _ABSENT), here.get(name, _ABSENT)
-        lines.append(f"  {name:26} {was}" + ("" if was == now else f"      HERE: {now}"))
-    lines.append("and on seeds, the order of the data, and what each micro-batch holds")
-    return lines
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what a training's bits depend on; 1 where this machine differs, 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m adasum.bits", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", type=Path, help="what bits_of returned, as JSON")
-    given = parser.parse_args(arguments)
-    try:
-        bits = json.loads(given.file.read_text())
-    except (OSError, ValueError) as error:
-        parser.error(f"{given.file} is no JSON that can be read: {error}")
-    if not isinstance(bits, dict) or not {"reduction", "torch"} <= bits.keys():
-        parser.error(f"{given.file} is not what bits_of returned: write json.dumps of that")
-    lines = lines_of(bits)
-    sys.stdout.write("\n".join([*lines, ""]))
-    return int(any("HERE: " in line for line in lines))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
