@@ -2,8 +2,7 @@
 
 `cpu` is the CPU path, compiled or, `cpu_torch`, where nothing was; `triton` the Triton path on
 a GPU, `emulator` the same code, compiled for sm_90 and run on CPU tensors by tests/ptx_emulator,
-which looks for stray and misaligned accesses, races and hangs on the way. `wide_warps` is the
-emulator with warps of 64 threads, as AMD's GPUs have them.
+which looks for stray and misaligned accesses, races and hangs on the way.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ import pytest
 @dataclass(frozen=True)
 class Backend:
     """device: where inputs go. launches: whether to kernels. slow: whether those are emulated, at
-    microseconds an element. warp: the threads of a warp there."""
+    microseconds an element."""
 
     device: str
     launches: bool = False
     slow: bool = False
-    warp: int = 32
 
 
 def choose_cpu(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,21 +41,19 @@ def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 ON_GPU = pytest.param("triton", marks=pytest.mark.gpu)
-WIDE_WARPS = pytest.param("wide_warps", marks=[pytest.mark.slow, pytest.mark.nightly])
 
 
-@pytest.fixture(params=["cpu", "cpu_torch", "emulator", WIDE_WARPS, ON_GPU])
+@pytest.fixture(params=["cpu", "cpu_torch", "emulator", ON_GPU])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     if request.param.startswith("cpu"):
         choose_cpu(request.param, monkeypatch)
         yield Backend("cpu")
-    elif request.param in ("emulator", "wide_warps"):
+    elif request.param == "emulator":
         pytest.importorskip("triton")
         from tests.ptx_emulator.driver import emulated
 
-        warp = 32 if request.param == "emulator" else 64
-        with emulated(warp=warp):
-            yield Backend("cpu", launches=True, slow=True, warp=warp)
+        with emulated():
+            yield Backend("cpu", launches=True, slow=True)
     else:
         import torch
 

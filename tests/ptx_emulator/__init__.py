@@ -6,7 +6,6 @@ barriers and atomics, that programs which wait for each other finish in any orde
 memory is moved. It says nothing about time. Launches of several ranks, each on a GPU of its own,
 run together: their programs are interleaved at random, and what no release and acquire of the
 system's scope orders between them is a race. Ranks of several nodes may run beside each other.
-`emulated(warp=64)` takes warps as wide as AMD's.
 
 An instruction that is not listed by name, modifiers and type raises NotImplementedError.
 

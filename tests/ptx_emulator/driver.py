@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -126,17 +126,17 @@ class Emulator:
 class _Driver:
     """The part of Triton's driver that is used before a launch."""
 
-    def __init__(self, capability: int, warp: int) -> None:
-        self._capability, self._warp = capability, warp
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", self._capability, self._warp)
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
         # Keep kernels apart that are compiled for other architectures or for a GPU of this machine.
-        return -(1000 * self._warp + self._capability)
+        return -self._capability
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -157,9 +157,8 @@ def _passed(values: Sequence[Any], kinds: Sequence[Any]) -> Iterator[int]:
 
 @contextmanager
 def emulated(
-    capability: int | None = None,
+    capability: int = 90,
     *,
-    warp: int = 32,
     resident: int = 64,
     chip: launcher.Chip | None = None,
     seed: int = 0,
@@ -169,8 +168,7 @@ def emulated(
     """Run the Triton kernels on CPU tensors, compiled for sm_`capability` and emulated.
 
     Args:
-        capability: Compute capability times ten: 90, and where warps are wide 70, if None.
-        warp: Threads of a warp: 32, or 64 as AMD's GPUs have them.
+        capability: Compute capability times ten.
         resident: Blocks that run at once, in a launch that is not cooperative.
         chip: The GPU whose size decides between one cooperative launch and two: SMALL_CHIP, with
             all that its capability brings, if None.
@@ -183,14 +181,10 @@ def emulated(
 
     Raises:
         RuntimeError: This process interprets kernels.
-        ValueError: For this capability none is compiled with such warps.
     """
     global _current
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("an interpreted kernel is not compiled: unset TRITON_INTERPRET")
-    capability = capability or (90 if warp == 32 else 70)
-    if warp != 32 and (warp, capability) != (64, 70):
-        raise ValueError(f"nothing is compiled for sm_{capability} with warps of {warp} threads")
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.driver import driver
 
@@ -201,7 +195,7 @@ def emulated(
         if self._run is not None:
             return
         metadata = self.metadata
-        program = _parse(self.asm["ptx"])._replace(warp=metadata.target.warp_size)
+        program = _parse(self.asm["ptx"])
         signature = list(self.src.signature.values())
 
         def run(x: int, y: int, z: int, *rest: Any) -> None:
@@ -225,13 +219,8 @@ def emulated(
         mock.patch.object(launcher, "emulated", True),
         mock.patch.object(launcher, "chip_of", return_value=chip),
         mock.patch.object(CompiledKernel, "_init_handles", handles),
-        mock.patch.object(driver, "_active", _Driver(capability, warp)),
-        ExitStack() as wide,
+        mock.patch.object(driver, "_active", _Driver(capability)),
     ):
-        if warp == 64:
-            from tests.ptx_emulator.wide_warps import compiling_wide
-
-            wide.enter_context(compiling_wide())
         try:
             yield emulator
         finally:

@@ -15,7 +15,7 @@ from tests.ptx_emulator.arithmetic import Array
 from tests.ptx_emulator.launches import Launch, Started, set_up
 from tests.ptx_emulator.memory import Traffic
 from tests.ptx_emulator.parse import Immediate, Instruction, Name, Program
-from tests.ptx_emulator.threads import Threads, is_seen, listed
+from tests.ptx_emulator.threads import WARP, Threads, is_seen, listed
 
 _EXITED = np.iinfo(np.int64).max
 # Basic blocks run, for each resident block, after which a launch counts as hung.
@@ -223,7 +223,7 @@ class Residents:
                 waits[taken] = True
             elif opcode == "bar.warp.sync":
                 program = self._launch.program
-                if instruction.operands != (Immediate(-1),) or program.threads != program.warp:
+                if instruction.operands != (Immediate(-1),) or program.threads != WARP:
                     raise NotImplementedError(
                         f"{instruction.text}: only a block of one warp is known"
                     )

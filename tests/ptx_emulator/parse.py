@@ -73,7 +73,6 @@ class Program(NamedTuple):
         registers: How many registers each bank has.
         basic_blocks: Instructions that are entered at the first and left at the last only.
         labels: The basic block that each label stands before.
-        warp: Threads of a warp.
     """
 
     name: str
@@ -82,7 +81,6 @@ class Program(NamedTuple):
     registers: dict[str, int]
     basic_blocks: tuple[tuple[Instruction, ...], ...]
     labels: dict[str, int]
-    warp: int = 32
 
 
 def _literal(text: str) -> Immediate | None:

@@ -123,8 +123,7 @@ class Threads:
             values = [one.arguments[name] % 2**64 for one in launches]
             same = len(set(values)) == 1
             self._arguments[name] = values[0] if same else each(np.array(values, np.uint64))
-        self._width = program.warp
-        self._warp = self._thread // self._width
+        self._warp = self._thread // WARP
         # What a block may wait for: how often it has read the same once more, of how many bytes,
         # by which threads, and where each of those read what.
         self._again, self._bytes = np.full(count, -1), np.zeros(count, np.int64)
@@ -246,7 +245,7 @@ class Threads:
         elif self._launch.traffic is not None:
             store = instruction.opcode in STORES
             past = store or access.order != "weak" or instruction.opcode.startswith("ld.global.cg")
-            warps, width = self._warp[chosen], self._launch.program.threads // self._width
+            warps, width = self._warp[chosen], self._launch.program.threads // WARP
             self._launch.traffic.count(addresses, warps, size, store, None if past else width)
         return addresses, self._thread[chosen]
 
@@ -342,35 +341,27 @@ class Threads:
     ) -> None:
         """Raise AccessError unless whole warps execute this, as the full mask says."""
         mask = np.atleast_1d(self._registers.read(members, "u32", index))
-        width = self._width
         whole = index is None or (
-            len(index) % width == 0
-            and (index.reshape(-1, width) == index[::width, None] + np.arange(width)).all()
-            and (index[::width] % width == 0).all()
+            len(index) % WARP == 0
+            and (index.reshape(-1, WARP) == index[::WARP, None] + np.arange(WARP)).all()
+            and (index[::WARP] % WARP == 0).all()
         )
         if (mask != 0xFFFFFFFF).any() or not whole:
             raise AccessError(f"{instruction.text}: not all threads of a warp execute it")
-
-    def _require_narrow(self) -> None:
-        """Raise NotImplementedError where warps are not NVIDIA's."""
-        if self._width != WARP:
-            raise NotImplementedError(f"it is not known for warps of {self._width} threads")
 
     def _shuffle(self, instruction: Instruction, named: bool, index: Array | None) -> None:
         target, source, lanes, clamp, members = instruction.operands
         if clamp != Immediate(31) or not (named or isinstance(lanes, Immediate)):
             raise NotImplementedError("only lanes within a whole warp are known")
         self._require_warps(instruction, index, members)
-        width = self._width
-        values = self._registers.read_each(source, "b32", index).reshape(-1, width)
-        chosen = self._registers.read_each(lanes, "u32", index).reshape(-1, width) % width
-        order = chosen if named else np.arange(width) ^ chosen
+        values = self._registers.read_each(source, "b32", index).reshape(-1, WARP)
+        chosen = self._registers.read_each(lanes, "u32", index).reshape(-1, WARP) % WARP
+        order = chosen if named else np.arange(WARP) ^ chosen
         moved = np.take_along_axis(values, order.astype(np.int64), axis=1)
         self._registers.write(target, "b32", moved.reshape(-1), index)
 
     def _reduce(self, instruction: Instruction, operation: Operation, index: Array | None) -> None:
         target, source, members = instruction.operands
-        self._require_narrow()
         self._require_warps(instruction, index, members)
         values = self._registers.read_each(source, operation.result, index)
         result = reduce(operation.compute, values.reshape(-1, WARP).T)
@@ -381,7 +372,6 @@ class Threads:
     ) -> tuple[Array, Array]:
         """Return the addresses of the rows of 8 x 8 matrices of 16 bits, and the threads that
         give them: lane 8m + r gives that of row r of matrix m."""
-        self._require_narrow()
         self._require_warps(instruction, index, Immediate(-1))
         chosen = slice(None) if index is None else index
         addresses = self._address(address, True, index)

@@ -1,7 +1,4 @@
-"""The kernels compile for an MI300, AMD's gfx942: no AMD GPU has run that code.
-
-Nor has an emulator: test_wide_warps.py runs them with warps as wide, as Triton compiles for NVIDIA.
-"""
+"""The kernels compile for an MI300, AMD's gfx942: no AMD GPU has run that code, nor an emulator."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ import kernels
 from kernels.arithmetic import SPREAD_LIMIT
 from kernels.gpu import launcher
 from tests.kernels.cases import bits, misaligned, poisoned, random, rounding
-from tests.kernels.conftest import ON_GPU, WIDE_WARPS, Backend
+from tests.kernels.conftest import ON_GPU, Backend
 from tests.kernels.test_adasum_coefficients import assert_within_100_eps
 from tests.kernels.trees import balanced, in_line, unweighted
 from tests.ptx_emulator.driver import emulated
 
-pytestmark = pytest.mark.parametrize("backend", ["emulator", WIDE_WARPS, ON_GPU], indirect=True)
+pytestmark = pytest.mark.parametrize("backend", ["emulator", ON_GPU], indirect=True)
 
 EPS = torch.finfo(torch.float64).eps
 NUMEL = 1051
@@ -71,14 +71,14 @@ def test_gram_of_more_chunks_than_a_set_adds_them_in_one_order(backend):
     expected = kernels.gram_reference(tensors, cuts)
     assert ((got - expected).abs() <= 2 * cuts[-1] * EPS * reach_of(expected)).all()
     if backend.slow:
-        with emulated(warp=backend.warp, resident=3, seed=77, races=False):
+        with emulated(resident=3, seed=77, races=False):
             assert bits(kernels.gram(tensors, cuts)) == bits(got)
 
 
 @pytest.mark.parametrize("capability", [80, pytest.param(100, marks=slow)])
 def test_gram_has_the_bits_of_sm_90_on_others(backend, capability):
-    if not backend.slow or backend.warp != 32:
-        pytest.skip("what these have is that of warps of 32 in the emulator")
+    if not backend.slow:
+        pytest.skip("what these have is that of the emulator")
     tensors = several(3, torch.float32, backend)
     expected = bits(kernels.gram(tensors, CUTS))
     with emulated(capability):
