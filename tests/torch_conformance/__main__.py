@@ -1,4 +1,4 @@
-"""Run torch's tests of DDP, FSDP2 and its optimizers, which its wheel ships, over adasum.
+"""Run torch's tests of DDP and of a backend, and its optimizers, from its wheel, over adasum.
 
     python -m tests.torch_conformance
 

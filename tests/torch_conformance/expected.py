@@ -104,17 +104,10 @@ SKIPPED = {
     "test_post_localSGD_optimizer_parity_with_hierarchical_sgd_grad_is_view, 3 ranks": _ODD,
 }
 
-# With torch by itself alone.
-NOT_ALONE = {
-    "test_adasum_of_equal_data": "FSDP has no Adasum of its own",
-    "test_adasum_of_gradients_accumulated_in_shards": "FSDP has no Adasum of its own",
-}
-
 
 def expected(name: str, size: int, hook: bool) -> tuple[str, str]:
     """Return the outcome that a test should have, and the reason unless it passes."""
-    lists = [("failed", ALONE), ("skipped", SKIPPED)]
-    lists.append(("failed", LOST) if hook else ("skipped", NOT_ALONE))
+    lists = [("failed", ALONE), ("skipped", SKIPPED), ("failed", LOST if hook else {})]
     for outcome, reasons in lists:
         for key in (f"{name}, {size} ranks", name):
             if key in reasons:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import unittest
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.torch_conformance import own_ddp, torch_backend, torch_ddp, torch_fsdp, torch_optimizers
+from tests.torch_conformance import torch_backend, torch_ddp, torch_optimizers
 
 
 @dataclass(frozen=True)
@@ -46,18 +45,6 @@ class Suite:
     compared: bool = False
 
 
-def names_of(kind: type[unittest.TestCase]) -> list[str]:
-    """Return the names of a test case's methods."""
-    return unittest.defaultTestLoader.getTestCaseNames(kind)  # type: ignore[return-value]
-
-
-def case_of(kind: type[unittest.TestCase], name: str, place: Rank) -> unittest.TestCase:
-    """Make a test case that knows its rank, and whether our hook is used."""
-    test = kind(name)
-    vars(test).update(rank=place.rank, hook=place.hook)
-    return test
-
-
 DDP = Suite("torch's tests of DDP", (2, 3), torch_ddp.names, torch_ddp.case, torch_ddp.stand_ins)
 BACKEND = Suite(
     "torch's tests of a backend",
@@ -67,19 +54,6 @@ BACKEND = Suite(
     torch_backend.stand_ins,
     compared=True,
 )
-OWN_DDP = Suite(
-    "tests of DDP that torch's wheel lacks",
-    (2, 3),
-    functools.partial(names_of, own_ddp.DdpTests),
-    functools.partial(case_of, own_ddp.DdpTests),
-    torch_ddp.hooked,
-)
-FSDP = Suite(
-    "FSDP2 over replicas, with the helpers of torch's tests",
-    (2, 4),
-    functools.partial(names_of, torch_fsdp.FsdpTests),
-    functools.partial(case_of, torch_fsdp.FsdpTests),
-)
 OPTIMIZERS = Suite(
     "torch's optimizers, wrapped, on equal data",
     (2,),
@@ -88,7 +62,4 @@ OPTIMIZERS = Suite(
     alone=False,
 )
 # Where a rank finds each, by the name that --only knows.
-SUITES = {
-    name.lower(): f"{__name__}:{name}"
-    for name in ("BACKEND", "DDP", "OWN_DDP", "FSDP", "OPTIMIZERS")
-}
+SUITES = {name.lower(): f"{__name__}:{name}" for name in ("BACKEND", "DDP", "OPTIMIZERS")}

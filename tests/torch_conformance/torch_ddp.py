@@ -77,16 +77,10 @@ def stand_ins(hook: bool) -> Iterator[None]:
         init(self, module, None, None, *args[1:], **kwargs)
 
     DistributedDataParallel.__init__ = on_cpu  # type: ignore[method-assign]
-    with hooked(hook), cpu_for_gpus.CpuForGpus():
-        yield
-
-
-@contextmanager
-def hooked(hook: bool) -> Iterator[None]:
-    """Register our hook with every DDP, where asked to, until the process ends."""
     if hook:
         _use_hook()
-    yield
+    with cpu_for_gpus.CpuForGpus():
+        yield
 
 
 def _use_hook() -> None:
