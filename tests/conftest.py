@@ -101,7 +101,6 @@ FOR_CI = (
     "accuracy/test_adasum.py::test_adasum_of_every_kind_of_vectors_is_within_bounds[8",
     "adasum/optimizer/test_requests.py::test_steady_step_leaves_nothing_allocated",
     "adasum/test_compile.py",
-    "adasum/test_ddp_fsdp.py::test_ddp_with_the_hook_after_any_change",
     "adasum/test_ddp_fsdp.py::test_fsdp_on_two_replicas",
     "adasum/test_direct.py::test_direct_is_the_tree_of_longdoubles_within_100_eps_whatever_cancels[8",
     "collectives/flight/test_faults.py::test_process_that_is_lost_is_named[stop",

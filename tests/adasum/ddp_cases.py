@@ -30,6 +30,7 @@ from tests.adasum.ddp_model import (
     gradients,
     loss_of,
     plain,
+    warnings_of,
     wrap,
 )
 from tests.adasum.definition import relative_error, tolerance
@@ -273,3 +274,66 @@ def check_absent_rank(rank: int) -> None:
             loss.backward()
         assert time.monotonic() - started < 1.0 + 5.0
     dist.barrier()
+
+
+def check_moved_gradients(rank: int) -> None:
+    """A gradient that was moved out of its bucket is an error on every rank that names it."""
+
+    def last(model: DistributedDataParallel) -> None:
+        model.module.last.bias.grad.data = torch.zeros(3)
+
+    def all_of_them(model: DistributedDataParallel) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data = parameter.grad.data.clone()
+
+    for wrapper in (None, default_hooks.fp16_compress_wrapper):
+        for change in (last, all_of_them):
+            for ranks in ({0, 1, 2, 3}, {1}):
+                model = Net()
+                wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+                names = dict(model.named_parameters())
+                state = HookState(op=hvd.Adasum, named_parameters=names.items())
+                hook = wrapper(ddp_hook) if wrapper else ddp_hook
+                wrapped.register_comm_hook(state, hook)
+                for _ in range(2):
+                    loss_of(wrapped, rank, 0).backward()
+                if rank in ranks:
+                    change(wrapped)
+                error = RuntimeError if rank in ranks else CollectiveMismatchError
+                with pytest.raises(error, match=r"the gradient of \w+\.\w+ was moved"):
+                    loss_of(wrapped, rank, 1).backward()
+                # The way out that the error names.
+                again = DistributedDataParallel(model, gradient_as_bucket_view=True)
+                again.register_comm_hook(state, hook)
+                again.zero_grad()
+                loss_of(again, rank, 1).backward()
+                if wrapper is None:
+                    columns = columns_of(model, 1)
+                    compare(gradients(again), "Adasum", columns, torch.float32)
+
+
+def check_copied_model(rank: int) -> None:
+    """A copy says that it has no hook; its state is complete, and has names for its parameters."""
+    model, pair = Net(), dist.new_group()
+    names = dict(model.named_parameters())
+    wrapped = DistributedDataParallel(model)
+    state = HookState(op=hvd.Adasum, process_group=pair, named_parameters=names.items())
+    wrapped.register_comm_hook(state, ddp_hook)
+    with warnings_of("adasum.ddp") as texts:
+        assert copy.deepcopy(state).process_group is pair
+    assert texts == []
+    with warnings_of("adasum.ddp") as texts:
+        copied = copy.deepcopy(wrapped)
+    assert len(texts) == 1
+    assert "call register_comm_hook on it" in texts[0]
+    ((_, other),) = copied._comm_hooks
+    assert other is not state
+    assert other.process_group is pair
+    for name, parameter in copied.module.named_parameters():
+        assert other.name_of(parameter) == name
+    copied.register_comm_hook(other, ddp_hook)
+    columns = columns_of(model, 0)
+    for each in (copied, wrapped):
+        loss_of(each, rank, 0).backward()
+        compare(gradients(each), "Adasum", columns, torch.float32)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import adasum as hvd
 from adasum.ddp import HookState, ddp_hook
-from tests.adasum import ddp_cases, ddp_complex, ddp_mutations
+from tests.adasum import ddp_cases, ddp_complex
 from tests.adasum.ddp_model import (
     HUGE,
     OPS,
@@ -276,8 +276,8 @@ CHECKS: list[Callable[[int], None]] = [
     ddp_complex.check_complex,
     ddp_complex.check_complex_observer,
     ddp_complex.check_complex_join,
-    ddp_mutations.check_moved_gradients,
-    ddp_mutations.check_copied_model,
+    ddp_cases.check_moved_gradients,
+    ddp_cases.check_copied_model,
     ddp_cases.check_mismatch,
     ddp_cases.check_mismatch_after_join,
     ddp_cases.check_absent_rank,

@@ -14,7 +14,6 @@ from adasum.ddp import HookState, ddp_hook
 from collectives import run_threads
 from tests.adasum import fsdp_jobs
 from tests.adasum.ddp_jobs import ddp_job, selected
-from tests.adasum.ddp_mutations import mutations_job
 from tests.adasum.fsdp_jobs import fsdp_job
 from tests.processes.harness import run_ranks
 
@@ -48,16 +47,6 @@ def test_ddp_and_fsdp_in_processes_equal_the_definition(replicas: int, shards: i
         [check.__name__ for check in fsdp_jobs.CHECKS],
     )
     assert run_ranks(size, job, replicas, shards, timeout=150.0) == [names] * size
-
-
-@pytest.mark.parametrize(
-    "seeds", [range(8), pytest.param(range(8, 128), marks=pytest.mark.slow)], ids=["few", "many"]
-)
-def test_ddp_with_the_hook_after_any_change_of_gradients_does_as_ddp_itself(seeds: range) -> None:
-    """Bit for bit for Average, and to the documented rounding for Adasum."""
-    first, second = run_ranks(2, mutations_job, list(seeds), timeout=150.0)
-    assert first == second
-    assert len(first) == len(seeds)
 
 
 def test_hook_called_with_single_gradients_raises_and_says_what_to_set():
