@@ -114,7 +114,7 @@ class Arguments:
         return call
 
     def symmetric_empty(
-        self, numel: int, dtype: torch.dtype, num_nodes: int, device: torch.device | None
+        self, numel: int, dtype: torch.dtype, local_size: int, device: torch.device | None
     ) -> Call:
         """Check and describe a symmetric_empty."""
         validation.integer("numel", numel, 0)
@@ -124,15 +124,15 @@ class Arguments:
                 f"dtype must be float16, bfloat16, float32 or float64, which kernels reduce, got "
                 f"{dtype}"
             )
-        if self._transport.size > NODE_RANKS:
+        if local_size > NODE_RANKS:
             raise ValueError(
-                f"symmetric memory is for at most {NODE_RANKS} ranks, and the group has "
-                f"{self._transport.size}"
+                f"symmetric memory is for at most {NODE_RANKS} ranks of a node, and there are "
+                f"{local_size}"
             )
-        if num_nodes > 1:
+        if local_size == 1 < self._transport.size:
             raise ValueError(
-                f"symmetric memory is that of one node's GPUs, and the group is on {num_nodes} "
-                "hosts: split it by host"
+                "symmetric memory is that of a node's GPUs, and the group has one rank a node, or "
+                "not equally many consecutive ranks on each: split it by host"
             )
         if not self._transport.shares_gpu_memory(device or torch.device("cpu")):
             raise ValueError(

@@ -85,6 +85,7 @@ class Call:
         movable: Whether it is a named asynchronous call, whose place among the calls is the user's
             choice; errors name it first.
         plan: How it runs in memory that the ranks share; None by messages.
+        launches: What was bound for it in memory that GPUs share, which a request keeps.
         label: What errors call it, with its number, once it has one.
         record: What the flight recorder keeps of it, once it has begun.
         replay: How far this rank is with a request on a GPU, of which the work may be captured.
@@ -107,6 +108,7 @@ class Call:
     described: list[TensorDescription] = field(default_factory=list)
     movable: bool = False
     plan: _Plan | None = None
+    launches: object = None
     label: str = ""
     replay: _Replay | None = None
     # No fields of the dataclass: a copy by `replace` is another call.

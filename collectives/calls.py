@@ -14,13 +14,10 @@ import torch
 from collectives import validation
 from collectives.call import Call
 from collectives.execution.all_reduce import AllReduceOptions, Runner
+from collectives.execution.node_launches import by_messages, plan_node_all_reduce
 from collectives.execution.operations import OPERATIONS
 from collectives.execution.replay import NEW, SEEN, Replay
-from collectives.execution.shared_memory import (
-    by_messages,
-    plan_host_all_reduce,
-    plan_node_all_reduce,
-)
+from collectives.execution.shared_memory import plan_host_all_reduce
 from collectives.negotiation import Joined, Negotiation
 from collectives.recorder import KIND, NEGOTIATED, NOTHING, UNRECORDED, GroupRecord, recording, span
 from collectives.reducers import Average, Reducer, Sum
@@ -69,7 +66,7 @@ class Calls:
     def plan_request(self, call: Call) -> None:
         """Decide how a request runs; may be repeated with other buffers."""
         self._plan(call)
-        # What runs on a node's memory is one launch already.
+        # What runs in a node's memory is one launch already, or few.
         call.replay = Replay.of(self._runner, call) if call.plan is None else None
 
     def reduces_by_tree(self, call: Call) -> bool:

@@ -361,41 +361,42 @@ class Group:
         return self._calls.run(self._arguments.all_gather_bytes(payload, name))
 
     def symmetric_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return uninitialised memory of this rank's GPU that all ranks' GPUs reach, 1-D.
+        """Return uninitialised memory of this rank's GPU that its node's GPUs reach, 1-D.
 
         An all-reduce by `auto` with Sum, Average or Adasum, which on a node's GPUs is one launch a
         rank, copies neither a tensor in it nor the tensors of a FusedBuffer in it: each GPU reads
-        its slice straight from all others and writes the result to them. The bits are those of
-        `kernels.sum_n` of all ranks' vectors. All ranks pass tensors at the same place of the same
-        allocation, also to a request's `start`: ranks that differ in it make other calls.
+        its slice straight from all others and writes the result to them. On one node the bits are
+        those of `kernels.sum_n` of all ranks' vectors. All ranks pass tensors at the same place of
+        the same allocation, also to a request's `start`: ranks that differ in it make other calls.
 
-        For ranks of one node with a GPU each, joined by NVLink, over NCCL; elsewhere a ValueError,
-        and a TransportError if torch has no such memory. It lives until the group is closed, and
-        starts at a multiple of 256 bytes. All ranks pass the same `numel` and `dtype`: float16,
-        bfloat16, float32 or float64.
+        For ranks with a GPU each, equally many on each node and joined there by NVLink, over NCCL;
+        elsewhere a ValueError, and a TransportError if torch has no such memory. It lives until the
+        group is closed, and starts at a multiple of 256 bytes. All ranks pass the same `numel` and
+        `dtype`: float16, bfloat16, float32 or float64.
         """
         # Found here: the communication thread, which may carry it out, has another current GPU.
         device = self.transport.device
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
-        call = self._arguments.symmetric_empty(numel, dtype, self.num_nodes, device)
+        call = self._arguments.symmetric_empty(numel, dtype, self.topology.local_size, device)
         call.instead = lambda: symmetric_empty(self._runner, call, device)
         memory: Tensor = self._calls.run(call)
         return memory
 
     def buffer(self, nbytes: int, device: torch.device) -> Tensor | None:
-        """Return memory of this rank's GPU that all ranks' GPUs reach, uninitialised, uint8.
+        """Return memory of this rank's GPU that its node's GPUs reach, uninitialised, uint8.
 
         Tensors in it are reduced without a copy, as those of `symmetric_empty`. None on all ranks
         if the GPUs share no memory, `device` is not a GPU, or ADASUM_NODE_MEMORY is 0. `nbytes` is
         a multiple of 8, the same on all ranks, which all call it.
         """
-        staging = self._runner.staging
-        alone = self.size == 1 or self.num_nodes > 1 or self.size > NODE_RANKS
-        if alone or not staging.nbytes or not self.transport.shares_gpu_memory(device):
+        runner = self._runner
+        local_size = self.topology.local_size
+        shares = 1 < local_size <= NODE_RANKS and self.transport.shares_gpu_memory(device)
+        if not (shares and runner.staging_bytes):
             return None
-        call = self._arguments.symmetric_empty(nbytes // 8, torch.float64, 1, device)
-        call.instead = lambda: staging.make(nbytes, device)
+        call = self._arguments.symmetric_empty(nbytes // 8, torch.float64, local_size, device)
+        call.instead = lambda: runner.try_node_memory(nbytes, device)
         number: int | None = self._calls.run(call)
         return None if number is None else self.transport.node_memories[number].tensor
 

@@ -201,7 +201,10 @@ class Reducer:
         return partial(self.reduce, operands)
 
     def runs_on_node(self, dtype: torch.dtype, size: int) -> bool:
-        """Return whether `bind_on_node` has a kernel for so many ranks; not unless overridden."""
+        """Return whether `bind_on_node` has a kernel for a node of so many ranks.
+
+        Not unless overridden. Of several nodes `reduce` joins the results, slice by slice.
+        """
         return False
 
     def bind_on_node(
@@ -213,7 +216,8 @@ class Reducer:
 
         Args:
             node: The memory, and what launches there.
-            flat: This rank's vector, [numel], which gets the result.
+            flat: This rank's vector, [numel], which gets the result; of several nodes the slice
+                of it that is this rank's (`node.slice`).
             offset: Bytes at which it starts in every rank's memory.
             segments: As in `Operands`.
         """

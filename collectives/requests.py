@@ -204,7 +204,7 @@ class Request(Generic[T_co]):
             RuntimeError: It was started and not waited for.
         """
         self.release()
-        self._closed = True
+        self._call, self._closed = replace(self._call, launches=None), True
 
     def _under_way(self) -> Work[T_co]:
         self._check_open()

@@ -18,6 +18,7 @@ from adasum.request_pool import RequestPool
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Request, Sum
 from collectives.modes import outside_modes
+from collectives.schedules.levels import runs_on_nodes
 
 
 @dataclass
@@ -74,7 +75,7 @@ class BucketReducer:
         It is memory that all ranks' GPUs share, if this reduction has a kernel for it.
         """
         free = self.casts and self.algorithm in (None, "auto")
-        if not free or not self.op.runs_on_node(like.dtype, self.group.size):
+        if not free or not runs_on_nodes(self.op, like.dtype, self.group.topology):
             return None
         return self.group.buffer(nbytes, like.device)
 

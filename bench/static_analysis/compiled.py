@@ -28,7 +28,7 @@ _NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "flo
 # For each pointer, the constexpr that names its dtype, or the dtype itself.
 _POINTERS = {"a": "A", "b": "B", "x": "DTYPE", "out": "OUT", "buffer": "BUFFER"}
 _POINTERS |= dict.fromkeys(("table", "addresses", "arrivals", "places", "tree"), "i64")
-_POINTERS |= dict.fromkeys(("buffers", "pads", "state", "sources", "held", "runs"), "i64")
+_POINTERS |= dict.fromkeys(("targets", "pads", "state", "sources", "held", "runs"), "i64")
 _POINTERS["copies"] = "u8"
 _POINTERS |= dict.fromkeys(("partials", "dots", "matrices", "coefficients", "spread"), "fp64")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -33,6 +33,9 @@ from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
 from collectives.transport.nccl.cupy_backend import DTYPES
 from collectives.transport.process_groups import has_nccl
+
+if TYPE_CHECKING:
+    from collectives.transport.nccl.node_memory import NodeMemory
 
 Tensor = torch.Tensor
 Specs = tuple[AllReduceSpec, ...]
@@ -98,44 +101,12 @@ def staging_bytes() -> int:
     return int(text) << 20
 
 
-class Staging:
-    """Memory that a node's GPUs share, to which vectors are copied to be reduced in one launch.
-
-    It is made by the first call that asks for it, since only then the rank's GPU is known.
+class Runner:
+    """One rank's transport, memory and libraries, and what they do to a buffer together.
 
     Attributes:
-        nbytes: Of the largest vector.
+        staging_bytes: Of the largest vector that is copied to memory that a node's GPUs share.
     """
-
-    def __init__(self, transport: Transport, timeout: float) -> None:
-        self.nbytes = staging_bytes()
-        self._transport, self._timeout = transport, timeout
-        self._numbers: dict[torch.device, int | None] = {}
-
-    def lacks(self, device: torch.device) -> bool:
-        """Return whether an earlier call has found that there is none on this device."""
-        return device in self._numbers and self._numbers[device] is None
-
-    def memory(self, device: torch.device) -> int | None:
-        """Return the number of the transport's memory, or None if there is none: a collective."""
-        if device not in self._numbers:
-            self._numbers[device] = self.make(self.nbytes, device)
-        return self._numbers[device]
-
-    def make(self, nbytes: int, device: torch.device) -> int | None:
-        """Make memory, as `memory`, whose tensors are reduced where they lie."""
-        number, what = len(self._transport.node_memories), f"{nbytes} bytes of symmetric memory"
-        try:
-            self._transport.add_node_memory(nbytes, device, self._timeout)
-        except TransportError as error:
-            _logger.info("all-reduces on %s have no %s: %s", device, what, error)
-            return None
-        _logger.info("all-reduces on %s have %s", device, what)
-        return number
-
-
-class Runner:
-    """One rank's transport, memory and libraries, and what they do to a buffer together."""
 
     def __init__(self, transport: Transport, topology: Topology, timeout: float) -> None:
         self.transport = transport
@@ -144,7 +115,9 @@ class Runner:
         self.timeout = timeout
         self.workspace = Workspace()
         self.packed = Workspace()
-        self.staging = Staging(transport, timeout)
+        self.staging_bytes = staging_bytes()
+        # By GPU, the number of the memory; None where an earlier call has found that there is none.
+        self.staging: dict[torch.device, int | None] = {}
         self.libraries = Libraries(transport)
         # How many requests' starts all ranks were ready to capture.
         self.captures = 0
@@ -169,6 +142,30 @@ class Runner:
             if phases.library is not None:
                 for device, dtype in kinds:
                     self.libraries.check(phases.library, device, dtype)
+
+    @property
+    def node(self) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        return tuple(self.topology.ranks_of(self.topology.node_of(self.rank)))
+
+    def add_node_memory(self, nbytes: int, device: torch.device | None) -> NodeMemory:
+        """Make memory that the node's GPUs reach, as `Transport.add_node_memory`."""
+        process_group = self.libraries.group(self.node, self.timeout)
+        return self.transport.add_node_memory(
+            nbytes, device, self.node, process_group, self.timeout
+        )
+
+    def try_node_memory(self, nbytes: int, device: torch.device) -> int | None:
+        """Return the number of new memory, or None if there is none: a collective."""
+        what = f"{nbytes} bytes of symmetric memory"
+        number = len(self.transport.node_memories)
+        try:
+            self.add_node_memory(nbytes, device)
+        except TransportError as error:
+            _logger.info("all-reduces on %s have no %s: %s", device, what, error)
+            return None
+        _logger.info("all-reduces on %s have %s", device, what)
+        return number
 
     def context(self, label: str) -> CallContext:
         """Return what a call's steps have in common. label: what an error calls it."""
@@ -347,7 +344,7 @@ class Runner:
             return buffer
         ranks = None
         if phases.schedule is not None:
-            ranks = tuple(self.topology.ranks_of(self.topology.node_of(self.rank)))
+            ranks = self.node
         if ranks is None or len(ranks) > 1:
             self.libraries.all_reduce(phases.library, phases.shards, buffer, ranks, call)
         if on_host and buffer is flat and phases.schedule is not None:

@@ -8,7 +8,7 @@ messages are exchanged whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -63,13 +63,17 @@ class Workspace:
 
 @dataclass(frozen=True)
 class CallContext:
-    """What all steps of a call have in common; without a topology all ranks are on one node."""
+    """What all steps of a call have in common; without a topology all ranks are on one node.
+
+    sums: By ranks, what sums a float64 tensor over them, in place, where that takes no messages.
+    """
 
     transport: Transport
     label: str
     timeout: float
     workspace: Workspace
     topology: Topology | None = None
+    sums: dict[tuple[int, ...], Callable[[torch.Tensor], None]] = field(default_factory=dict)
 
     def is_near(self, peer: int) -> bool:
         """Return whether `peer` is on this rank's node."""
@@ -163,7 +167,8 @@ def _reduce(
         if step.tree and len(step.group) > 1:
             gather_partials = partial(_gather_partials, group=step.group, step=context)
         elif len(step.group) != 1:
-            sum_partials = partial(_sum_partials, group=step.group, step=context)
+            by_messages = partial(_sum_partials, group=step.group, step=context)
+            sum_partials = call.sums.get(step.group, by_messages)
         # Whole segments are reduced when all of them have arrived.
         parted = sum_partials is not None or bool(step.tree)
     for leaves, reductions in kinds:

@@ -199,11 +199,10 @@ def _exchange(
 
 
 def symmetric_empty(runner: Runner, call: Call, device: torch.device | None) -> Tensor:
-    """Make memory that all ranks' GPUs reach, on this rank's `device`."""
+    """Make memory that the node's GPUs reach, on this rank's `device`."""
     dtype = getattr(torch, call.options["dtype"].removeprefix("torch."))
     nbytes = call.options["numel"] * dtype.itemsize
-    memory = runner.transport.add_node_memory(nbytes, device, runner.timeout)
-    return memory.tensor.view(dtype)
+    return runner.add_node_memory(nbytes, device).tensor.view(dtype)
 
 
 def owners(numels: Sequence[int], size: int) -> list[int]:

@@ -197,7 +197,7 @@ class Libraries:
         pieces = [flat[low:high] for low, high in pairwise(bounds) if low < high]
         among: Any = ranks
         if name != "nccl":
-            among = self._group(ranks, call.timeout)
+            among = self.group(ranks, call.timeout)
             if flat.device.type != "cuda" or not has_nccl(among):
                 self._all_reduce_on_host(pieces, among, call)
                 return
@@ -222,11 +222,13 @@ class Libraries:
                 f"took over {call.timeout:g} s: {first_line(error)}"
             ) from error
 
-    def _group(self, ranks: tuple[int, ...] | None, timeout: float) -> dist.ProcessGroup:
-        """Return the process group of all ranks, or of this node: its ranks make that together."""
+    def group(self, ranks: tuple[int, ...] | None, timeout: float) -> dist.ProcessGroup | None:
+        """Return the process group of all ranks, or of this node: its ranks make that together.
+
+        None where there is none of all ranks.
+        """
         whole = self._transport.process_group
-        assert whole is not None
-        if ranks is None:
+        if whole is None or ranks is None or len(ranks) == self._transport.size:
             return whole
         if self._of_node is None:
             self._of_node = subgroup(whole, ranks, dist.get_backend_config(whole), timeout)

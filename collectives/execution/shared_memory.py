@@ -1,4 +1,4 @@
-"""All-reduces through memory that ranks share, of a host or of a node's GPUs: no message is sent.
+"""All-reduces through memory that a host's ranks share: no message is sent.
 
 Every rank copies its vector to its buffer before it signals the call. Once all ranks have signalled
 it, the result is made in one of two ways:
@@ -11,16 +11,12 @@ it, the result is made in one of two ways:
 
 A sum is the balanced tree over the ranks, the order of `rd` and `rechd`, in one pass.
 
-On the GPUs of a node an all-reduce is one launch a rank: its kernel reads its slice straight from
-all GPUs' memory, and writes what it has reduced to all of them (`kernels.gpu.node_kernels`). A
-vector that does not lie in memory that they share is copied there before, and back behind it.
+Of GPUs: node_launches.py.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -28,7 +24,7 @@ from operator import itemgetter
 import torch
 
 from collectives.call import Call
-from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
+from collectives.execution.all_reduce import AllReduceOptions, Runner
 from collectives.execution.vectors import Vector
 from collectives.reducers import TREE_RANKS, Needs, Operands, Piece, Reducer, Sum, is_plain_sum
 from collectives.schedules.halving import balanced_tree
@@ -41,15 +37,12 @@ from collectives.transport.symmetric_memory import (
     SymmetricMemory,
 )
 from collectives.tree_order import in_order
-from kernels.gpu.launcher import elsewhere
 
 Tensor = torch.Tensor
 # Up to so many bytes of a vector, and of all vectors together, one-shot is faster.
 _ONE_SHOT_BYTES, _READ_BYTES = 256 * 1024, 2 * 1024 * 1024
 _LINE = 64
 _TREE_SUM = in_order(Sum, "tree")
-# Where in the memory that GPUs share a call's tensor lies; ranks compare it.
-OPTION = "symmetric_memory"
 
 
 def plan_host_all_reduce(runner: Runner, call: Call) -> HostAllReduce | None:
@@ -264,120 +257,3 @@ class _Tables:
     def sum(self, table: Tensor) -> None:
         """Add all ranks' tables, in place."""
         table.copy_(self.gather(table).sum(0))
-
-
-def by_messages(call: Call) -> Call:
-    """Return a call that goes by messages whatever was planned, as another one to the ranks."""
-    options = {key: value for key, value in call.options.items() if key != OPTION}
-    return replace(call, options=options, plan=None)
-
-
-def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
-    """Return how a call runs in one launch; None if it goes by messages.
-
-    It is one launch if `auto` is free to choose and an operator has such a kernel for the dtype.
-    Where the vector lies in memory that `symmetric_empty` has made, the call's options say where;
-    else it is copied to the group's own, and back.
-    """
-    tensors, transport = call.tensors, runner.transport
-    if call.kind not in ("all_reduce", "grouped_all_reduce") or not tensors or runner.size == 1:
-        return None
-    device = tensors[0].device
-    if not transport.shares_gpu_memory(device):
-        return None
-    # A request's buffer may be another one now.
-    call.options = {key: value for key, value in call.options.items() if key != OPTION}
-    options = AllReduceOptions.of(call)
-    if not any(map(Tensor.numel, tensors)) or not all(map(Tensor.is_contiguous, tensors)):
-        return None
-    options, vector = options.as_vector(tensors)
-    if vector is None or not call.op.runs_on_node(vector.dtype, runner.size):
-        return None
-    if spec_for(options.specs, vector.numel).outer != "auto":
-        return None
-    flat = vector.tensors[0]
-    # Tables cannot be uploaded in a capture of the caller's, which is one on all ranks.
-    if flat.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    plan = NodeAllReduce(runner, call.op, vector, options)
-    for number, memory in enumerate(transport.node_memories if vector.layout is None else ()):
-        offset = memory.offset_of(flat)
-        if offset is not None:
-            call.options = {**call.options, OPTION: [number, offset]}
-            plan.place = number, offset
-            return plan
-    return plan if vector.nbytes <= runner.staging.nbytes and not plan.by_messages else None
-
-
-@dataclass(eq=False)
-class NodeAllReduce:
-    """One all-reduce of one rank's vector; it may be run any number of times.
-
-    Attributes:
-        vector: What is reduced.
-        place: The number of the memory, and the bytes at which the vector lies or is copied there;
-            None until that is made.
-    """
-
-    runner: Runner
-    op: Reducer
-    vector: Vector
-    options: AllReduceOptions
-    place: tuple[int, int] | None = None
-    _work: Callable[[], None] | None = None
-
-    # Nothing is copied by the caller.
-    nbytes = sys.maxsize
-    by_tree = False
-
-    def __str__(self) -> str:
-        return "one launch"
-
-    @property
-    def by_messages(self) -> bool:
-        """Whether it is known that the ranks have no memory to copy the vector to."""
-        return self.place is None and self.runner.staging.lacks(self.vector.tensors[0].device)
-
-    def ready(self) -> bool:
-        """Return whether it can run, alike on all ranks; the first one makes the memory."""
-        if self.place is None:
-            number = self.runner.staging.memory(self.vector.tensors[0].device)
-            self.place = None if number is None else (number, 0)
-        return self.place is not None
-
-    def fill(self) -> None:
-        """Do nothing: the launch is behind the copy on the stream."""
-
-    def run(self, call: Call) -> None:
-        """Put the call on the stream."""
-        assert self.place is not None
-        flat, runner = self.vector.tensors[0], self.runner
-        if self._work is None:
-            self._work = self._bind(*self.place)
-        with call_span(call.label, call.op, "one launch", flat):
-            runner.transport.launch(
-                self.place[0], self._work, self.vector.tensors, call.label, runner.timeout
-            )
-
-    def _bind(self, number: int, offset: int) -> Callable[[], None]:
-        """Return a function that puts all of it on the current stream."""
-        # Not by way of `self`: the cycle would keep the tensors until it is collected.
-        vector, options, op = self.vector, self.options, self.op
-        memory = self.runner.transport.node_memories[number]
-        flat = memory.tensor[offset:][: vector.nbytes].view(vector.dtype)
-        inside = vector.layout is None and vector.tensors[0].data_ptr() == flat.data_ptr()
-        flat = vector.tensors[0] if inside else flat
-        launch: Callable[[], None] | None = None
-
-        def work() -> None:
-            nonlocal launch
-            # Triton compiles and launches for the current device, which may be another one.
-            with elsewhere(flat) or nullcontext():
-                vector.fill(flat, options.prescale)
-                if launch is None:
-                    # Here, on the stream on which its memory is used, for torch's allocator.
-                    launch = op.bind_on_node(memory.node, flat, offset, vector.segments)
-                launch()
-                vector.store(flat, options.postscale)
-
-        return work

@@ -17,9 +17,11 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from collectives import validation
 from collectives.reducers import Needs, Reducer, Sum
-from collectives.schedules import ring
+from collectives.schedules import direct, ring
 from collectives.schedules.algorithm import ONE_TENSOR, Level, RoundRobin, refusal
 from collectives.schedules.registry import ALGORITHMS, ORDERED, SCHEDULES, algorithm
 from collectives.schedules.schedule import IDLE, Collective, ScatterGather, Schedule, Step, Transfer
@@ -188,6 +190,38 @@ def two_level(topology: Topology, inner: ScatterGather | None, outer: Schedule) 
         steps,
         whole_segments=outer.whole_segments,
         replicas=1 if inner else local_size,
+    )
+
+
+def runs_on_nodes(op: Reducer, dtype: torch.dtype, topology: Topology) -> bool:
+    """Return whether launches on the nodes' GPUs reduce by `op`, with messages across the nodes.
+
+    What each node makes must then be a part of the result: of one tree only if a node's ranks are
+    a branch of the balanced one, which 1, 2, 4, ... are.
+    """
+    local = topology.local_size
+    if local == 1 or not op.runs_on_node(dtype, local):
+        return False
+    branches = op.needs is Needs.ONE_TREE and not local & (local - 1)
+    return topology.num_nodes == 1 or op.associative or branches
+
+
+@lru_cache(maxsize=64)
+def across_nodes(topology: Topology, outer: Schedule) -> Schedule:
+    """Return `outer` on the nodes, whose local ranks each hold a slice of their node's result.
+
+    It has as many slices as local ranks, each of `outer.chunks` chunks; rank i of each node ends
+    with slice i of all. Nothing moves inside the nodes.
+    """
+    local_size = topology.local_size
+    node = direct.scatter_gather(local_size)
+    return Schedule(
+        f"{outer.name} across nodes",
+        topology.size,
+        node.chunks * outer.chunks,
+        Collective.ALL_REDUCE,
+        lambda rank: _across(node, outer, rank, behind=local_size),
+        replicas=local_size,
     )
 
 

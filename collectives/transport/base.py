@@ -193,12 +193,24 @@ class Transport(ABC):
         return False
 
     def add_node_memory(
-        self, nbytes: int, device: torch.device | None, timeout: float
+        self,
+        nbytes: int,
+        device: torch.device | None,
+        node: tuple[int, ...],
+        process_group: dist.ProcessGroup | None,
+        timeout: float,
     ) -> NodeMemory:
-        """Make memory of `nbytes` on each rank's GPU that all ranks' kernels reach; a collective.
+        """Make memory on each rank's GPU that the kernels of its node reach; a collective.
 
-        It lives as long as the transport. A `launch` may wait `timeout` seconds for a peer.
-        TransportError on all ranks, with the reason, if a rank cannot have it.
+        It lives as long as the transport. TransportError on all ranks, with the reason, if a rank
+        cannot have it.
+
+        Args:
+            nbytes: Its length.
+            device: This rank's GPU.
+            node: The ranks of this rank's node, which follow each other; all ranks on one node.
+            process_group: Of these ranks.
+            timeout: Seconds that a `launch` may wait for a peer.
         """
         raise TransportError(f"{self!r}: there is no memory that GPUs share")
 
@@ -210,9 +222,9 @@ class Transport(ABC):
         step: str,
         timeout: float,
     ) -> None:
-        """Launch kernels that work on all ranks' memory, as one step; the host does not wait.
+        """Launch kernels that work on the memory of a node, as one step; the host does not wait.
 
-        All ranks make the same launches. Errors come as from `exchange`.
+        All its ranks make the same launches. Errors come as from `exchange`.
 
         Args:
             number: The memory's place among `node_memories`.

@@ -14,8 +14,8 @@ the same device functions. Each rank takes its slice of all vectors, in four par
    pads. Programs of one number signal and wait for each other: behind the barrier that is enough
    for the matrices of all.
 4. Each program adds the ranks' matrices of its segments in rank order, replays the tree, blends its
-   chunks from the copies, and writes them to all buffers, in the place of the vectors. Then it
-   waits for its likes, as at the beginning.
+   chunks from the copies, and writes them to all buffers (of several nodes, to its own), in the
+   place of the vectors. Then it waits for its likes, as at the beginning.
 
 A mailbox is written again in the next launch, after all ranks have come to that: those before have
 ended everywhere.
@@ -121,8 +121,10 @@ def _coefficients(
 
 
 @jit
-def _blend(sources, held, row, start, length, rank, n, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write one chunk of the result to all ranks: of `held`, with the coefficients at `row`.
+def _blend(
+    targets, written, held, row, start, length, rank, n, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write one chunk of the result to all targets: of `held`, with the coefficients at `row`.
 
     Tiles go backwards, as in `weighted_sum`.
     """
@@ -135,7 +137,7 @@ def _blend(sources, held, row, start, length, rank, n, DTYPE: tl.constexpr, BLOC
         offset = (start + done) * BYTES
         if offset % 16 == 0 and count % VECTOR == 0:
             x = weighted_total(held, row, offset, count, n, DTYPE, True, BLOCK)
-            store_to_all(sources, offset, count, x, rank, n, True)
+            store_to_all(targets, offset, count, x, rank, written, True)
         else:
             # In parts, rolled up: see scalar_pointer.
             PART: tl.constexpr = part_of(BLOCK, 4)
@@ -143,7 +145,7 @@ def _blend(sources, held, row, start, length, rank, n, DTYPE: tl.constexpr, BLOC
                 here = offset + part * PART * BYTES
                 left = count - part * PART
                 y = weighted_total(held, row, here, left, n, DTYPE, False, PART)
-                store_to_all(sources, here, left, y, rank, n, False)
+                store_to_all(targets, here, left, y, rank, written, False)
 
 
 @jit
@@ -242,8 +244,8 @@ def _multiply_precisely(
 
 @jit
 def _blend_chunks(
-    sources, held, row, runs, table, matrices, pads, tree, rank, n, before, after, segments,
-    DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    targets, written, held, row, runs, table, matrices, pads, tree, rank, n, before, after,
+    segments, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write these chunks of the result, the last ones first, which L2 still holds."""
     known = tl.full([], -1, tl.int64)
@@ -260,12 +262,14 @@ def _blend_chunks(
             tl.store(row + i, found, mask=i < n)
             tl.debug_barrier()
             known = segment
-        _blend(sources, held, row, start, length, rank, n, DTYPE, BLOCK)
+        _blend(targets, written, held, row, start, length, rank, n, DTYPE, BLOCK)
 
 
 @Kernel
 def _adasum_kernel(
     sources,
+    targets,
+    written: tl.int32,
     held,
     copies,
     pads,
@@ -294,7 +298,7 @@ def _adasum_kernel(
     BLOCK: tl.constexpr,
     BLEND: tl.constexpr,
 ):
-    """This rank's slice of all vectors: their Adasum to all buffers."""
+    """This rank's slice of all vectors: their Adasum to all targets."""
     shares = table + 3 * chunks.to(tl.int64)
     # Behind the counters of chunks and sets, of segments: those of precise matrices, and flags.
     again = arrivals + chunks + segments
@@ -323,8 +327,8 @@ def _adasum_kernel(
     if going:
         row = coefficients + tl.program_id(0).to(tl.int64) * n
         _blend_chunks(
-            sources, held, row, runs, table, matrices, pads, tree, rank, n, before, after,
-            segments, DTYPE, SIZE, BLEND,
+            targets, written, held, row, runs, table, matrices, pads, tree, rank, n, before,
+            after, segments, DTYPE, SIZE, BLEND,
         )  # fmt: skip
         signal(pads, rank, n, SIZE)
         going = wait(pads, state, rank, n, turn + 2, limit, 3, SIZE, SPINS)
@@ -341,6 +345,8 @@ def bind(
     shared: tuple[Tensor, Tensor, int],
     copies: Callable[[int], Tensor],
     spins: int,
+    *,
+    alone: bool = False,
 ) -> launcher.Launch:
     """Bind the launch of one rank.
 
@@ -353,6 +359,7 @@ def bind(
         shared: Pads, state, and nanoseconds that a wait takes at most.
         copies: Returns so many bytes of this GPU's memory, which launches that follow may share.
         spins: Looks at a counter between two at the clock.
+        alone: Whether the result goes to this rank's own buffer alone.
     """
     (pads, state, limit), n, mine = shared, len(slices), slices[rank]
     device, length, itemsize = state.device, mine.bounds[-1], dtype.itemsize
@@ -374,6 +381,8 @@ def bind(
         programs,
         (),
         addresses[:n],
+        addresses[rank:] if alone else addresses[:n],
+        1 if alone else n,
         addresses[n:],
         memory,
         pads,

@@ -7,6 +7,10 @@ when a launch begins, and until they have written.
 
 Adasum is two-shot as well: node_adasum.py.
 
+Where there are several nodes the launch of a sum, or Adasum, writes each slice to its rank's own
+buffer alone. When the nodes' slices are joined, a second one of `_two_shot_kernel`, with one vector
+to add up, writes them to all buffers.
+
 One-shot, where a wait costs more than the bytes: each rank reads all of all. A program copies its
 tile to a place in its pad, of two in turn, signals, waits, and adds up. A place is written again
 two launches later, after the peers' launches between have begun, and those before have ended.
@@ -17,7 +21,9 @@ end: the bits of `sum_n`, and the same on all ranks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -100,7 +106,10 @@ def _all_at_once(
 @Kernel
 def _two_shot_kernel(
     scale_bits: tl.int64,
-    buffers,
+    sources,
+    vectors: tl.int32,
+    targets,
+    written: tl.int32,
     pads,
     state,
     limit: tl.int64,
@@ -114,7 +123,7 @@ def _two_shot_kernel(
     SPINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """This rank's slice of all vectors, from element `start` on: its sum to all buffers."""
+    """This rank's slice of the vectors, from element `start` on: its sum to all targets."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
     scale = float_of(scale_bits).to(WIDE)
@@ -131,20 +140,21 @@ def _two_shot_kernel(
             if count % VECTOR == 0:
                 # The tiles of more ranks do not fit in the registers.
                 if SIZE <= 8:
-                    x = _all_at_once(buffers, at, count, n, DTYPE, WIDE, SIZE, BLOCK)
+                    x = _all_at_once(sources, at, count, vectors, DTYPE, WIDE, SIZE, BLOCK)
                 else:
-                    x = in_order(buffers, at, count, n, DTYPE, WIDE, False, True, BLOCK)
+                    x = in_order(sources, at, count, vectors, DTYPE, WIDE, False, True, BLOCK)
                 x = convert(x * scale, DTYPE)
-                store_to_all(buffers, at, count, x, rank, n, True)
+                store_to_all(targets, at, count, x, rank, written, True)
             else:
                 # In parts, rolled up: see scalar_pointer.
                 PART: tl.constexpr = part_of(BLOCK, 4)
                 for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
                     done = part * PART
                     here = at + done * BYTES
-                    y = in_order(buffers, here, count - done, n, DTYPE, WIDE, False, False, PART)
+                    left = count - done
+                    y = in_order(sources, here, left, vectors, DTYPE, WIDE, False, False, PART)
                     y = convert(y * scale, DTYPE)
-                    store_to_all(buffers, here, count - done, y, rank, n, False)
+                    store_to_all(targets, here, left, y, rank, written, False)
         signal(pads, rank, n, SIZE)
         going = wait(pads, state, rank, n, turn + 1, limit, 3, SIZE, SPINS)
     if going:
@@ -251,6 +261,9 @@ class Node:
         self._places = [*buffers]
         self._buffers, self._host = upload(np.array([*buffers, *pads], np.int64), device)
         self._pads = self._buffers[self.size :]
+        # Tables of addresses, and how many of each count.
+        self._all, self._own = (self._buffers, self.size), (self._buffers[rank:], 1)
+        self._written = self._all
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
         self._limit = int(timeout * 1e9)
         self._copies = torch.empty(0, dtype=torch.uint8, device=device)
@@ -272,18 +285,29 @@ class Node:
         """
         return self._state[ERROR_WORD : ERROR_WORD + 1]
 
-    def describe(self, error: int) -> str:
-        """Return for errors what such a word says; "" for zero."""
+    def describe(self, error: int, names: Sequence[int] = ()) -> str:
+        """Return for errors what such a word says; "" for zero. names: The ranks', if others."""
         if not error:
             return ""
-        missing = [q for q in range(self.size) if error >> q & 1]
+        names = names or range(self.size)
+        missing = [names[q] for q in range(self.size) if error >> q & 1]
         if not missing:
-            return f"rank {self.rank} of the node gave up its launches"
+            return f"rank {names[self.rank]} gave up its launches"
         return (
-            f"rank {self.rank} of the node waited {self._limit / 1e9:g} s, and no sign came that "
+            f"rank {names[self.rank]} waited {self._limit / 1e9:g} s, and no sign came that "
             f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} "
             f"{_PHASES[error >> 32]}"
         )
+
+    def scattering(self) -> Node:
+        """Return this node, whose launches write each rank's slice to its own buffer alone."""
+        part = copy.copy(self)
+        part._written = self._own
+        return part
+
+    def slice(self, numel: int, itemsize: int) -> tuple[int, int]:
+        """Return the (start, length) of this rank's slice of vectors."""
+        return slice_of(numel, itemsize, self.size, self.rank)
 
     def bind_sum(self, x: Tensor, offset: int) -> Callable[[float], None]:
         """Bind the launch that sums all ranks' x in its place, in one shot or two.
@@ -294,7 +318,7 @@ class Node:
             x: This rank's vector, 1-D.
             offset: Bytes at which it starts in each buffer, a multiple of 16.
         """
-        if x.nbytes <= ONE_SHOT_BYTES:
+        if x.nbytes <= ONE_SHOT_BYTES and self._written is self._all:
             return self.bind_one_shot(x, x)
         return self.bind_two_shot(x.numel(), x.dtype, offset)
 
@@ -313,16 +337,31 @@ class Node:
         Raises:
             ValueError: `offset` is none.
         """
+        return self._bind_slice(numel, dtype, offset, self._all, self._written)
+
+    def bind_gather(self, numel: int, dtype: torch.dtype, offset: int = 0) -> Callable[[], None]:
+        """Bind the launch that writes each rank's slice to all buffers; as `bind_two_shot`."""
+        return partial(self._bind_slice(numel, dtype, offset, self._own, self._all), 1.0)
+
+    def _bind_slice(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        offset: int,
+        sources: tuple[Tensor, int],
+        targets: tuple[Tensor, int],
+    ) -> Callable[[float], None]:
         if offset % 16:
             raise ValueError(f"offset is {offset}: vectors start at multiples of 16 bytes")
-        start, length = slice_of(numel, dtype.itemsize, self.size, self.rank)
+        start, length = self.slice(numel, dtype.itemsize)
         # Of the first slice, the longest one, since programs of all ranks meet.
         longest = slice_of(numel, dtype.itemsize, self.size, 0)[1]
         block, warps = launcher.block_of(longest, dtype.itemsize, TWO_SHOT_TILE_BYTES)
         launch = _two_shot_kernel.bind(
             max(1, min(MAX_PROGRAMS, -(-longest // block))),
             (0,),
-            self._buffers,
+            *sources,
+            *targets,
             *self._shared(),
             offset // dtype.itemsize + start,
             length,
@@ -359,6 +398,11 @@ class Node:
             **self._constants(x.dtype, block, 4),
         )
         return lambda scale: launch(launcher.float_bits(scale))
+
+    def add_up(self, table: Tensor) -> None:
+        """Sum all ranks' tables in place, in a launch for each ONE_SHOT_BYTES."""
+        for part in table.view(-1).split(ONE_SHOT_BYTES // table.element_size()):
+            self.bind_one_shot(part, part)(1.0)
 
     def bind_adasum(
         self,
@@ -409,6 +453,7 @@ class Node:
             (self._pads, self._state, self._limit),
             self._copies_of,
             _SPINS,
+            alone=self._written is self._own,
         )
 
     def _copies_of(self, nbytes: int) -> Tensor:

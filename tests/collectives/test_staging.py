@@ -21,6 +21,7 @@ from collectives.execution import all_reduce
 from collectives.initialize import _thread
 from collectives.transport import ThreadWorld
 from tests.adasum import definition
+from tests.collectives import test_symmetric_memory as in_memory
 from tests.collectives.test_symmetric_memory import EPS, Sharing, run, terms
 
 SIZE = 8
@@ -41,7 +42,7 @@ class Counting(Sharing):
 class Refusing(Counting):
     """Whose ranks have no such memory."""
 
-    def add_node_memory(self, nbytes: int, device: Any, timeout: float) -> Any:
+    def add_node_memory(self, nbytes: int, device: Any, *args: Any) -> Any:
         self.devices.append(device)
         raise collectives.TransportError("the GPUs are far away")
 
@@ -82,6 +83,73 @@ def test_tensor_anywhere_is_one_launch_and_no_message(op):
 
     for transport in run(size, job, Counting):
         assert transport.launches == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "op", "launches", "exchanges"),
+    [
+        # A launch in each node before and behind the messages of the slices; one adds up Adasum's
+        # dot products, of which each node holds all.
+        (2, 8, Sum, 2, 1),
+        (2, 8, Average, 2, 1),
+        (2, 8, AdasumReducer(), 3, 1),
+        (2, 4, AdasumReducer(weighted=False), 3, 1),
+        (4, 2, Average, 2, 2),
+        # There and back, and in between the tables of Gram matrices.
+        (3, 2, AdasumReducer(), 2, 3),
+        (2, 3, Sum, 2, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_nodes_exchange_slices_between_two_launches(
+    nodes, local, op, launches, exchanges, dtype, monkeypatch
+):
+    size, numel, bounds = nodes * local, 1001, [0, 10, 700, 701, 1001]
+    monkeypatch.setattr(in_memory, "TIMEOUT", 60.0)
+    results = [torch.empty(0)] * size
+
+    def job(group: Group) -> None:
+        assert group.num_nodes == nodes
+        mine = terms(size, numel, dtype)
+        options: Any = {"segments": bounds, "prescale": 2.0, "postscale": 0.5}
+        x = torch.empty(numel, dtype=dtype)
+        request = group.all_reduce_init(x, op, **options)
+        for turn in range(3):
+            x.copy_(mine[group.rank])
+            if turn == 0:
+                group.all_reduce(x, op, **options)
+            else:
+                before = group.transport.exchanges
+                request.start()
+                request.wait()
+                assert group.transport.exchanges - before == exchanges
+            if isinstance(op, AdasumReducer):
+                exact = definition.tree([2 * one for one in mine], bounds, weighted=op.weighted) / 2
+            else:
+                exact = torch.stack(mine).double().sum(0) / (size if op is Average else 1)
+            # A rounding of each node's results, of what joins them, and of an average's division;
+            # what each is off by is weighed by the coefficients, of about 1.
+            scale = torch.stack(mine).double().abs().max() * (size if op is Sum else 1)
+            error = (x.double() - exact).abs().max()
+            assert error <= 2 * (nodes + 1) * torch.finfo(dtype).eps * scale
+        results[group.rank] = x
+
+    for transport in run(size, job, Counting, nodes):
+        assert transport.launches == [0] * (3 * launches)
+    assert all(torch.equal(each, results[0]) for each in results)
+
+
+def test_of_several_nodes_what_is_no_branch_of_the_tree_goes_by_messages():
+    def job(group: Group) -> None:
+        mine = terms(6, 100, torch.float32)
+        x = mine[group.rank].clone()
+        group.all_reduce(x, adasum.Adasum)
+        exact = definition.tree(mine, None)
+        assert (x.double() - exact).abs().max() <= 2 * EPS * exact.abs().max()
+
+    for transport in run(6, job, Counting, 2):
+        assert not transport.launches
 
 
 def test_tensors_apart_are_packed_into_it():

@@ -7,6 +7,7 @@ tests/processes/test_node_memory.py.
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 import weakref
@@ -31,7 +32,7 @@ from collectives import (
     Sum,
     calls,
 )
-from collectives.execution import shared_memory
+from collectives.execution import node_launches
 from collectives.reducers import NODE_RANKS
 from collectives.transport import ThreadTransport, ThreadWorld
 from collectives.transport.nccl import node_memory
@@ -40,6 +41,7 @@ from collectives.transport.nccl.transport import NcclTransport
 from collectives.tree_order import in_order
 from kernels.gpu import node_adasum, node_kernels
 from kernels.gpu.node_kernels import GIVEN_UP
+from kernels.gpu.node_slices import slice_of
 from tests.adasum import definition
 from tests.collectives.consistency.ranks import WithoutSharedMemory
 from tests.collectives.transport.thread_ranks import TIMEOUT, together
@@ -51,36 +53,66 @@ EPS = torch.finfo(torch.float32).eps
 
 
 class Node:
-    """Sums what lies at one place of all ranks' memory, where all call it at the same time."""
+    """Reduces what lies at one place of all ranks' memory, where all call it at the same time."""
 
-    def __init__(self, rank: int, memories: list[Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, barrier.parties
-        self._memories, self._barrier = memories, barrier
+    def __init__(
+        self,
+        rank: int,
+        memories: list[Tensor],
+        tables: list[Tensor],
+        barrier: threading.Barrier,
+    ) -> None:
+        self.rank, self.size, self._all = rank, barrier.parties, True
+        self._memories, self._tables, self._barrier = memories, tables, barrier
+
+    def slice(self, numel: int, itemsize: int) -> tuple[int, int]:
+        return slice_of(numel, itemsize, self.size, self.rank)
+
+    def scattering(self) -> Node:
+        part = copy.copy(self)
+        part._all = False
+        return part
+
+    def _put(self, offset: int, numel: int, dtype: torch.dtype, reduce: Any) -> None:
+        self._barrier.wait(TIMEOUT)
+        places = [each[offset:][: numel * dtype.itemsize].view(dtype) for each in self._memories]
+        total = reduce(places).to(dtype)
+        self._barrier.wait(TIMEOUT)
+        start, length = (0, numel) if self._all else self.slice(numel, dtype.itemsize)
+        places[self.rank][start : start + length] = total[start : start + length]
 
     def bind_sum(self, x: Tensor, offset: int) -> Callable[[float], None]:
         def launch(factor: float) -> None:
-            self._barrier.wait(TIMEOUT)
-            places = [each[offset : offset + x.nbytes].view(x.dtype) for each in self._memories]
-            total = torch.stack(places).double().sum(0) * factor
-            self._barrier.wait(TIMEOUT)
-            x.copy_(total)
+            def total(places: list[Tensor]) -> Tensor:
+                return torch.stack(places).double().sum(0) * factor
+
+            self._put(offset, x.numel(), x.dtype, total)
 
         return launch
 
     def bind_adasum(
         self, numel: int, dtype: torch.dtype, tree: Any, segments: Any, offset: int
     ) -> Callable[[], None]:
-        def launch() -> None:
-            self._barrier.wait(TIMEOUT)
-            places = [
-                each[offset:][: numel * dtype.itemsize].view(dtype) for each in self._memories
-            ]
+        def joined(places: list[Tensor]) -> Tensor:
             found = kernels.adasum_coefficients(kernels.gram(places, segments)[None], tree)
-            result = kernels.weighted_sum(places, found, segments)
-            self._barrier.wait(TIMEOUT)
-            places[self.rank].copy_(result)
+            return kernels.weighted_sum(places, found, segments)
 
-        return launch
+        return lambda: self._put(offset, numel, dtype, joined)
+
+    def bind_gather(self, numel: int, dtype: torch.dtype, offset: int) -> Callable[[], None]:
+        def gathered(places: list[Tensor]) -> Tensor:
+            slices = [slice_of(numel, dtype.itemsize, self.size, k) for k in range(self.size)]
+            pairs = zip(places, slices, strict=True)
+            return torch.cat([place[start : start + length] for place, (start, length) in pairs])
+
+        return lambda: self._put(offset, numel, dtype, gathered)
+
+    def add_up(self, table: Tensor) -> None:
+        self._tables[self.rank] = table.clone()
+        self._barrier.wait(TIMEOUT)
+        total = torch.stack(self._tables).sum(0)
+        self._barrier.wait(TIMEOUT)
+        table.copy_(total)
 
 
 class Sharing(ThreadTransport):
@@ -91,7 +123,7 @@ class Sharing(ThreadTransport):
         devices: On which memory was asked for.
     """
 
-    memories: dict[int, tuple[list[Tensor], threading.Barrier]]
+    memories: dict[tuple[int, int], tuple[list[Tensor], list[Tensor], threading.Barrier]]
     lock = threading.Lock()
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
@@ -104,20 +136,21 @@ class Sharing(ThreadTransport):
         return True
 
     def add_node_memory(
-        self, nbytes: int, device: torch.device | None, timeout: float
+        self, nbytes: int, device: torch.device | None, node: Any, process_group: Any, timeout: Any
     ) -> NodeMemory:
         self.devices.append(device)
+        size, rank = len(node), self.rank - node[0]
         with self.lock:
             made = self.memories.setdefault(
-                len(self.node_memories),
-                ([torch.empty(0)] * self.size, threading.Barrier(self.size)),
+                (len(self.node_memories), node[0]),
+                ([torch.empty(0)] * size, [torch.empty(0)] * size, threading.Barrier(size)),
             )
-        made[0][self.rank] = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+        made[0][rank] = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
         # As the real one: all ranks have it when the call returns.
-        made[1].wait(TIMEOUT)
+        made[2].wait(TIMEOUT)
         memory = NodeMemory.__new__(NodeMemory)
-        memory.tensor = made[0][self.rank]
-        memory.node = Node(self.rank, *made)  # type: ignore[assignment]
+        memory.tensor = made[0][rank]
+        memory.node = Node(rank, *made)  # type: ignore[assignment]
         self.node_memories.append(memory)
         return memory
 
@@ -138,12 +171,15 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sharing, "memories", {}, raising=False)
 
 
-def run(size: int, job: Callable[[Group], Any], kind: type[Sharing] = Sharing) -> list[Sharing]:
-    world = ThreadWorld(size)
+def run(
+    size: int, job: Callable[[Group], Any], kind: type[Sharing] = Sharing, nodes: int = 1
+) -> list[Sharing]:
+    world, local = ThreadWorld(size), size // nodes
     ranks = [kind(world, rank) for rank in range(size)]
 
     def main(transport: Sharing) -> None:
-        group = Group(transport, timeout=TIMEOUT, local_rank=transport.rank, local_size=size)
+        place = transport.rank % local
+        group = Group(transport, timeout=TIMEOUT, local_rank=place, local_size=local)
         try:
             job(group)
         finally:
@@ -309,7 +345,7 @@ def test_launch_is_bound_for_the_gpu_of_its_tensor(monkeypatch):
         at_binding.append(of_threads.current == x.data_ptr())
         return bind_sum(self, x, offset)
 
-    monkeypatch.setattr(shared_memory, "elsewhere", elsewhere)
+    monkeypatch.setattr(node_launches, "elsewhere", elsewhere)
     monkeypatch.setattr(Node, "bind_sum", bind)
     run(2, lambda group: group.all_reduce(group.symmetric_empty(8)))
     assert at_binding == [True, True]
@@ -435,6 +471,11 @@ class ProcessGroup:
         self.rank, self.size = (lambda: rank), (lambda: size)
 
 
+def add_memory(transport: NcclTransport, timeout: float) -> NodeMemory:
+    group: Any = ProcessGroup(transport.rank, 2)
+    return transport.add_node_memory(64, torch.device("cuda", 0), (0, 1), group, timeout)
+
+
 class Failing:
     """A node whose launches take a while and find that a rank has not come."""
 
@@ -442,8 +483,8 @@ class Failing:
         assert [a - b for a, b in zip(buffers, pads, strict=True)] == [buffers[0] - pads[0]] * 2
         self.rank, self.error = rank, torch.zeros(1, dtype=torch.int64)
 
-    def describe(self, error: int) -> str:
-        return f"rank {self.rank} of the node waited" if error else ""
+    def describe(self, error: int, names: Any) -> str:
+        return f"rank {names[self.rank]} waited" if error else ""
 
 
 @pytest.fixture
@@ -489,9 +530,11 @@ def torchs(machine, monkeypatch) -> SimpleNamespace:
     return SimpleNamespace(blocks=blocks, properties=properties)
 
 
-def allocate(gather: Callable[[Any], list[Any]] = lambda said: [said] * 2) -> Any:
+def allocate(
+    gather: Callable[[Any], list[Any]] = lambda said: [said] * 2, node: Any = range(2)
+) -> Any:
     group: Any = SimpleNamespace(group_name="0")
-    return node_memory.allocate(64, 16, group, torch.device("cuda", 0), gather)
+    return node_memory.allocate(64, 16, group, torch.device("cuda", 0), gather, node)
 
 
 def test_rank_without_memory_is_told_to_all_before_torch_waits_for_it(machine, torchs, monkeypatch):
@@ -510,8 +553,7 @@ def test_rank_without_memory_is_told_to_all_before_torch_waits_for_it(machine, t
 
     def work(transport: NcclTransport) -> None:
         rank[threading.get_ident()] = transport.rank
-        transport.process_group = ProcessGroup(transport.rank, 2)  # type: ignore[assignment]
-        transport.add_node_memory(64, torch.device("cuda", 0), 5.0)
+        add_memory(transport, 5.0)
 
     for error in machine.run(2, work):
         assert isinstance(error, collectives.TransportError)
@@ -557,7 +599,7 @@ def test_gpus_without_native_atomics_or_on_several_hosts_are_a_reason(torchs, mo
 
     monkeypatch.setattr(node_memory, "_has_native_atomics", has)
     with pytest.raises(collectives.TransportError, match=r"cuda:2 has no native atomics .* cuda:1"):
-        allocate(lambda said: [[*said[:2], number, str(number)] for number in (0, 1, 2)])
+        allocate(lambda said: [[*said[:2], k, str(k)] for k in (0, 1, 2)], range(3))
     assert asked == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
     with pytest.raises(collectives.TransportError, match="several hosts"):
         allocate(lambda said: [said, [said[0], "another", 0, "gpu-1"]])
@@ -566,10 +608,24 @@ def test_gpus_without_native_atomics_or_on_several_hosts_are_a_reason(torchs, mo
         allocate(lambda said: [said, [*said[:3], "gpu-1"]])
 
 
+def test_memory_is_among_the_ranks_of_a_node_and_its_lack_is_told_to_all(torchs):
+    def gather(said: Any) -> list[Any]:
+        turns.append(said)
+        lack = "too far" if len(turns) == failing else ""
+        return [said, said, *[[lack, f"host {k // 2}", k % 2, str(k)] for k in (2, 3)]]
+
+    turns: list[Any] = []
+    failing = 0
+    assert allocate(gather, (0, 1))[0].nbytes == 64
+    failing = len(turns) + 2
+    with pytest.raises(collectives.TransportError, match="rank 2, rank 3: too far"):
+        allocate(gather, (0, 1))
+
+
 def test_rank_whose_rendezvous_fails_is_told_to_all(torchs):
     def gather(said: Any) -> list[Any]:
         turns.append(said)
-        return [said, ["the import failed", *said[1:]] if len(turns) == 2 else said]
+        return [said, ["the import failed", *said[1:]] if len(turns) == 3 else said]
 
     turns: list[Any] = []
     with pytest.raises(collectives.TransportError, match="rank 1: the import failed"):
@@ -585,8 +641,7 @@ def test_launch_that_is_late_is_ended_though_no_call_follows(machine, monkeypatc
     monkeypatch.setattr(NodeMemory, "fetch_error", lambda self: None)
 
     def work(transport: NcclTransport) -> int:
-        transport.process_group = ProcessGroup(transport.rank, 2)  # type: ignore[assignment]
-        made = transport.add_node_memory(64, torch.device("cuda", 0), 20.0)
+        made = add_memory(transport, 20.0)
         error, ended = made.node.error, []
 
         def spin() -> None:
@@ -631,8 +686,7 @@ def test_launch_follows_the_stream_and_its_failure_is_told_without_a_wait(machin
     monkeypatch.setattr(NodeMemory, "fetch_error", fetch)
 
     def work(transport: NcclTransport) -> str:
-        transport.process_group = ProcessGroup(transport.rank, 2)  # type: ignore[assignment]
-        made = transport.add_node_memory(64, torch.device("cuda", 0), 5.0)
+        made = add_memory(transport, 5.0)
         assert made.tensor.nbytes == 64
         x, order = device_tensor(torch.zeros(4)), []
         machine.put(lambda: order.append("before"), 0.2)
@@ -654,5 +708,5 @@ def test_launch_follows_the_stream_and_its_failure_is_told_without_a_wait(machin
             transport.launch(0, launch, [x], "the next step", 5.0)
         return str(error)
 
-    expected = [f"rank {rank} of the node waited" for rank in (0, 1)]
+    expected = [f"rank {rank} waited" for rank in (0, 1)]
     assert all_good(machine.run(2, work)) == expected

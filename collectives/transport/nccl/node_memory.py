@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +24,25 @@ _NATIVE_ATOMICS = 3
 
 
 class NodeMemory:
-    """One allocation on each rank's GPU, which kernels of all ranks read and write.
+    """One allocation on each rank's GPU, which kernels of all ranks of its node read and write.
 
-    Making one is a collective of all ranks of the process group. `gather` returns the values of all
-    ranks, by rank. If a rank cannot make its memory all of them raise TransportError, which says
-    why.
+    Making one is a collective of all ranks, each with those of its node. `gather` returns the
+    values of all ranks, by rank. If a rank cannot make its memory all of them raise TransportError,
+    which says why.
+
+    Args:
+        nbytes: Its length.
+        process_group: Of the node's ranks.
+        device: This rank's GPU.
+        timeout: Seconds that a launch waits for a peer, each time.
+        gather: See above.
+        node_ranks: The ranks of this rank's node, which follow each other.
+        names: Their names in errors.
 
     Attributes:
         tensor: This rank's memory, as bytes, uninitialised.
         node: Launches the kernels.
+        node_ranks: As given.
     """
 
     def __init__(
@@ -41,12 +52,17 @@ class NodeMemory:
         device: torch.device,
         timeout: float,
         gather: Callable[[Any], list[Any]],
+        node_ranks: Sequence[int],
+        names: Sequence[int],
     ) -> None:
+        self.node_ranks, self._names = node_ranks, names
         pads = -(-pad_bytes(process_group.size()) // _LINE) * _LINE
-        whole, addresses = allocate(pads + nbytes, pads, process_group, device, gather)
+        whole, addresses = allocate(pads + nbytes, pads, process_group, device, gather, node_ranks)
         self.tensor = whole[pads:]
         buffers = [address + pads for address in addresses]
         self.node = Node(process_group.rank(), buffers, addresses, device, timeout)
+        # Launches are on another stream than what has made the node's tables.
+        cuda.synchronize(device)
         # The error of each launch is copied here, without a wait.
         pinned = torch.cuda.is_available()
         self._error = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
@@ -70,7 +86,7 @@ class NodeMemory:
 
     def check(self) -> None:
         """Raise CollectiveTimeoutError if a launch waited in vain; later ones have done nothing."""
-        why = self.node.describe(int(self._error[0]))
+        why = self.node.describe(int(self._error[0]), self._names)
         if why:
             raise CollectiveTimeoutError(why)
 
@@ -90,6 +106,7 @@ def allocate(
     group: dist.ProcessGroup,
     device: torch.device,
     gather: Callable[[Any], list[Any]],
+    node_ranks: Sequence[int],
 ) -> tuple[torch.Tensor, list[int]]:
     """Return new memory, as bytes, and the address of each rank's memory, in this process.
 
@@ -97,6 +114,7 @@ def allocate(
     own rendezvous would wait for a rank that has failed.
     """
     whole: Any = None
+    together = partial(_together, device=device, gather=gather)
 
     def empty() -> None:
         nonlocal whole
@@ -112,8 +130,14 @@ def allocate(
             # The pads are zeros before another rank's launch reads them.
             cuda.synchronize(device)
 
-    if lack := _lack_between(_together(empty, device, gather)):
-        raise _cannot_be_had(device, lack)
+    places = together(empty)[node_ranks[0] : node_ranks[-1] + 1]
+
+    def require_access() -> None:
+        if lack := _lack_between(places):
+            raise RuntimeError(lack)
+
+    # Each node finds out for itself.
+    together(require_access)
     addresses: list[int] = []
 
     def rendezvous() -> None:
@@ -122,7 +146,7 @@ def allocate(
         offset = whole.data_ptr() - handle.buffer_ptrs[handle.rank]
         addresses.extend(address + offset for address in handle.buffer_ptrs)
 
-    _together(rendezvous, device, gather)
+    together(rendezvous)
     return whole, addresses
 
 
@@ -147,16 +171,16 @@ def _together(
         lack = str(error).strip().split("\n", 1)[0] or type(error).__name__
     gpu = "" if lack else str(cuda.get_device_properties(device).uuid)
     said = gather([lack, socket.gethostname(), device.index or 0, gpu])
-    lacks = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(said) if text]
+    lacks: dict[str, list[str]] = {}
+    for rank, (text, *_) in enumerate(said):
+        if text:
+            lacks.setdefault(text, []).append(f"rank {rank}")
     if lacks:
-        raise _cannot_be_had(device, "; ".join(lacks))
+        reasons = "; ".join(f"{', '.join(ranks)}: {text}" for text, ranks in lacks.items())
+        raise TransportError(
+            f"torch's symmetric memory on {device} cannot be had among these ranks: {reasons}"
+        )
     return [(host, number, gpu) for _, host, number, gpu in said]
-
-
-def _cannot_be_had(device: torch.device, lack: str) -> TransportError:
-    return TransportError(
-        f"torch's symmetric memory on {device} cannot be had among these ranks: {lack}"
-    )
 
 
 def _lack_of(device: torch.device) -> str:

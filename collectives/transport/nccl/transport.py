@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import cuda
 
 from collectives.errors import TransportError
@@ -119,9 +120,14 @@ class NcclTransport(Transport):
         return device.type == "cuda" and self.process_group is not None
 
     def add_node_memory(
-        self, nbytes: int, device: torch.device | None, timeout: float
+        self,
+        nbytes: int,
+        device: torch.device | None,
+        node: tuple[int, ...],
+        process_group: dist.ProcessGroup | None,
+        timeout: float,
     ) -> NodeMemory:
-        assert self.process_group is not None
+        assert process_group is not None
         assert device is not None
 
         def gather(value: Any) -> list[Any]:
@@ -129,7 +135,8 @@ class NcclTransport(Transport):
             said = gather_bytes(json.dumps(value).encode(), self._host, step, timeout)
             return read_objects(said, self._host)
 
-        memory = NodeMemory(nbytes, self.process_group, device, timeout, gather)
+        names = tuple(map(self.name, node))
+        memory = NodeMemory(nbytes, process_group, device, timeout, gather, node, names)
         self.node_memories.append(memory)
         return memory
 
@@ -148,7 +155,8 @@ class NcclTransport(Transport):
             work()
             memory.fetch_error()
 
-        self._start(put, tensors, Posted(self._others, step, timeout, held=work))()
+        peers = tuple(rank for rank in memory.node_ranks if rank != self.rank)
+        self._start(put, tensors, Posted(peers, step, timeout, held=work))()
 
     def captures(self, device: torch.device) -> bool:
         """Whether the device is a GPU whose communicators are ours, so that graphs end first."""

@@ -86,7 +86,9 @@ class Ranks:
         """Launch on every rank what `kinds` names.
 
         "fill" its buffer, sum in the buffers by "two" shots, join by "adasum" there, "read" that to
-        the results, sum to the results by "one" shot. number: the emulator's of this node.
+        the results, sum to the results by "one" shot. "scatter" and "join" leave each rank the
+        slice of a sum and of Adasum, which "gather" writes to all. number: the emulator's of this
+        node.
         """
         for rank in {*range(self.size)} - {*absent}:
             emulator.node, emulator.rank = number, number * self.size + rank
@@ -97,10 +99,14 @@ class Ranks:
                     kernels.sum_n([x], out=held)
                 elif kind == "read":
                     kernels.sum_n([held], out=out)
-                elif kind == "two":
-                    node.bind_two_shot(self.numel, self.dtype, GUARD)(scale)
-                elif kind == "adasum":
-                    node.bind_adasum(self.numel, self.dtype, self.tree, self.segments, GUARD)()
+                elif kind == "gather":
+                    node.bind_gather(self.numel, self.dtype, GUARD)()
+                elif kind in ("two", "scatter"):
+                    part = node if kind == "two" else node.scattering()
+                    part.bind_two_shot(self.numel, self.dtype, GUARD)(scale)
+                elif kind in ("adasum", "join"):
+                    part = node if kind == "adasum" else node.scattering()
+                    part.bind_adasum(self.numel, self.dtype, self.tree, self.segments, GUARD)()
                 else:
                     node.bind_one_shot(x, out)(scale)
 

@@ -115,6 +115,21 @@ def test_adasum_has_the_bits_of_direct_on_all_ranks(size, numel, dtype, segments
         assert bits(ranks.held(0)) == bits(direct(ranks))
 
 
+def test_slices_stay_with_their_ranks_until_they_are_gathered():
+    ranks = Ranks(2, 333, torch.float16, 3, segments=(0, 1, 2, 300, 333))
+    expected = direct(ranks)
+    with emulated() as emulator:
+        ranks.run(emulator, "fill join")
+        for rank, node in enumerate(ranks.nodes):
+            start, length = node.slice(333, 2)
+            mine = ranks.vectors[rank].clone()
+            mine[start : start + length] = expected[start : start + length]
+            assert bits(ranks.held(rank)) == bits(mine)
+        ranks.run(emulator, "gather read fill")
+        expect_adasum(ranks, ranks.results)
+        assert bits(ranks.results[0]) == bits(expected)
+
+
 @pytest.mark.parametrize(
     ("size", "dtype"),
     [pytest.param(2, torch.float32, marks=slow), pytest.param(3, torch.float16, marks=slow),

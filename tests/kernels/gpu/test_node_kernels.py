@@ -79,6 +79,24 @@ def test_program_with_several_tiles_and_vectors_off_their_alignment(dtype, monke
         expect_sum(short, "one", 1.0)
 
 
+@pytest.mark.parametrize(("size", "numel"), [(2, 1037), (3, 40), (3, 2)])
+def test_slices_stay_with_their_ranks_until_they_are_gathered(size, numel):
+    ranks = Ranks(size, numel, torch.bfloat16, seed=numel)
+    ranks.fill()
+    total = kernels.sum_n(ranks.vectors, scale=0.5)
+    with emulated() as emulator:
+        ranks.run(emulator, "scatter", 0.5)
+        for rank, mine in enumerate(ranks.vectors):
+            start, length = ranks.nodes[rank].slice(numel, 2)
+            expected = mine.clone()
+            expected[start : start + length] = total[start : start + length]
+            assert bits(ranks.held(rank)) == bits(expected)
+            # As what the nodes' slices together give.
+            ranks.held(rank)[start : start + length] *= 2
+        ranks.run(emulator, "gather")
+        expect_sum(ranks, "two", 1.0)
+
+
 def interleave(emulator: Emulator, size: int, numbers: range, nodes: int) -> None:
     """Run interleavings of several launches a rank, ranks late among them.
 
@@ -88,7 +106,7 @@ def interleave(emulator: Emulator, size: int, numbers: range, nodes: int) -> Non
         numbers: Which, each of other numbers and in another order.
         nodes: How many run at once, which share nothing but the emulator's steps.
     """
-    kinds = ("one one one", "fill two read fill two", "one fill two one", "fill two one one")
+    kinds = ("one one one", "fill two read fill two", "one fill two one", "fill scatter gather one")
     for first in numbers[::nodes]:
         batch = first // nodes
         numel, wanted, dtype = 5 + 4 * size * (batch % 3), kinds[batch % 4], DTYPES[batch // 4 % 4]
@@ -103,7 +121,7 @@ def interleave(emulator: Emulator, size: int, numbers: range, nodes: int) -> Non
             expected = bits(reduce(torch.add, [x.to(wide) for x in ranks.vectors]).to(dtype))
             for rank in range(size):
                 assert bits(ranks.results[rank]) == expected
-                assert "two" not in wanted or bits(ranks.held(rank)) == expected
+                assert "fill" not in wanted or bits(ranks.held(rank)) == expected
                 ranks.nodes[rank].check()
             ranks.check_guards()
 
@@ -151,7 +169,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("kinds", ["fill two", "two read", "one", "one one"])
+@pytest.mark.parametrize("kinds", ["fill two", "two read", "scatter gather read", "one", "one one"])
 @pytest.mark.parametrize("fault", [*FAULTS, "nobody waits"])
 def test_fault_in_the_protocol_is_found_as_a_race(kinds, fault, monkeypatch):
     ranks = Ranks(2, 100, torch.float32)
