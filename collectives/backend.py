@@ -39,6 +39,7 @@ from collectives.initialize import from_process_group
 from collectives.modes import outside_modes, untraced_methods
 from collectives.reducers import TORCH_REDUCERS, Average, Max, Min, Reducer, Sum
 from collectives.schedules.spec import parse_all_reduce_spec
+from collectives.transport.process_groups import new_nccl
 from collectives.tree_order import in_order
 from collectives.validation import active_mode
 from collectives.work import Work
@@ -204,11 +205,9 @@ class AdasumProcessGroup(dist.ProcessGroup):
         kinds, store = dist.ProcessGroup.BackendType, dist.PrefixStore("gloo", place.store)
         backends: dict[str, Any] = {"cpu": dist.ProcessGroupGloo(store, rank, size, timeout)}
         if torch.cuda.is_available() and dist.is_nccl_available():
-            nccl_options: Any = dist.ProcessGroupNCCL.Options()
-            nccl_options._timeout, nccl_options.group_name = timeout, place.group_id
-            nccl_options.global_ranks_in_group = place.global_ranks_in_group
             store = dist.PrefixStore("nccl", place.store)
-            backends["cuda"] = dist.ProcessGroupNCCL(store, rank, size, nccl_options)
+            members = place.global_ranks_in_group
+            backends["cuda"] = new_nccl(store, rank, size, timeout, place.group_id, members)
         # On this group, too: torch asks it for its devices and its name, and calls what is not
         # overridden (send, recv, gather, scatter) on its backends.
         for group in (self, self._inner):

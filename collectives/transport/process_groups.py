@@ -30,6 +30,8 @@ _c10d: Any = getattr(dist, "distributed_c10d", None)
 
 # Short of the 5 s after the timeout within which every rank is to raise its error.
 _ABORT_SECONDS = 3.0
+# How much later than our own timeouts torch's watchdog ends the process.
+_WATCHDOG_SECONDS = 60.0
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 # Parts of torch's and gloo's errors where the system has no memory, threads or descriptors left.
 _OUT = (
@@ -127,7 +129,41 @@ def _lazy_gloo() -> Iterator[None]:
         os.environ.pop(_LAZY, None)
 
 
-def _nccl_of(process_group: dist.ProcessGroup) -> Any:
+def new_nccl(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, members: Sequence[int]
+) -> Any:
+    """Return torch's NCCL of some ranks, in no process group; it connects them when it is used.
+
+    Args:
+        store: Of these ranks alone.
+        rank: This one's place among them.
+        size: How many there are.
+        timeout: When torch's watchdog ends the process.
+        name: What torch's records call it.
+        members: The ranks' numbers in torch.distributed.
+    """
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout, options.group_name = timeout, name
+    options.global_ranks_in_group = list(members)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def own_nccl(parent: dist.ProcessGroup, timeout: float) -> Any:
+    """Return NCCL of our own among the ranks of a process group; all of them make it in one order.
+
+    torch.distributed does not know it: `destroy_process_group` would destroy its communicators, and
+    wait for ever where a CUDA graph holds them.
+    """
+    store, rank = store_of(parent), dist.get_rank(parent)
+    key = f"adasum nccl {parent.group_name}"
+    # As in `subgroup`.
+    key = f"{key} {store.add(f'{key} made by {rank}', 1)}"
+    members = dist.get_process_group_ranks(parent)
+    store, late = dist.PrefixStore(key, store), timedelta(seconds=timeout + _WATCHDOG_SECONDS)
+    return new_nccl(store, rank, len(members), late, key, members)
+
+
+def nccl_of(process_group: dist.ProcessGroup) -> Any:
     """Return the NCCL backend of a process group; None if it has none."""
     if not dist.is_nccl_available() or torch.device("cuda") not in process_group._device_types:
         return None
@@ -149,18 +185,18 @@ def extend_timeout(process_group: dist.ProcessGroup) -> None:
     At that timeout torch's watchdog ends the process. With the minute, the timeout of our step
     comes first, and is an error that can be handled.
     """
-    backend = _nccl_of(process_group)
+    backend = nccl_of(process_group)
     if backend is not None:
-        backend._set_default_timeout(backend.options._timeout + timedelta(seconds=60))
+        longer = timedelta(seconds=_WATCHDOG_SECONDS)
+        backend._set_default_timeout(backend.options._timeout + longer)
 
 
-def abort_nccl(process_group: dist.ProcessGroup) -> str:
-    """Abort all operations of a process group's NCCL; return the outcome, for an error's text.
+def abort_nccl(backend: Any) -> str:
+    """Abort all operations of torch's NCCL, if any; return the outcome, for an error's text.
 
     `wait(timeout)` of one operation would abort its communicator: torch's watchdog takes that for a
     failure of NCCL, and ends the process a minute later.
     """
-    backend = _nccl_of(process_group)
     if backend is None:
         return "it is still under way"
     # Bounded, since an abort may wait for the host's other ranks, as long as an operation may.

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -17,75 +16,35 @@ from tests.fakes.lines import Lines
 
 
 class FakeTorch:
-    """`torch.distributed`'s batched messages: on a stream of torch's own, in order.
+    """What all ranks' NCCL of torch's has in common: messages on a stream of torch's own, in order.
 
     A stream that waits for a rank waits until it comes or the communicator is aborted.
     """
-
-    irecv, isend = "irecv", "isend"
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.refuse = ""
         self.aborted: set[int] = set()
         self.connected: list[int] = []
+        self.closed: list[int] = []
         self.lines = Lines()
-        self._streams: dict[int, FakeStream] = defaultdict(FakeStream)
+        self.streams: dict[int, FakeStream] = defaultdict(FakeStream)
 
-    def P2POp(self, op: str, tensor: torch.Tensor, *, group: FakeGroup, group_peer: int) -> Any:
-        # As torch 2.11 does where a message is put on a stream.
-        if tensor.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
-            raise TypeError(f"data type is not supported for NCCL process group: {tensor.dtype}")
-        return SimpleNamespace(op=op, tensor=tensor, rank=group.rank, peer=group_peer)
-
-    def batch_isend_irecv(self, ops: list[Any]) -> list[Any]:
-        if self.refuse:
-            raise RuntimeError(self.refuse)
-        rank = ops[0].rank
-        assert rank in self.connected, "torch would wait here for ranks that have no messages"
-        stream, before = self._streams[rank], FakeEvent()
+    def put(self, rank: int, ops: list[Callable[[], None]]) -> FakeWork:
+        """Behind what is on the current stream."""
+        stream, before = self.streams[rank], FakeEvent()
         before.record(self.cuda.current_stream())
         stream.wait_event(before)
-        # As in a group of NCCL's, none waits for another.
-        for op in sorted(ops, key=lambda op: op.op == self.irecv):
-            stream.put(self._move(op))
+        for op in ops:
+            stream.put(op)
         after = FakeEvent()
         after.record(stream)
-        return [FakeWork(self, rank, after)]
-
-    def all_reduce(self, tensor: torch.Tensor, *, group: FakeGroup, async_op: bool) -> FakeWork:
-        """As of a sum that a rank never joins, until it is aborted."""
-        assert async_op
-        stream, after = self._streams[group.rank], FakeEvent()
-
-        def wait() -> None:
-            while group.rank not in self.aborted:
-                time.sleep(0.01)
-
-        stream.put(wait)
-        after.record(stream)
-        return FakeWork(self, group.rank, after)
-
-    def _move(self, op: Any) -> Callable[[], None]:
-        plain = op.tensor.as_subclass(torch.Tensor)
-
-        def send() -> None:
-            self.lines[op.rank, op.peer].put(plain.clone())
-
-        def receive() -> None:
-            while op.rank not in self.aborted:
-                try:
-                    plain.copy_(self.lines[op.peer, op.rank].get(timeout=0.01))
-                    return
-                except queue.Empty:
-                    continue
-
-        return send if op.op == self.isend else receive
+        return FakeWork(self, after)
 
 
 class FakeWork:
-    def __init__(self, torch_: FakeTorch, rank: int, after: FakeEvent) -> None:
-        self._torch, self._rank, self._after = torch_, rank, after
+    def __init__(self, torch_: FakeTorch, after: FakeEvent) -> None:
+        self._torch, self._after = torch_, after
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         assert timeout is None, "torch's watchdog ends the process after such a wait has failed"
@@ -94,20 +53,64 @@ class FakeWork:
 
 
 class FakeGroup:
-    """A process group, and the NCCL in it."""
+    """A process group, and the NCCL in it: `dist.ProcessGroupNCCL`."""
 
     _device_types = (torch.device("cpu"), torch.device("cuda"))
 
     def __init__(self, torch_: FakeTorch, rank: int) -> None:
         self.torch, self.rank = torch_, rank
         self.options = SimpleNamespace(_timeout=timedelta(seconds=30))
+        self._sends: list[Callable[[], None]] | None = None
+        self._recvs: list[Callable[[], None]] = []
 
     def allreduce(self, tensors: list[torch.Tensor]) -> FakeWork:
+        """Of zeros what connects all ranks; of others a sum that a rank never joins."""
+        if tensors[0].any():
+            return self.torch.put(self.rank, [self._until_aborted])
         assert not self.torch.cuda.is_current_stream_capturing()
         self.torch.connected.append(self.rank)
-        done = FakeEvent()
-        done.record(self.torch.cuda.current_stream())
-        return FakeWork(self.torch, self.rank, done)
+        return self.torch.put(self.rank, [])
+
+    def _until_aborted(self) -> None:
+        while self.rank not in self.torch.aborted:
+            time.sleep(0.01)
+
+    def _start_coalescing(self) -> None:
+        assert self._sends is None
+        self._sends, self._recvs = [], []
+
+    def _end_coalescing(self) -> FakeWork:
+        assert self._sends is not None
+        # As in a group of NCCL's, none waits for another.
+        ops, self._sends = [*self._sends, *self._recvs], None
+        assert self.rank in self.torch.connected, "torch would wait here for ranks without messages"
+        return self.torch.put(self.rank, ops)
+
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.torch.refuse:
+            raise RuntimeError(self.torch.refuse)
+        # As torch 2.11 does where a message is put on a stream.
+        if tensor.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+            raise TypeError(f"data type is not supported for NCCL process group: {tensor.dtype}")
+        return tensor.as_subclass(torch.Tensor)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        plain, lines = self._plain(tensors[0]), self.torch.lines
+        assert self._sends is not None
+        self._sends.append(lambda: lines[self.rank, peer].put(plain.clone()))
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        plain = self._plain(tensors[0])
+
+        def receive() -> None:
+            while self.rank not in self.torch.aborted:
+                try:
+                    plain.copy_(self.torch.lines[peer, self.rank].get(timeout=0.01))
+                    return
+                except queue.Empty:
+                    continue
+
+        self._recvs.append(receive)
 
     def _get_backend(self, device: torch.device) -> FakeGroup:
         return self
@@ -117,3 +120,6 @@ class FakeGroup:
 
     def abort(self) -> None:
         self.torch.aborted.add(self.rank)
+
+    def shutdown(self) -> None:
+        self.torch.closed.append(self.rank)

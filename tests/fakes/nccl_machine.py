@@ -74,7 +74,7 @@ def make_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNccl) -> Iterator[Ma
         monkeypatch.setattr(module, "cuda", cuda)
     monkeypatch.setattr(cupy_backend, "load_nccl", lambda: fake)
     monkeypatch.setattr(cupy_backend, "_ABORT_SECONDS", 0.1)
-    monkeypatch.setattr(cupy_backend, "_CLOSE_SECONDS", CLOSE_SECONDS)
+    monkeypatch.setattr(backend, "CLOSE_SECONDS", CLOSE_SECONDS)
     monkeypatch.setattr(watcher, "CHECK_SECONDS", 0.05)
     monkeypatch.setattr(watcher, "GRACE_SECONDS", 0.1)
     yield Machine(fake, cuda)

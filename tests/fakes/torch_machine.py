@@ -28,7 +28,7 @@ def make_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
         monkeypatch.setattr(module, "cuda", cuda)
     monkeypatch.setattr(watcher, "CHECK_SECONDS", 0.05)
     monkeypatch.setattr(watcher, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(backend, "dist", found)
+    monkeypatch.setattr(backend, "own_nccl", lambda group, timeout: group)
     zeros = SimpleNamespace(zeros=lambda numel, device: full(0.0))
     monkeypatch.setattr(backend, "torch", zeros, raising=False)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeGroup, raising=False)

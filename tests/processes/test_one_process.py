@@ -99,7 +99,7 @@ nccl.cuda = cupy_backend.cuda = backend.cuda = FakeCuda()
 fake = FakeNccl()
 cupy_backend.load_nccl = lambda: fake
 world, kept = ThreadWorld(2), []
-cupy_backend._CLOSE_SECONDS = 0.3
+backend.CLOSE_SECONDS = 0.3
 message = Message(0, device_tensor(torch.ones(3)))
 def rank(r):
     transport = nccl.NcclTransport(world.transport(r), cupy_backend.CupyBackend(), timeout=10.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +13,16 @@ from torch import cuda
 
 from collectives.errors import CollectiveError, TransportError
 from collectives.transport.base import Messages, Transport, as_bytes
-from collectives.transport.process_groups import abort_nccl, first_line
+from collectives.transport.process_groups import (
+    abort_nccl,
+    first_line,
+    nccl_of,
+    own_nccl,
+    run_beside,
+)
 
+# How long the end of communicators may wait for the other ranks.
+CLOSE_SECONDS = 5.0
 # Status codes for which cupy raises a KeyError instead of an error with a text.
 _STATUS = {
     7: "ncclInProgress: communicators must block, unset NCCL_COMM_BLOCKING",
@@ -44,13 +52,10 @@ class Backend(Protocol):
     `abort` ends what is under way, in bounded time, and returns the outcome for an error's text.
     `split` is for a transport between some of the ranks.
 
-    Attributes:
-        device: The GPU of the communicators; None if each message's own GPU is used.
-        shared: Whether other code uses them, too. Then they are aborted only if work is under way.
+    They are nobody else's. device: Their GPU; None if each message's own GPU is used.
     """
 
     device: torch.device | None
-    shared: bool
 
     def open(self, host: Transport, device: torch.device, timeout: float) -> None: ...
     def stream(self, device: torch.device) -> CommunicationStream: ...
@@ -83,26 +88,29 @@ def translate_errors(step: str) -> Iterator[None]:
 
 
 class TorchBackend(Backend):
-    """The NCCL of a process group, which may be the user's, on the GPU of each message.
+    """torch's NCCL on the GPU of each message, with communicators of its own.
 
-    torch's watchdog ends the process when a rank is gone, but only long afterwards: before that a
-    step's timeout, or the end of a peer, aborts what is under way. The first exchange on a GPU
-    connects all ranks of the group: every rank has to make it, if only with empty messages, and
-    outside of a CUDA graph. If a rank is gone by then, torch waits without a limit.
+    Those of the process group may be the user's, and cannot be captured with: torch would wait for
+    our graphs where the user destroys them. torch's watchdog ends the process when a rank is gone,
+    but only long afterwards: before that a step's timeout, or the end of a peer, aborts what is
+    under way. `open` connects all ranks, outside of a CUDA graph; if a rank is gone by then, torch
+    waits without a limit.
     """
 
     device = None
-    shared = True
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
         self._streams: dict[torch.device, CommunicationStream] = {}
-        # The process groups to abort, in the order of their first use: those of `all_reduce`, too.
-        self._groups = [process_group]
+        self._nccl: Any = None
+        # Those of process groups that `all_reduce` was asked for.
+        self._others: list[Any] = []
 
     def open(self, host: Transport, device: torch.device, timeout: float) -> None:
         """Make torch create its communicator of all ranks, by a sum in which all take part."""
-        self._process_group.allreduce([torch.zeros(1, device=device)]).wait()
+        if self._nccl is None:
+            self._nccl = own_nccl(self._process_group, timeout)
+        self._nccl.allreduce([torch.zeros(1, device=device)]).wait()
 
     def stream(self, device: torch.device) -> CommunicationStream:
         """Return our own stream, which waits for torch's works: an event there comes after them."""
@@ -111,26 +119,37 @@ class TorchBackend(Backend):
         return self._streams[device]
 
     def exchange(self, sends: Messages, recvs: Messages, timeout: float) -> None:
-        group = self._process_group
-        # As bytes: torch's NCCL does not send int16, for one.
-        ops = [
-            dist.P2POp(op, as_bytes(tensor), group=group, group_peer=peer)
-            for op, messages in ((dist.irecv, recvs), (dist.isend, sends))
-            for peer, tensor in messages
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            # The stream waits; the host does not.
-            work.wait()
-
-    def all_reduce(self, values: torch.Tensor, among: Any, timeout: float) -> None:
-        if among not in self._groups:
-            self._groups.append(among)
-        work = dist.all_reduce(values, group=among, async_op=True)
-        assert work is not None
+        nccl = self._nccl
+        nccl._start_coalescing()
+        try:
+            # As bytes: torch's NCCL does not send int16, for one.
+            for post, messages in ((nccl.recv, recvs), (nccl.send, sends)):
+                for peer, tensor in messages:
+                    post([as_bytes(tensor)], peer, 0)
+        finally:
+            # Also of one that failed, which is open until then.
+            work = nccl._end_coalescing()
+        # The stream waits; the host does not.
         work.wait()
 
+    def all_reduce(self, values: torch.Tensor, among: Any, timeout: float) -> None:
+        nccl = self._nccl
+        if among is not self._process_group:
+            nccl = nccl_of(among)
+            if nccl not in self._others:
+                self._others.append(nccl)
+        nccl.allreduce([values]).wait()
+
     def abort(self) -> str:
-        return "; ".join({abort_nccl(group): None for group in self._groups})
+        made = [each for each in (self._nccl, *self._others) if each is not None]
+        return "; ".join({abort_nccl(each): None for each in made}) or "NCCL was not in use"
+
+    def close(self) -> None:
+        nccl, self._nccl = self._nccl, None
+        # From Python 3.12 on no thread starts when the interpreter ends, which ends it as well.
+        with suppress(RuntimeError):
+            if nccl is not None:
+                run_beside(nccl.shutdown, "nccl-close", CLOSE_SECONDS)
 
     def split(self, host: Transport) -> TorchBackend:
         assert host.process_group is not None

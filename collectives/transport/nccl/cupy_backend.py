@@ -21,6 +21,7 @@ from torch import cuda
 
 from collectives.errors import TransportError
 from collectives.transport.base import Messages, Transport, gather_bytes
+from collectives.transport.nccl import backend
 from collectives.transport.nccl.backend import Backend, CommunicationStream, translate_errors
 from collectives.transport.process_groups import run_beside
 
@@ -32,7 +33,6 @@ DTYPES = {
 # The first version whose unique ids are bytes.
 _CUPY_VERSION = [14, 2]
 # Ranks that are gone are waited for in vain. An error is due 5 s after the timeout at the latest.
-_CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 3.0
 
 
@@ -86,7 +86,6 @@ class CupyBackend(Backend):
     """
 
     device: torch.device
-    shared = False
 
     def __init__(
         self, device: torch.device | None = None, *, stream: CommunicationStream | None = None
@@ -159,7 +158,7 @@ class CupyBackend(Backend):
     def close(self) -> None:
         """Destroy all communicators, which waits for the other ranks, but at most 5 s."""
         with translate_errors("close"):
-            for error in self._end("destroy", _CLOSE_SECONDS):
+            for error in self._end("destroy", backend.CLOSE_SECONDS):
                 raise error
 
     def split(self, host: Transport) -> CupyBackend:

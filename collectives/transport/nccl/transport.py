@@ -107,6 +107,7 @@ class NcclTransport(Transport):
         if by_torch is self.sums_on_gpu:
             self._host.all_reduce(flat, among, step, timeout)
             return
+        self._open(flat.device, step, timeout)
         values = torch.view_as_real(flat) if flat.is_complex() else flat
         if values.dtype not in DTYPES:
             raise TypeError(f"NCCL cannot add {flat.dtype}: use another algorithm, or convert")
@@ -159,8 +160,8 @@ class NcclTransport(Transport):
         self._start(put, tensors, Posted(peers, step, timeout, held=work))()
 
     def captures(self, device: torch.device) -> bool:
-        """Whether the device is a GPU whose communicators are ours, so that graphs end first."""
-        return device.type == "cuda" and not self._backend.shared
+        """Whether the device is a GPU: its communicators are ours, so that graphs end first."""
+        return device.type == "cuda"
 
     def capture(self, work: Callable[[], Any]) -> Callable[[str, float], None]:
         ours = self._backend.stream(cuda.current_stream().device)
@@ -213,9 +214,8 @@ class NcclTransport(Transport):
     def _abort(self, reason: str) -> None:
         # If CUDA itself has failed, the error that led to the abort is the one to raise.
         with suppress(RuntimeError):
-            if not self._backend.shared or self._watcher.count():
-                self._watcher.fail(TransportError(reason))
-                self._watcher.raised = True
+            self._watcher.fail(TransportError(reason))
+            self._watcher.raised = True
 
     def _start(
         self, put: Callable[[], None], tensors: Sequence[torch.Tensor], posted: Posted
@@ -248,7 +248,7 @@ class NcclTransport(Transport):
             self._opened.add(device)
 
     def _bounded(self, job: Callable[[], Any], posted: Posted) -> None:
-        """Run a job; a failure aborts the communicators unless they are shared."""
+        """Run a job; a failure aborts the communicators."""
         if self._closed:
             raise TransportError(f"{posted.step}: this NCCL transport was closed")
         self._watcher.raise_error(posted.step)
@@ -259,8 +259,6 @@ class NcclTransport(Transport):
         except TimeoutError as error:
             self._watcher.late(posted, error.args)
         except TransportError as error:
-            if self._backend.shared:
-                raise
             self._watcher.fail(error)
         # The first error that was found: the one caught here may be a consequence of its abort.
         self._watcher.raise_error()

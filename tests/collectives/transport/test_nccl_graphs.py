@@ -204,16 +204,3 @@ def test_other_communicators_of_the_device_do_not_post_into_a_capture(machine: M
         part.close()
 
     all_good(machine.run(2, work))
-
-
-def test_only_our_own_communicators_are_captured_with(machine: Machine) -> None:
-    """A user's would be destroyed while graphs hold them, which waits for ever."""
-
-    def work(transport: nccl.NcclTransport) -> None:
-        assert transport.captures(torch.device("cuda", 0))
-        assert not transport.captures(torch.device("cpu"))
-        transport._backend.shared = True
-        assert not transport.captures(torch.device("cuda", 0))
-        transport._backend.shared = False
-
-    all_good(machine.run(1, work))

@@ -27,11 +27,10 @@ from collectives.transport import (
     ThreadWorld,
     process_groups,
 )
-from collectives.transport.base import as_bytes
 from collectives.transport.nccl import backend
 from tests.fakes.fake_torch import FakeGroup, FakeTorch
 from tests.fakes.nccl_machine import told
-from tests.fakes.torch_machine import TIMEOUT, full, make_fake, of, read
+from tests.fakes.torch_machine import TIMEOUT, full, make_fake, of
 
 
 @pytest.fixture
@@ -103,10 +102,10 @@ def test_torch_ends_the_process_later_than_a_step_is_late(
 
 
 def test_a_group_of_gloo_alone_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = SimpleNamespace(_device_types=[torch.device("cpu")])
+    group: Any = SimpleNamespace(_device_types=[torch.device("cpu")])
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    process_groups.extend_timeout(group)  # type: ignore[arg-type]
-    assert not hasattr(group, "_get_backend")
+    process_groups.extend_timeout(group)
+    assert process_groups.abort_nccl(process_groups.nccl_of(group)) == "it is still under way"
 
 
 def test_nccl_is_found_where_torch_wraps_it(fake: FakeTorch) -> None:
@@ -118,7 +117,7 @@ def test_nccl_is_found_where_torch_wraps_it(fake: FakeTorch) -> None:
     )
     process_groups.extend_timeout(group)
     assert inner.options._timeout == timedelta(seconds=90)
-    assert process_groups.abort_nccl(group) == "NCCL was aborted"
+    assert process_groups.abort_nccl(process_groups.nccl_of(group)) == "NCCL was aborted"
     assert fake.aborted == {3}
 
 
@@ -152,14 +151,14 @@ def test_librarys_sum_that_is_late(
 ) -> None:
     """torch's own all-reduce is left on the stream and watched as messages are.
 
-    What is aborted is its process group, too, which is another inside a node.
+    Inside a node it is another process group's NCCL, which is aborted, too.
     """
     gloo, group = _gloo(fake, monkeypatch, owned=False)
     nccl = NcclTransport(gloo, backend.TorchBackend(group), timeout=TIMEOUT)  # type: ignore[arg-type]
     libraries, call = Libraries(nccl), CallContext(nccl, "step 2", TIMEOUT, Workspace())
     if of_node:
         libraries._of_node = FakeGroup(fake, 7)  # type: ignore[assignment]
-    libraries.all_reduce("collective", 1, full(1.0), (0, 1) if of_node else None, call)
+    libraries.all_reduce("collective", 1, full(1.0), (0,) if of_node else None, call)
     error = told(nccl.check_streams)
     assert isinstance(error, CollectiveTimeoutError)
     assert "no answer from the other ranks in step 2 (stopped after 0.3 s); NCCL" in str(error)
@@ -167,25 +166,71 @@ def test_librarys_sum_that_is_late(
 
 
 @pytest.mark.parametrize("how", ["abort", "interrupt"])
-@pytest.mark.parametrize("comes", [False, True])
-def test_what_is_under_way_is_ended_and_nothing_else(
-    fake: FakeTorch, comes: bool, how: str
-) -> None:
-    """The process group may be the user's, who goes on with it. The host is told, too."""
+def test_what_is_under_way_is_ended(fake: FakeTorch, how: str) -> None:
+    """The host is told, too."""
     reasons: list[str] = []
     host: Any = ThreadWorld(9).transport(0)
     host.abort = host.interrupt = reasons.append
     nccl, got = of(fake, 0, host), full(0.0)
     nccl.exchange([], [Message(1, got)], "step 5", 20.0)
-    if comes:
-        fake.lines[1, 0].put(as_bytes(torch.ones(3)))
-        read(fake, got)
     getattr(nccl, how)("no more")
     assert reasons == ["no more"]
-    assert fake.aborted == (set() if comes else {0})
-    if not comes:
-        with pytest.raises(TransportError, match=r"^no more; NCCL was aborted$"):
-            nccl.check_streams()
+    assert fake.aborted == {0}
+    with pytest.raises(TransportError, match=r"^no more; NCCL was aborted$"):
+        nccl.check_streams()
+
+
+def test_nccl_of_our_own_is_none_of_torch_distributeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who destroys all process groups would wait for our graphs. Groups of one are told apart."""
+    made: list[Any] = []
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            store.set("a key", f"NCCL {len(made)}")
+            made.append((rank, size, options))
+
+    store, group = torch.distributed.HashStore(), SimpleNamespace(group_name="3")
+    dist = torch.distributed
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(process_groups, "store_of", lambda group: store)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 6])
+    before = {*dist.distributed_c10d._world.pg_map}
+    for _ in range(2):
+        process_groups.own_nccl(group, 30.0)  # type: ignore[arg-type]
+    assert {*dist.distributed_c10d._world.pg_map} == before
+    assert [(rank, size) for rank, size, _ in made] == [(1, 2)] * 2
+    assert {options._timeout for *_, options in made} == {timedelta(seconds=90)}
+    assert made[0][2].global_ranks_in_group == [4, 6]
+    assert store.get("adasum nccl 3 1/a key") == b"NCCL 0"
+    assert store.get("adasum nccl 3 2/a key") == b"NCCL 1"
+
+
+def test_graphs_end_before_the_communicators(fake: FakeTorch) -> None:
+    nccl = of(fake, 0)
+    nccl.exchange([Message(1, full(1.0))], [], "step 1", TIMEOUT)
+    assert nccl.captures(torch.device("cuda", 0)) and not nccl.captures(torch.device("cpu"))
+    launch = nccl.capture(lambda: nccl.exchange([Message(1, full(2.0))], [], "step 2", TIMEOUT))
+    graphs, shutdown = nccl._graphs, FakeGroup.shutdown
+    ended: list[bool] = []
+
+    def close(group: FakeGroup) -> None:
+        ended.append(graphs._ended)
+        shutdown(group)
+
+    fake_group = nccl._backend._nccl  # type: ignore[attr-defined]
+    fake_group.shutdown = lambda: close(fake_group)
+    launch("a launch", TIMEOUT)
+    for value in (1.0, 2.0):
+        sent = fake.lines[0, 1].get(timeout=20.0)
+        assert sent.view(torch.float32).tolist() == [value] * 3
+    nccl.close()
+    assert ended == [True]
+    assert fake.closed == [0]
+    with pytest.raises(TransportError, match="closed"):
+        launch("another launch", TIMEOUT)
 
 
 def test_ranks_sum_by_the_library_that_the_sum_is_for(fake: FakeTorch) -> None:
