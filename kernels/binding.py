@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from kernels.arguments import Call
+from kernels.call import UNREAD, Call
 from kernels.cpu import dispatch
 from kernels.gpu import (
     copy_kernel,
@@ -20,14 +20,8 @@ from kernels.gpu import (
     sum_kernels,
 )
 from kernels.gpu.device_tables import AddressTable
-from kernels.memory import (
-    FEW,
-    byte_range,
-    check_disjoint,
-    check_no_overlap,
-    near,
-    reach_in_memory,
-)
+from kernels.memory import byte_range, check_disjoint, check_no_overlap
+from kernels.reading import read_again
 from kernels.validation import check_memory_of
 
 Run = Callable[..., None]
@@ -51,7 +45,7 @@ def bind(call: Call, table: AddressTable | None = None) -> Run:
     """Bind a call to the memory of its tensors.
 
     Args:
-        call: The checked call, with its inputs' addresses or without any; they are then read.
+        call: The checked call. Without addresses memory is checked, too.
         table: A plan's table for these addresses in device memory; None for a call that runs once.
 
     Returns:
@@ -61,7 +55,8 @@ def bind(call: Call, table: AddressTable | None = None) -> Run:
         TypeError: A tensor cannot be read by its address.
         ValueError: A tensor that is written shares memory with another one.
     """
-    locate(call)
+    if call.addresses is UNREAD:
+        locate(call)
     return call.findings.reset_before(_bound(call, table))
 
 
@@ -81,22 +76,15 @@ def locate(call: Call) -> None:
         TypeError: A tensor reaches beyond its storage.
         ValueError: A tensor that is written shares memory with another one.
     """
+    if (found := read_again(call, call.inputs, call.out)) is not None:
+        call.addresses = found.addresses
+        return
     others, inputs = call.others(), call.inputs
-    given = [tensor for _, tensor in others if not (call.made and tensor is call.out)]
-    try:
-        if len(call.addresses) != len(inputs):
-            call.addresses = array("Q", map(Tensor.data_ptr, inputs))
-        addresses = itertools.chain(call.addresses, map(Tensor.data_ptr, given))
-        sizes = call.packed.sizes if call.packed is not None and len(inputs) > FEW else ()
-        found = reach_in_memory([*inputs, *given], addresses, sizes)
-    except RuntimeError:
-        # torch has no address or no storage: the check below says for which tensor.
-        found = False
-    if not found:
-        named = ((call.name(i), tensor) for i, tensor in enumerate(inputs))
-        for name, tensor in itertools.chain(named, others):
-            check_memory_of(name, tensor)
+    named = ((call.name(i), tensor) for i, tensor in enumerate(inputs))
+    for name, tensor in itertools.chain(named, others):
+        check_memory_of(name, tensor)
     check_memory(call, others)
+    call.addresses = array("Q", map(Tensor.data_ptr, inputs))
 
 
 def _bound(call: Call, table: AddressTable | None = None) -> Run:
@@ -112,15 +100,13 @@ def _bound(call: Call, table: AddressTable | None = None) -> Run:
 
 def check_memory(call: Call, others: list[tuple[str, Tensor]]) -> None:
     """Raise ValueError for overlap; what is written element by element may be what is read."""
-    largest = call.inputs[0].numel() if call.packed is None else call.packed.layout.largest
     for (name, tensor), (other_name, other) in itertools.combinations(others, 2):
         check_no_overlap(name, tensor, other_name, other)
     for name, tensor in others:
         if not (tensor is call.dots or tensor is call.coefficients):
-            # No element has more than 8 bytes.
-            for i in near(call.addresses, 8 * largest, tensor):
-                one, in_place = call.inputs[i], tensor is call.out and call.in_place
+            in_place = tensor is call.out and call.in_place
+            for i, one in enumerate(call.inputs):
                 if not (in_place and byte_range(one) == byte_range(tensor)):
                     check_no_overlap(name, tensor, call.name(i), one)
-    if call.packed is not None and not call.packing and len(call.inputs) > 1:
-        check_disjoint("tensors", call.addresses, call.packed.sizes)
+    if call.function == "unpack":
+        check_disjoint("tensors", call.inputs)

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.compiler import is_compiling
 
-from kernels.arguments import LINEAR, Call, check_scaled_add, check_sum_n
+from kernels.arguments import check_scaled_add, check_sum_n
 from kernels.binding import locate, run_at_once
+from kernels.call import LINEAR, Call
 from kernels.cpu.torch_fallback import report
 from kernels.findings import Findings
 from kernels.layout import packed_within

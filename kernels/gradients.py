@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from kernels.arguments import LINEAR, Call
+from kernels.call import LINEAR, Call
 
 
 def is_followed(call: Call) -> bool:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kernels.arguments import Call, Tree, check_equals, check_segments, check_target
+from kernels.arguments import call_in_segments, check_equals, check_target
+from kernels.call import Call, check_tree
 from kernels.findings import Findings
-from kernels.validation import check_scalar, check_tensor, check_writable
+from kernels.reading import Checked, read
+from kernels.validation import check_segments, check_tensor, check_writable
 
 
 def check_gram(
@@ -20,12 +21,15 @@ def check_gram(
     precise: bool,
 ) -> Call:
     """Check the arguments of `gram`; makes the matrices where `out` is None."""
-    inputs, addresses = check_equals(tensors)
-    bounds = check_segments(segments, inputs[0].numel())
-    count, device = len(bounds) - 1, inputs[0].device
-    shape = (count, len(inputs), len(inputs))
-    target = _check_written("out", out, (*shape, 2) if precise else shape, device)
-    return Call("gram", inputs, target, bounds, made=out is None, addresses=addresses)
+    found = read("gram", tensors, out, None, segments, kind=precise)
+    if found is None:
+        inputs = check_equals(tensors)
+        bounds = check_segments(segments, inputs[0].numel())
+        shape = (len(bounds) - 1, len(inputs), len(inputs))
+        device = inputs[0].device
+        target = _check_written("out", out, (*shape, 2) if precise else shape, device)
+        found = Checked(inputs, target, bounds=bounds)
+    return call_in_segments("gram", found, made=out is None)
 
 
 def check_adasum_coefficients(
@@ -67,16 +71,16 @@ def check_weighted_sum(
     findings: Findings,
 ) -> Call:
     """Check the arguments of `weighted_sum`; makes the output where `out` is None."""
-    inputs, addresses = check_equals(tensors)
-    target = check_target(out, "tensors[0]", inputs[0], any_dtype=False)
-    bounds = check_segments(segments, target.numel())
-    check_table("coefficients", coefficients, (len(bounds) - 1, len(inputs)), target.device)
-    findings.check(target.device, target.dtype)
-    return Call(
-        *("weighted_sum", inputs, target, bounds, findings),
-        coefficients=coefficients,
-        made=out is None,
-        addresses=addresses,
+    found = read("weighted_sum", tensors, out, None, segments, findings, coefficients)
+    if found is None:
+        inputs = check_equals(tensors)
+        target = check_target(out, "tensors[0]", inputs[0], any_dtype=False)
+        bounds = check_segments(segments, target.numel())
+        check_table("coefficients", coefficients, (len(bounds) - 1, len(inputs)), target.device)
+        findings.check(target.device, target.dtype)
+        found = Checked(inputs, target, bounds=bounds)
+    return call_in_segments(
+        "weighted_sum", found, findings=findings, coefficients=coefficients, made=out is None
     )
 
 
@@ -92,42 +96,6 @@ def check_table(name: str, table: object, shape: tuple[int, ...], device: torch.
     if checked.device != device:
         raise ValueError(f"{name} is on {checked.device} but the others are on {device}: move one")
     return checked
-
-
-def check_tree(tree: object, count: int) -> Tree:
-    """Return the rows (left, right, p, q) by which `count` vectors become one, as a tuple.
-
-    Raises TypeError for what is no sequence of such rows, and ValueError where they do not join
-    all vectors, each once, or a weight is not positive and finite.
-    """
-    if isinstance(tree, (str, Tensor)) or not isinstance(tree, Sequence):
-        raise TypeError(f"tree must be a list or tuple of rows, not {type(tree).__name__}")
-    standing, rows, left = set(range(count)), [], 0
-    for i, row in enumerate(tree):
-        if not isinstance(row, (tuple, list)) or len(row) != 4:
-            raise TypeError(f"tree[{i}] must be four numbers (left, right, p, q), not {row!r}")
-        left, right = row[:2]
-        p, q = (check_scalar(f"tree[{i}][{at}]", row[at]) for at in (2, 3))
-        for one in (left, right):
-            if type(one) is not int:
-                raise TypeError(f"tree[{i}] must name vectors by ints, not {type(one).__name__}")
-            if one not in standing:
-                raise ValueError(
-                    f"tree[{i}] joins vector {one}, which is none of the {count}, or was joined to "
-                    "another before"
-                )
-        if left == right:
-            raise ValueError(f"tree[{i}] joins vector {left} to itself")
-        if not (p > 0.0 and q > 0.0 and p + q < math.inf):
-            raise ValueError(f"tree[{i}] has weights {(p, q)}: pass positive and finite ones")
-        standing.remove(right)
-        rows.append((left, right, p, q))
-    if standing != {left}:
-        raise ValueError(
-            f"tree joins {len(rows)} pairs of {count} vectors: {count - 1} make them one, the left "
-            "one of the last"
-        )
-    return tuple(rows)
 
 
 def _check_written(

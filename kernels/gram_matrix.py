@@ -22,20 +22,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.arguments import EMPTY, check_equals, check_segments
+from kernels.arguments import EMPTY, check_equals
 from kernels.arithmetic import TINY
+from kernels.call import check_tree
 from kernels.findings import Findings
 from kernels.gram_arguments import (
     check_adasum_coefficients,
     check_gram,
     check_partials,
     check_table,
-    check_tree,
     check_weighted_sum,
 )
 from kernels.plans import AdasumCoefficientsPlan, GramPlan, WeightedSumPlan
+from kernels.reading import in_c
 from kernels.torch_ops import run
-from kernels.validation import check_sized, check_tensor, read_list
+from kernels.validation import check_segments, check_sized, check_tensor, read_list
 
 Rows = Sequence[tuple[int, int, float, float]]
 
@@ -72,7 +73,11 @@ def gram(
         tensor([[[1., 1.],
                  [1., 2.]]], dtype=torch.float64)
     """
-    matrices: Tensor = run(check_gram(tensors, segments, out, precise))
+    matrices: Tensor | None = in_c("gram")(
+        tensors, out, None, 1.0, 1.0, segments, None, None, None, precise
+    )
+    if matrices is None:
+        matrices = run(check_gram(tensors, segments, out, precise))
     return matrices
 
 
@@ -182,8 +187,12 @@ def weighted_sum(
         >>> kernels.weighted_sum([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])], coefficients)
         tensor([1.2500, 0.7500])
     """
-    findings = Findings(found_inf, max_abs)
-    total: Tensor = run(check_weighted_sum(tensors, coefficients, segments, out, findings))
+    total: Tensor | None = in_c("weighted_sum")(
+        tensors, out, None, 1.0, 1.0, segments, found_inf, max_abs, coefficients
+    )
+    if total is None:
+        findings = Findings(found_inf, max_abs)
+        total = run(check_weighted_sum(tensors, coefficients, segments, out, findings))
     return total
 
 
@@ -324,6 +333,6 @@ def _stacked(
     tensors: Sequence[Tensor], segments: Sequence[int] | None
 ) -> tuple[Tensor, tuple[int, ...]]:
     """The tensors in float64 and flat, as rows, and the segments' boundaries."""
-    checked, _ = check_equals(tensors)
+    checked = check_equals(tensors)
     bounds = check_segments(segments, checked[0].numel())
     return torch.stack([one.detach().double().view(-1) for one in checked]), bounds

@@ -9,17 +9,16 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling as is_compiling
 
 from kernels.validation import DTYPES, check_dtype, check_each, read_list, tracing
 
 # In bytes: what cudaMalloc aligns to, and torch's allocator on the CPU (a cache line).
 CUDA_ALIGNMENT = 256
 CPU_ALIGNMENT = 64
-_itemsize = operator.attrgetter("itemsize")
 
 
 @dataclass(frozen=True)
@@ -81,19 +80,9 @@ class Layout:
         return b"".join(self.in_c)
 
     @cached_property
-    def sizes(self) -> array[int]:
-        """Bytes of each tensor in the buffer's dtype, as uint64."""
-        return array("Q", [numel * self.dtype.itemsize for numel in self.numels])
-
-    @cached_property
     def smallest(self) -> int:
         """The elements of the smallest tensor; 0 without tensors."""
         return min(self.numels, default=0)
-
-    @cached_property
-    def largest(self) -> int:
-        """The elements of the largest tensor; 0 without tensors."""
-        return max(self.numels, default=0)
 
     @cached_property
     def sound(self) -> bool:
@@ -141,38 +130,29 @@ def layout_of(
         >>> layout.offsets, layout.numel
         ((0, 16), 32)
     """
-    given = read_list("tensors", tensors)
-    return _lay_out(given, check_each("tensors", given)[0], dtype, alignment)
-
-
-def _lay_out(
-    tensors: list[Tensor],
-    dtypes: list[torch.dtype],
-    dtype: torch.dtype | None,
-    alignment: int | None = None,
-) -> Layout:
+    given = check_each("tensors", read_list("tensors", tensors))
     if dtype is None:
-        dtype = dtypes[0] if tensors else torch.float32
-        for i, other in enumerate(dtypes):
-            if other != dtype:
+        dtype = given[0].dtype if given else torch.float32
+        for i, other in enumerate(given):
+            if other.dtype != dtype:
                 raise TypeError(
-                    f"tensors[{i}] has dtype {other} but tensors[0] has {dtype}: "
+                    f"tensors[{i}] has dtype {other.dtype} but tensors[0] has {dtype}: "
                     "pass dtype= to convert to one"
                 )
     check_dtype("dtype", dtype)
     if alignment is None:
-        alignment = CUDA_ALIGNMENT if tensors and tensors[0].is_cuda else CPU_ALIGNMENT
+        alignment = CUDA_ALIGNMENT if given and given[0].is_cuda else CPU_ALIGNMENT
     if type(alignment) is not int or alignment <= 0 or alignment % dtype.itemsize:
         raise ValueError(
             f"alignment is {alignment!r}: pass a positive multiple of the {dtype.itemsize} bytes "
             f"of one {dtype}"
         )
     step = alignment // dtype.itemsize
-    numels = tuple(map(Tensor.numel, tensors))
+    numels = tuple(map(Tensor.numel, given))
     ends = [0, *itertools.accumulate([-(-numel // step) * step for numel in numels])]
     return Layout(
         dtype=dtype,
-        shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
+        shapes=tuple([tuple(tensor.shape) for tensor in given]),
         numels=numels,
         offsets=tuple(ends[:-1]),
         numel=ends[-1],
@@ -182,61 +162,48 @@ def _lay_out(
 
 @dataclass
 class PackedList:
-    """A list of tensors that has passed `check_packed`: its layout and each tensor's dtype."""
+    """A list of tensors that fits a layout, and each tensor's dtype."""
 
     layout: Layout
     dtypes: list[torch.dtype]
 
-    @cached_property
-    def one_dtype(self) -> torch.dtype | None:
-        """That of all tensors; None if they differ, or there are none."""
-        alike = self.dtypes and self.dtypes.count(self.dtypes[0]) == len(self.dtypes)
-        return self.dtypes[0] if alike else None
-
-    @cached_property
     def kinds(self) -> dict[torch.dtype, Sequence[int]]:
         """By dtype, the indices of its tensors, without empty ones; a range where it is of all."""
-        if self.one_dtype is not None and self.layout.smallest > 0:
-            return {self.one_dtype: range(len(self.dtypes))}
+        dtypes, layout = self.dtypes, self.layout
+        if layout.smallest > 0 and dtypes.count(dtypes[0]) == len(dtypes):
+            return {dtypes[0]: range(len(dtypes))}
         kinds: dict[torch.dtype, list[int]] = {}
-        for i, (numel, dtype) in enumerate(zip(self.layout.numels, self.dtypes, strict=True)):
+        for i, (numel, dtype) in enumerate(zip(layout.numels, dtypes, strict=True)):
             if numel > 0:
                 kinds.setdefault(dtype, []).append(i)
         return {dtype: tuple(chosen) for dtype, chosen in kinds.items()}
 
-    @cached_property
-    def sizes(self) -> array[int]:
-        """Bytes of each tensor, as uint64."""
-        if self.one_dtype == self.layout.dtype:
-            return self.layout.sizes
-        return array("Q", map(operator.mul, self.layout.numels, map(_itemsize, self.dtypes)))
 
-
-def check_packed(
+def lay_out(
     tensors: object, layout: Layout | None, dtype: torch.dtype | None
-) -> tuple[list[Tensor], PackedList, array[int]]:
-    """Check that the tensors can be read and fit `layout`, or lay them out in `dtype`.
+) -> tuple[list[Any], Layout]:
+    """Return a list's elements, and `layout` if it is sound or, if it is None, one in `dtype`."""
+    given = read_list("tensors", tensors)
+    if layout is None:
+        return given, layout_of(given, dtype=dtype)
+    check_layout(layout)
+    return given, layout
 
-    Returns:
-        The tensors, how they are packed, and their addresses or none.
+
+def check_packed(given: list[Any], layout: Layout) -> tuple[list[Tensor], list[torch.dtype]]:
+    """Return a list's tensors and their dtypes if they can be read and have a layout's shapes.
 
     Raises:
-        TypeError: A tensor or the layout has another type or dtype.
-        ValueError: A tensor cannot be read, or the layout has other shapes.
+        TypeError: A tensor has another type or dtype.
+        ValueError: A tensor cannot be read, or has another shape.
     """
-    given = read_list("tensors", tensors)
-    if layout is not None:
-        check_layout(layout)
-    dtypes, addresses = check_each("tensors", given, None if layout is None else layout.shapes)
-    if layout is None:
-        layout = _lay_out(given, dtypes, dtype)
-    # dynamo knows no length of an array.
-    elif (is_compiling() or not addresses) and tuple([one.shape for one in given]) != layout.shapes:
+    inputs = check_each("tensors", given)
+    if tuple([one.shape for one in inputs]) != layout.shapes:
         raise ValueError(
             f"layout holds {len(layout.shapes)} tensors of other shapes than the "
-            f"{len(given)} given: call kernels.layout_of on these tensors"
+            f"{len(inputs)} given: call kernels.layout_of on these tensors"
         )
-    return given, PackedList(layout, dtypes), addresses
+    return inputs, [one.dtype for one in inputs]
 
 
 def packed_within(

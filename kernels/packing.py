@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kernels.arguments import check_pack, check_unpack, device_of
 from kernels.findings import Findings
-from kernels.layout import Layout, check_buffer, check_layout, check_packed
+from kernels.layout import Layout, check_buffer, check_layout, check_packed, lay_out
 from kernels.plans import PackPlan, UnpackPlan
-from kernels.torch_ops import in_c, run
+from kernels.reading import in_c
+from kernels.torch_ops import run
 from kernels.validation import check_scalar, check_tensor, tracing
 
 
@@ -171,7 +172,7 @@ def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> in
         >>> kernels.pack_bytes([torch.ones(2), torch.ones(1)])  # 12 read, two slots of 64 written
         140
     """
-    layout = check_packed(tensors, layout, None)[1].layout
+    layout = _fitting(tensors, layout, None)
     return sum(tensor.nbytes for tensor in tensors) + layout.numel * layout.dtype.itemsize
 
 
@@ -182,9 +183,16 @@ def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | 
         >>> kernels.unpack_bytes(torch.ones(32), [torch.ones(2), torch.ones(1)])  # 12 and 12
         24
     """
-    layout = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)[1].layout
+    layout = _fitting(tensors, layout, check_tensor("buffer", buffer).dtype)
     itemsize = layout.dtype.itemsize
     return sum(tensor.numel() * (tensor.element_size() + itemsize) for tensor in tensors)
+
+
+def _fitting(tensors: object, layout: Layout | None, dtype: torch.dtype | None) -> Layout:
+    """Return the layout of these tensors, which is checked or made."""
+    given, chosen = lay_out(tensors, layout, dtype)
+    check_packed(given, chosen)
+    return chosen
 
 
 def pack_reference(
@@ -197,7 +205,7 @@ def pack_reference(
         >>> kernels.pack_reference(tensors, layout=kernels.layout_of(tensors, alignment=8))
         tensor([1., 2., 3., 0.], dtype=torch.float64)
     """
-    layout = check_packed(tensors, layout, None)[1].layout
+    layout = _fitting(tensors, layout, None)
     scale = check_scalar("scale", scale)
     buffer = torch.zeros(layout.numel, dtype=torch.float64, device=device_of(tensors))
     for tensor, view in zip(tensors, layout.views(buffer), strict=True):

@@ -16,15 +16,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.arguments import Call
 from kernels.binding import Run, bind
+from kernels.call import UNREAD, Call
 from kernels.gpu.device_tables import AddressTable
 from kernels.gradients import refuse_followed
+from kernels.reading import Checked, read_again
 from kernels.validation import (
     EQUAL,
-    MANY,
-    UNREAD,
-    all_like,
     check_all_writable,
     check_like,
     check_scalar,
@@ -35,7 +33,11 @@ from kernels.validation import (
     tracing,
 )
 
-_UNSEEN = "autograd does not see what a plan does"
+
+def _refuse_followed(call: Call) -> None:
+    # With its addresses, all of a call is checked.
+    if call.addresses is UNREAD:
+        refuse_followed(call, "autograd does not see what a plan does")
 
 
 def _released(*_: float) -> None:
@@ -84,7 +86,7 @@ class Plan:
 
     def __init__(self, call: Call) -> None:
         _refuse_outside_eager(call.function)
-        refuse_followed(call, _UNSEEN)
+        _refuse_followed(call)
         self._dtypes, self._shapes = call.dtypes, call.shapes
         self._device, self._table = call.out.device, AddressTable()
         # The index of the input that is also `out`, if any.
@@ -110,26 +112,27 @@ class Plan:
         call = self._call
         _refuse_outside_eager(call.function)
         inputs = read_list("tensors", tensors)
-        known, addresses = (self._dtypes, self._shapes, self._device), None
-        if len(inputs) >= MANY:
-            addresses = all_like(inputs, *known)
-        if addresses is None:
-            self._check_equal(inputs)
+        if len(inputs) != len(self._dtypes):
+            raise ValueError(
+                f"tensors holds {len(inputs)} but the plan was made for {len(self._dtypes)}"
+            )
         target = self.out if self._in_place is None else inputs[self._in_place]
-        if call.function == "unpack":
-            check_all_writable("tensors", inputs)
         if out is not None:
             target = check_like("out", out, "the plan's", self.out)
-            # The buffer that is unpacked is only read.
-            if call.function != "unpack":
+        found = read_again(call, inputs, target)
+        if found is None or not self._is_like(found):
+            self._check_equal(inputs)
+            if call.function == "unpack":
+                check_all_writable("tensors", inputs)
+            elif out is not None:
                 check_writable("out", out)
-        addresses = addresses or UNREAD
-        changed = {"inputs": inputs, "out": target, "addresses": addresses, "rebound": True}
+            found = Checked(inputs, target)
+        changed = {"inputs": inputs, "out": target, "addresses": found.addresses, "rebound": True}
         if target is not self.out:
             changed["made"] = False
         # Not by `replace`, which takes twice the time.
         fresh = Call(**{**vars(call), **changed})
-        refuse_followed(fresh, _UNSEEN)
+        _refuse_followed(fresh)
         self._take(fresh)
 
     def release(self) -> None:
@@ -164,11 +167,16 @@ class Plan:
                     "(resize_, set_ or .data =): rebind the plan"
                 )
 
+    def _is_like(self, found: Checked) -> bool:
+        """Whether these are tensors as the plan was made for, one of which has its shape."""
+        first = found.inputs[0]
+        return (
+            found.dtypes == self._dtypes
+            and first.shape == self._shapes[0]
+            and first.device == self._device
+        )
+
     def _check_equal(self, inputs: list[Tensor]) -> None:
-        if len(inputs) != len(self._dtypes):
-            raise ValueError(
-                f"tensors holds {len(inputs)} but the plan was made for {len(self._dtypes)}"
-            )
         rows = zip(inputs, self._dtypes, self._shapes, strict=True)
         for i, (tensor, dtype, shape) in enumerate(rows):
             name = f"tensors[{i}]"

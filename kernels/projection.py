@@ -24,13 +24,20 @@ from kernels.arguments import (
     check_combine,
     check_dot_and_norms,
     check_dots,
-    check_segments,
 )
 from kernels.arithmetic import TINY
 from kernels.findings import Findings
 from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan
-from kernels.torch_ops import in_c, run
-from kernels.validation import EQUAL, check_like, check_sized, check_tensor, check_weights
+from kernels.reading import in_c
+from kernels.torch_ops import run
+from kernels.validation import (
+    EQUAL,
+    check_like,
+    check_segments,
+    check_sized,
+    check_tensor,
+    check_weights,
+)
 
 Weights = tuple[float, float]
 
@@ -124,8 +131,12 @@ def combine(
         tensor([1.2500, 0.7500])
     """
     factors = check_weights(weights)
-    call = check_combine(a, b, dots, segments, out, Findings(found_inf, max_abs))
-    combined: Tensor = run(call, *factors)
+    combined: Tensor | None = in_c("combine")(
+        (a, b), out, None, *factors, segments, found_inf, max_abs, dots
+    )
+    if combined is None:
+        call = check_combine(a, b, dots, segments, out, Findings(found_inf, max_abs))
+        combined = run(call, *factors)
     return combined
 
 

@@ -19,7 +19,8 @@ from kernels.arguments import (
 from kernels.arithmetic import joined
 from kernels.findings import Findings
 from kernels.plans import ScaledAddPlan, SumPlan
-from kernels.torch_ops import in_c, run
+from kernels.reading import in_c
+from kernels.torch_ops import run
 from kernels.validation import (
     check_dtype,
     check_like,
@@ -74,9 +75,8 @@ def sum_n(
     if more:
         raise TypeError("sum_n takes its tensors as one list: sum_n([a, b])")
     scale = check_scalar("scale", scale)
-    other = None if order == "list" else "tree"
     total: Tensor | None = in_c("sum_n")(
-        tensors, out, dtype, scale, 1.0, None, other, accumulate, found_inf, max_abs
+        tensors, out, dtype, scale, 1.0, None, found_inf, max_abs, None, order, accumulate
     )
     if total is None:
         findings = Findings(found_inf, max_abs)
@@ -223,7 +223,7 @@ def sum_n_reference(
         >>> kernels.sum_n_reference([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])])
         tensor([4., 6.], dtype=torch.float64)
     """
-    checked, _ = check_equals(tensors)
+    checked = check_equals(tensors)
     scale = check_scalar("scale", scale)
     check_order(order)
     check_accumulate(accumulate, checked[0].dtype)

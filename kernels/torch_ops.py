@@ -11,7 +11,7 @@ torch's cache of compiled graphs on disk knows operators only by their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from kernels import derivatives
-from kernels.arguments import FUNCTIONS, LINEAR, Call
 from kernels.binding import locate, run_at_once
-from kernels.cpu import dispatch
+from kernels.call import FUNCTIONS, LINEAR, UNREAD, Call
 from kernels.derivatives import tags
 from kernels.findings import SCHEMA, Findings
-from kernels.gpu import launcher
 from kernels.gradients import is_followed, refuse_followed
 from kernels.layout import packed_within
 from kernels.validation import NoMemory, tracing
@@ -32,20 +30,6 @@ from kernels.validation import NoMemory, tracing
 _LIBRARY = torch.library.Library("adasum", "FRAGMENT")
 # So that torch.compile does not change the strides of contiguous inputs; see also `tags`.
 _TAGS = tags("needs_exact_strides", "needs_fixed_stride_order", "cudagraph_unsafe")
-
-
-def in_c(function: str) -> Callable[..., Any]:
-    """Return what checks and runs a call in C, as kernels/cpu/calls.h says.
-
-    It returns what it writes, or None: then nothing is written, and Python checks the call.
-    """
-    if tracing() or launcher.emulated or (library := dispatch.library()) is None:
-        return _undecided
-    return library.calls.get(function, _undecided)
-
-
-def _undecided(*_: object) -> None:
-    """In the place of C's function, where C is not to run."""
 
 
 def run(call: Call, *scalars: float) -> Any:
@@ -56,6 +40,10 @@ def run(call: Call, *scalars: float) -> Any:
         ValueError: A tensor shares memory with one that is written, or requires a gradient and the
             function has none.
     """
+    if call.addresses is not UNREAD:
+        # All is checked, and no derivative is asked for.
+        run_at_once(call, *scalars)
+        return call.inputs if call.function == "unpack" else call.out
     # An empty list has no derivative.
     linear = call.function in LINEAR and len(call.inputs) > 0
     followed = is_followed(call)

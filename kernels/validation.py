@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import operator
-from array import array
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +20,6 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
 _SUPPORTED = frozenset(DTYPES)
-_dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
-_is_cpu, _is_cuda = operator.attrgetter("is_cpu"), operator.attrgetter("is_cuda")
-_is_nested = operator.attrgetter("is_nested")
-# What calls ask of a list's tensors, read once: their dtypes, and addresses as uint64 or none.
-Traits: TypeAlias = "tuple[list[torch.dtype], array[int]]"
-# Of tensors whose addresses are yet to be read: the same for all, as dynamo makes no array.
-UNREAD: array[int] = array("Q")
-# Fewer tensors than this are checked faster one by one than by `all_like`.
-MANY = 4
 
 
 class NoMemory(TypeError):
@@ -162,60 +153,8 @@ def read_list(name: str, tensors: object) -> list[Any]:
     return list(tensors)
 
 
-def traits_of(tensors: Sequence[Any], shapes: Sequence[Sequence[int]] | None) -> Traits | None:
-    """Read tensors that are all readable, on one device and of these shapes; None if one is not.
-
-    A model has hundreds of tensors and this runs on every call. `map` over C functions takes a
-    fifth of the time of a Python loop, and makes no objects that the garbage collector visits.
-    """
-    if not PLAIN.issuperset(map(type, tensors)):
-        return None
-    try:
-        # Those that are not strided have no address, and nested ones no shape.
-        addresses = array("Q", list(map(Tensor.data_ptr, tensors)))
-        if shapes is None:
-            alike = not any(map(_is_nested, tensors))
-        else:
-            alike = list(map(_shape, tensors)) == list(shapes)
-    except RuntimeError:
-        return None
-    if (
-        alike
-        and _SUPPORTED.issuperset(dtypes := list(map(_dtype, tensors)))
-        and (
-            all(map(_is_cpu, tensors))
-            or (all(map(_is_cuda, tensors)) and len(set(map(Tensor.get_device, tensors))) == 1)
-        )
-        and not any(map(Tensor.is_neg, tensors))
-        and all(map(Tensor.is_contiguous, tensors))
-    ):
-        return dtypes, addresses
-    return None
-
-
-def all_like(
-    tensors: Sequence[Any],
-    dtypes: list[torch.dtype],
-    shapes: list[tuple[int, ...]],
-    device: torch.device,
-) -> array[int] | None:
-    """Return the addresses of tensors, at least one, that have these traits; else None."""
-    traits = traits_of(tensors, shapes)
-    if traits is None or traits[0] != dtypes or tensors[0].device != device:
-        return None
-    return traits[1]
-
-
-def check_each(
-    name: str, given: list[Any], shapes: Sequence[Sequence[int]] | None = None
-) -> Traits:
-    """Return the traits of what `read_list` returned if all are readable and on one device.
-
-    With addresses only if they have these shapes.
-    """
-    # A single tensor is checked faster by itself, and dynamo cannot trace the fast path.
-    if len(given) != 1 and not tracing() and (traits := traits_of(given, shapes)) is not None:
-        return traits
+def check_each(name: str, given: Sequence[Any]) -> list[Tensor]:
+    """Return what `read_list` returned if all are readable tensors on one device."""
     checked = [check_tensor(f"{name}[{i}]", tensor) for i, tensor in enumerate(given)]
     for i, tensor in enumerate(checked[1:], 1):
         if tensor.device != checked[0].device:
@@ -223,7 +162,7 @@ def check_each(
                 f"{name}[{i}] is on {tensor.device} but {name}[0] is on {checked[0].device}: "
                 "move all to one device"
             )
-    return [one.dtype for one in checked], UNREAD
+    return checked
 
 
 def check_like(
@@ -245,6 +184,47 @@ def check_like(
             f"{tuple(like.shape)}: they must be equal"
         )
     return checked
+
+
+def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:
+    """Whether these are ints that rise from 0 to `numel`; fast, since a model has hundreds."""
+    return (
+        {*map(type, bounds)} == {int}
+        and bounds[0] == 0
+        and bounds[-1] == numel
+        and all(map(operator.le, bounds, bounds[1:]))
+    )
+
+
+def check_segments(segments: object, numel: int) -> tuple[int, ...]:
+    """Return the boundaries (0, e1, ..., numel) as a tuple; None means one segment.
+
+    Raises:
+        TypeError: A boundary is not an int.
+        ValueError: The boundaries do not rise from 0 to `numel`.
+    """
+    if segments is None:
+        return (0, numel)
+    if isinstance(segments, Tensor) or not isinstance(segments, Sequence):
+        raise TypeError(
+            f"segments must be a list or tuple of ints, not {type(segments).__name__}: "
+            "pass tensor.tolist()"
+        )
+    bounds = tuple(segments)
+    if not is_compiling() and _all_rise(bounds, numel):
+        return bounds
+    if not all(type(bound) is int for bound in bounds):
+        bad = next(bound for bound in bounds if type(bound) is not int)
+        raise TypeError(f"segments must hold ints, not {type(bad).__name__}")
+    if not bounds or bounds[0] != 0 or bounds[-1] != numel:
+        ends = f"{bounds[0]} and {bounds[-1]}" if bounds else "nothing"
+        raise ValueError(
+            f"segments must start at 0 and end at the {numel} elements of a tensor, not {ends}"
+        )
+    for i, (low, high) in enumerate(itertools.pairwise(bounds)):
+        if high < low:
+            raise ValueError(f"segments must not decrease, but [{i + 1}] = {high} < [{i}] = {low}")
+    return bounds
 
 
 def check_scalar(name: str, value: object) -> float:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from kernels.arguments import Call
+from kernels.call import Call
 from kernels.cpu import native, torch_fallback
 
 _logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-/* Of Python's stable ABI and of DLPack's exchange of tensors, what calls.h uses: declared here, so
+/* Of Python's stable ABI and of DLPack's exchange of tensors, what reading.h and calls.h use: declared here, so
  * that compiling needs neither Python's headers nor torch's, and one library fits any of both.
  * Neither changes: https://docs.python.org/3/c-api/stable.html and DLPack 1.
  */
@@ -26,8 +26,13 @@ int PyObject_IsTrue(PyObject *one);
 Py_ssize_t PyObject_Size(PyObject *one);
 PyObject *PySequence_Tuple(PyObject *sequence);
 PyObject *PySequence_List(PyObject *sequence);
+PyObject *PyList_New(Py_ssize_t length);
+int PyList_SetItem(PyObject *list, Py_ssize_t at, PyObject *one);
 PyObject *PyTuple_GetItem(PyObject *tuple, Py_ssize_t at);
 Py_ssize_t PyTuple_Size(PyObject *tuple);
+PyObject *PyTuple_Pack(Py_ssize_t length, ...);
+PyObject *PyBytes_FromStringAndSize(const char *bytes, Py_ssize_t length);
+int PyUnicode_CompareWithASCIIString(PyObject *text, const char *other);
 PyObject *PyLong_FromLongLong(long long value);
 long long PyLong_AsLongLong(PyObject *number);
 void *PyLong_AsVoidPtr(PyObject *number);
@@ -42,7 +47,8 @@ void PyEval_RestoreThread(PyThreadState *state);
 void Py_IncRef(PyObject *one);
 void Py_DecRef(PyObject *one);
 
-enum { DLPACK_CPU = 1, DLPACK_FLOAT = 2, DLPACK_BFLOAT = 4 };
+enum { DLPACK_CPU = 1, DLPACK_CUDA = 2, DLPACK_ROCM = 10 };
+enum { DLPACK_FLOAT = 2, DLPACK_BFLOAT = 4 };
 typedef struct {
     void *data;
     int32_t device_type, device_id;

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import increment_version
 
-from kernels.arguments import Call
+from kernels.call import Call
 
 # The numbers of the enum in native.c.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
@@ -36,8 +36,11 @@ FUNCTIONS = (
     *("sum_n", "copy", "scaled_add", "dot_and_norms", "combine", "adasum"),
     *("gram", "adasum_coefficients", "weighted_sum"),
 )
-# The numbers of the functions in calls.h.
-CALLS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "adasum")
+# The numbers of the functions in reading.h.
+CALLS = (
+    *("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"),
+    *("gram", "weighted_sum"),
+)
 _OPENMP = {
     "parallel": "GOMP_parallel",
     "thread_num": "omp_get_thread_num",
@@ -86,9 +89,10 @@ class Library:
     """The compiled functions.
 
     Attributes:
-        calls: By the names in `CALLS` the functions of calls.h: each checks and runs a direct call,
-            or returns None where the checks in Python are to decide. Empty where torch lends no
-            tensors to C.
+        calls: By the names in `CALLS` the functions of calls.h: each checks and runs a direct call
+            on CPU tensors, or returns None where the checks in Python are to decide. Empty where
+            torch lends no tensors to C.
+        reads: Likewise what checks a call on any device and returns what it has read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +103,7 @@ class Library:
         for function in self._functions.values():
             function.argtypes, function.restype = (ctypes.c_void_p,), None
         self._team = _team()
-        self.calls = _calls(path, self._team)
+        self.calls, self.reads = _calls(path, self._team)
 
     def bind(self, call: Call) -> Callable[..., None]:
         """Return what runs a call any number of times, with its scalars.
@@ -165,29 +169,32 @@ class Library:
         return run
 
 
-def _calls(path: Path, team: dict[str, int]) -> dict[str, Callable[..., Any]]:
-    """Return the direct calls of a library, which hold what they ask of tensors."""
+def _calls(path: Path, team: dict[str, int]) -> list[dict[str, Callable[..., Any]]]:
+    """Return the direct calls of a library, and what only reads, which hold what they ask."""
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
-        return {}
-    rows = torch.empty(0, dtype=torch.float64, device="cpu")
-    # In the order of the fields in calls.h.
+        return [{}, {}]
+    # In the order of the fields in reading.h.
     handles = (
-        *(None, Tensor, torch.nn.Parameter, list, tuple, int, Exception),
+        *(None, Tensor, torch.nn.Parameter, list, tuple, int, str, Exception),
         *(Tensor.is_neg, Tensor.is_inference, Tensor.untyped_storage, Tensor.storage_offset),
         *("requires_grad", torch.is_grad_enabled, torch.is_inference_mode_enabled, unpack_dual),
-        *(increment_version, torch.get_num_threads, torch.empty, ("dtype", "device")),
-        *(torch.device("cpu"), torch.empty_like, ("dtype", "memory_format")),
-        *(torch.contiguous_format, rows.new_empty, *_CODES, capsule, *team.values()),
+        *(increment_version, torch.get_num_threads, Tensor.new_empty, ("dtype",)),
+        *(torch.empty_like, ("dtype", "memory_format"), torch.contiguous_format),
+        *(*_CODES, capsule, *team.values()),
     )
     direct_call = ctypes.PyDLL(str(path)).direct_call
-    direct_call.argtypes, direct_call.restype = (ctypes.py_object, ctypes.c_int64), ctypes.py_object
+    direct_call.argtypes = (ctypes.py_object, ctypes.c_int64, ctypes.c_int64)
+    direct_call.restype = ctypes.py_object
     try:
-        return {name: direct_call(handles, number) for number, name in enumerate(CALLS)}
+        return [
+            {name: direct_call(handles, number, reads) for number, name in enumerate(CALLS)}
+            for reads in (False, True)
+        ]
     except Exception as error:  # noqa: BLE001 - what C raises; Python does the same
-        # Of another DLPack, or another Python: direct calls are then checked in Python.
-        _logger.info("direct calls on CPU tensors are checked in Python: %s", error)
-        return {}
+        # Of another DLPack, or another Python: arguments are then checked in Python.
+        _logger.info("arguments are checked in Python: %s", error)
+        return [{}, {}]
 
 
 def _room(call: Call, segments: int) -> int:

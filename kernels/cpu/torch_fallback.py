@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.arguments import Call, Tree
 from kernels.arithmetic import CANCELLED, SPREAD_LIMIT, TINY, compute_dtype, joined
+from kernels.call import Call, Tree
 from kernels.findings import Findings
 
 # An operation on both cores costs tens of microseconds to start and to end, so blocks are as large

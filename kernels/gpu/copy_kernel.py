@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.arguments import Call
 from kernels.arithmetic import compute_dtype
+from kernels.call import Call
 from kernels.gpu import launcher
 from kernels.gpu.device_tables import TABLES, AddressTable, upload
 from kernels.gpu.launcher import Kernel, Launch, jit, tl
@@ -140,7 +140,7 @@ class Copies:
 
     def __init__(self, call: Call, table: AddressTable) -> None:
         assert call.packed is not None
-        self._call, layout, kinds = call, call.packed.layout, call.packed.kinds
+        self._call, layout, kinds = call, call.packed.layout, call.packed.kinds()
         # The key says whether there is a scale, and whether it is finite in float32 and in float64.
         self._launches: dict[tuple[bool, bool, bool], list[Launch]] = {}
         # Of each dtype: the addresses and the table, tiles, tensors, and a tile's elements and

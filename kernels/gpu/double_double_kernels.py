@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.arguments import Call, Tree
 from kernels.arithmetic import SPREAD_LIMIT, TINY
+from kernels.call import Call, Tree
 from kernels.gpu import launcher
 from kernels.gpu.chunking import Chunks
 from kernels.gpu.device_tables import TABLES, Scratch, upload

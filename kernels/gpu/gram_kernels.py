@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.arguments import Call
+from kernels.call import Call
 from kernels.gpu import chunking, launcher
 from kernels.gpu.chunking import Aligned, chunks_of
 from kernels.gpu.device_tables import TABLES, AddressTable, Scratch, upload

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.arguments import Tree
+from kernels.call import Tree
 from kernels.gpu import launcher
 from kernels.gpu.chunking import chunk_count, chunks_on
 from kernels.gpu.device_tables import upload

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.arguments import check_segments
 from kernels.arithmetic import compute_dtype
+from kernels.call import check_tree
 from kernels.gpu import launcher, node_adasum
 from kernels.gpu.device_tables import upload
 from kernels.gpu.gram_kernels import no_tiles
@@ -49,7 +49,7 @@ from kernels.gpu.signals import (
 )
 from kernels.gpu.sum_kernels import in_order
 from kernels.gpu.tiles import convert, float_of, load_tile, part_of, store_tile, store_to_all
-from kernels.gram_arguments import check_tree
+from kernels.validation import check_segments
 
 # Bytes of a program's tile of a one-shot sum, at most: of its place.
 _TILE_BYTES = 4096

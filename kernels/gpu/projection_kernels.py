@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.arguments import Call
 from kernels.arithmetic import compute_dtype
+from kernels.call import Call
 from kernels.gpu import launcher
 from kernels.gpu.chunking import Aligned, Chunks, chunks_of
 from kernels.gpu.device_tables import Scratch

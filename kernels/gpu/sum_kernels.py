@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kernels.arguments import Call
 from kernels.arithmetic import compute_dtype
+from kernels.call import Call
 from kernels.gpu import launcher
 from kernels.gpu.balanced_tree import branch, join, options_of, tree_tile_of
 from kernels.gpu.chunking import chunks_of, tile_of

@@ -58,6 +58,8 @@ WINGS = {
         ("kernels.torch_ops",),
         ("kernels.plans", "kernels.derivatives"),
         ("kernels.binding",),
+        ("kernels.arguments", "kernels.gram_arguments"),
+        ("kernels.reading",),
         ("kernels.backends",),
         ("kernels.gpu", "kernels.cpu"),
         ("kernels",),

@@ -1,4 +1,4 @@
-"""Direct calls that C checks and runs: verdicts, texts and bits are those of Python's checks."""
+"""Arguments that C checks: verdicts, texts and bits are those of Python's checks."""
 
 from __future__ import annotations
 
@@ -89,56 +89,90 @@ STAND_INS: dict[str, tuple[Callable[[Shape], Any], bool]] = {
     "list": (lambda s: [1.0], False),
     "none": (lambda s: None, False),
 }
-# Function: what it is called with, of which each tensor is replaced in turn.
+# Name: what it is called with, of which each tensor is replaced in turn.
 CALLS: dict[str, Callable[..., Any]] = {
     "sum_n": lambda a, b, c, out: kernels.sum_n([a, b, c], out=out),
+    "sum_n as a tree": lambda a, b, c, out: kernels.sum_n([a, b, c], out=out, order="tree"),
+    "sum_n with findings": lambda a, b, c, out: [
+        kernels.sum_n([a, b], found_inf=c, max_abs=out, scale=1e39), c, out
+    ],
     "scaled_add": lambda a, b, c, out: kernels.scaled_add(a, b, beta=0.5, out=out),
     "dot_and_norms": lambda a, b, c, out: kernels.dot_and_norms(a, b, (0, 5, 5, 24)),
+    "combine": lambda a, b, c, out: kernels.combine(a, b, c, (0, 5, 24), out=out),
     "adasum": lambda a, b, c, out: kernels.adasum(a, b, [0, 24], out=out),
+    "gram": lambda a, b, c, out: kernels.gram([a, b, c], out=out),
+    "precise gram": lambda a, b, c, out: kernels.gram([a, b, c], (0, 7, 24), precise=True, out=out),
+    "weighted_sum": lambda a, b, c, out: kernels.weighted_sum([a, b], c, (0, 24), out=out),
     "pack": lambda a, b, c, out: kernels.pack([a, b, c], layout=layout(), out=out),
+    "pack with findings": lambda a, b, c, out: [
+        kernels.pack([a, b], layout=layout(2), found_inf=c, max_abs=out), c, out
+    ],
     "unpack": lambda a, b, c, out: kernels.unpack(out, [a, b, c], layout=layout()),
+}  # fmt: skip
+# Places of tensors for which a stand-in that can be read is taken, where not all of (a, b, c, out),
+# and the shapes and dtypes of c and out where these are not those of a.
+PLACES: dict[str, tuple[int, ...]] = {
+    "scaled_add": (0, 1, 3), "dot_and_norms": (0, 1), "combine": (0, 1, 3), "adasum": (0, 1, 3),
+    "gram": (0, 1, 2), "precise gram": (0, 1, 2), "weighted_sum": (0, 1, 3),
+}  # fmt: skip
+SHAPES: dict[str, dict[int, tuple[Shape, torch.dtype]]] = {
+    "sum_n with findings": {2: ((1,), torch.float32), 3: ((1,), torch.float32)},
+    "combine": {2: ((2, 3), torch.float64)},
+    "gram": {3: ((1, 3, 3), torch.float64)},
+    "precise gram": {3: ((2, 3, 3, 2), torch.float64)},
+    "weighted_sum": {2: ((1, 2), torch.float64)},
+    "pack": {3: ((96,), torch.float32)},
+    "pack with findings": {2: ((1,), torch.float32), 3: ((1,), torch.float32)},
+    "unpack": {3: ((96,), torch.float32)},
 }
 
 
 @functools.cache
-def layout() -> kernels.Layout:
-    return kernels.layout_of([like(1), like(2), like(3)])
+def layout(count: int = 3) -> kernels.Layout:
+    return kernels.layout_of([like(seed) for seed in range(count)])
 
 
 def arguments(function: str) -> list[Any]:
     """Three tensors to read, or of `unpack` to write, and what is written, or of `unpack` read."""
-    packed = function in ("pack", "unpack")
-    shape = (layout().numel,) if packed else SHAPE
-    return [like(1), like(2), like(3), like(4, shape=shape)]
+    given, others = [like(seed) for seed in (1, 2, 3, 4)], SHAPES.get(function, {})
+    for place, (shape, dtype) in others.items():
+        given[place] = like(place + 1, dtype, shape).abs()
+    return given
+
+
+def is_written(function: str, place: int) -> bool:
+    if function == "unpack":
+        return place != 3
+    return place == 3 or (place == 2 and "findings" in function)
 
 
 class Asked:
-    """Which calls C decided."""
+    """Which calls C decided, of those that it runs and of those that it only reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         need_compiled()
         library = dispatch.library()
         assert library is not None and set(library.calls) == set(native.CALLS)
-        self.library, self.calls, self.monkeypatch = library, library.calls, monkeypatch
-        self.decided = False
+        self.library, self.monkeypatch, self.decided = library, monkeypatch, False
+        self.ways = {"calls": library.calls, "reads": library.reads}
 
-    def outcome(self, call: Callable[[], Any], in_c: bool) -> tuple[Any, ...]:
-        """What a call returns or raises, with C or without; sets `decided`."""
+    def outcome(self, call: Callable[[], Any], way: str) -> tuple[Any, ...]:
+        """What a call returns or raises, by C in one of two ways or without; sets `decided`."""
         self.decided = False
-        calls = {name: self.noting(one) for name, one in self.calls.items()} if in_c else {}
-        self.monkeypatch.setattr(self.library, "calls", calls)
-        try:
-            found = call()
-        except (TypeError, ValueError) as error:
-            return type(error), str(error)
-        finally:
-            self.monkeypatch.setattr(self.library, "calls", self.calls)
+        with self.monkeypatch.context() as patch:
+            for name, calls in self.ways.items():
+                noted = {each: self.noting(one) for each, one in calls.items()}
+                patch.setattr(self.library, name, noted if name == way else {})
+            try:
+                found = call()
+            except (TypeError, ValueError) as error:
+                return type(error), str(error)
         return tuple([(one.dtype, one.shape, bits(one)) for one in self.listed(found)])
 
     def noting(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*arguments: Any) -> Any:
             found = call(*arguments)
-            self.decided = found is not None
+            self.decided |= found is not None
             return found
 
         return noted
@@ -150,8 +184,11 @@ class Asked:
 
     def same(self, make: Callable[[], Callable[[], Any]]) -> tuple[Any, ...]:
         """The outcome of a call, which is the same with C and without it."""
-        expected = self.outcome(make(), in_c=False)
-        assert self.outcome(make(), in_c=True) == expected
+        expected = self.outcome(make(), "")
+        assert self.outcome(make(), "reads") == expected
+        read = self.decided
+        assert self.outcome(make(), "calls") == expected
+        assert read or not self.decided
         if self.decided:
             assert expected and not isinstance(expected[0], type)
         return expected
@@ -175,8 +212,8 @@ def test_each_tensor_of_each_call(asked: Asked, function: str, kind: str) -> Non
             return functools.partial(CALLS[function], *given)
 
         asked.same(make)
-        written = place != 3 if function == "unpack" else place == 3
-        used = place < (3 if function in ("sum_n", "pack", "unpack") else 2)
+        written = is_written(function, place)
+        used = place in PLACES.get(function, range(4))
         if read and used and not (written and kind == "inference"):
             assert asked.decided, place
 
@@ -306,12 +343,13 @@ def test_dtypes_and_options(asked: Asked, source: torch.dtype, target: torch.dty
         {"dtype": torch.int32}, {"dtype": "float32"}, {"out": like(3, target)[:3]},
     ]  # fmt: skip
     sums = [{"order": "tree"}, {"order": "flat"}, {"order": None}, {"accumulate": source}]
+    sums += [{"order": "list", "dtype": target, "accumulate": source}]
     for given in options:
         asked.same(lambda given=given: lambda: kernels.sum_n([a, b], scale=1 / 3, **given))
         asked.same(lambda given=given: lambda: kernels.scaled_add(a, b, alpha=2.0, **given))
     for given in sums:
         asked.same(lambda given=given: lambda: kernels.sum_n([a, b], **given))
-        assert not asked.decided
+        assert asked.decided == (given.get("order", "list") in ("list", "tree"))
     asked.same(lambda: lambda: kernels.scaled_add(a, like(2, target)))
     asked.same(lambda: lambda: kernels.adasum(a, like(2, target), out=like(3, target)))
     asked.same(lambda: lambda: kernels.pack([a, b], layout=one, scale=0.3))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernels
-from kernels.arguments import LINEAR
+from kernels.call import LINEAR
 from tests.kernels.cases import random
 from tests.kernels.torch_compile.cases import F16, F32, F64, compiled, flat
 

@@ -1,0 +1,192 @@
+"""A function's arguments, checked: what plans, operators and both backends take."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kernels.arithmetic import compute_dtype
+from kernels.findings import Findings
+from kernels.layout import Layout, PackedList
+from kernels.validation import check_scalar
+
+FUNCTIONS = (
+    *("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"),
+    *("gram", "adasum_coefficients", "weighted_sum"),
+)
+# Of its tensors: these have derivatives.
+LINEAR = FUNCTIONS[:4]
+# Of `sum_n`.
+ORDERS = ("list", "tree")
+# Of equal tensors.
+_OF_EQUALS = ("sum_n", "gram", "weighted_sum")
+NO_FINDINGS = Findings()
+# Of tensors whose addresses are yet to be read: the same for all, as dynamo makes no array.
+UNREAD: array[int] = array("Q")
+
+
+Tree = tuple[tuple[int, int, float, float], ...]
+
+
+@dataclass
+class Call:
+    """A function's arguments, checked: what plans, operators and both backends take.
+
+    Attributes:
+        function: Its name.
+        inputs: What it reads; of `unpack` what it writes.
+        out: What it writes; of `unpack` what it reads.
+        bounds: Elements of `out`, or of the inputs, where segments start, and end; of a packed
+            buffer where slots do; of `adasum_coefficients` none.
+        findings: What it writes beside `out`.
+        dots: Of `combine`.
+        coefficients: Of `weighted_sum`.
+        spread: Of `adasum_coefficients`: how far vectors cancel, which it writes.
+        tree: Of `adasum_coefficients`: rows (left, right, p, q).
+        packed: Of `pack` and `unpack`.
+        cooperative: Of `adasum`: whether one cooperative launch may do it.
+        order: Of `sum_n`: "list", from left to right, or "tree", the balanced tree.
+        accumulate: Of `sum_n`: the dtype to which each sum of two is rounded; None for the one in
+            which it is computed.
+        made: Whether `out` was made for it.
+        rebound: Whether `Plan.rebind` was given the tensors, as its `tensors` and `out`.
+        addresses: Where the inputs lie, as uint64, once these and the memory of all tensors are
+            checked; else none.
+    """
+
+    function: str
+    inputs: list[Tensor]
+    out: Tensor
+    bounds: tuple[int, ...]
+    findings: Findings = NO_FINDINGS
+    dots: Tensor | None = None
+    coefficients: Tensor | None = None
+    spread: Tensor | None = None
+    tree: Tree = ()
+    packed: PackedList | None = None
+    cooperative: bool = True
+    order: str = "list"
+    accumulate: torch.dtype | None = None
+    made: bool = False
+    rebound: bool = False
+    addresses: array[int] = field(default_factory=lambda: UNREAD)
+
+    @property
+    def out_name(self) -> str:
+        """How messages call `out`."""
+        return "buffer" if self.function == "unpack" and not self.rebound else "out"
+
+    def name(self, i: int) -> str:
+        """How messages call an input."""
+        if self.rebound or self.packed is not None or self.function in _OF_EQUALS:
+            return f"tensors[{i}]"
+        return "partials" if self.function == "adasum_coefficients" else "ab"[i]
+
+    def others(self) -> list[tuple[str, Tensor]]:
+        """Name and tensor of all but the inputs."""
+        named = [*self.findings.given(), (self.out_name, self.out)]
+        if self.dots is not None:
+            named.append(("dots", self.dots))
+        if self.coefficients is not None:
+            named.append(("coefficients", self.coefficients))
+        if self.spread is not None:
+            named.append(("spread", self.spread))
+        return named
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of the inputs."""
+        if self.packed is not None:
+            return self.packed.dtypes
+        if self.function in _OF_EQUALS:
+            return [self.inputs[0].dtype] * len(self.inputs)
+        return [one.dtype for one in self.inputs]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the inputs, which are equal where they are not packed."""
+        if self.packed is not None:
+            return list(self.packed.layout.shapes)
+        return [self.inputs[0].shape] * len(self.inputs)
+
+    @property
+    def packing(self) -> bool:
+        """Whether it writes into a packed buffer."""
+        return self.function == "pack"
+
+    @property
+    def table(self) -> Tensor | None:
+        """What it reads in float64 besides its inputs."""
+        return self.coefficients if self.dots is None else self.dots
+
+    @property
+    def place(self) -> Layout | tuple[int, ...]:
+        """Where its elements belong: the layout, or the boundaries of segments."""
+        return self.bounds if self.packed is None else self.packed.layout
+
+    @property
+    def kind(self) -> str | bool:
+        """The order or, of `gram`, whether it is precise."""
+        return self.precise if self.function == "gram" else self.order
+
+    @property
+    def accumulated(self) -> torch.dtype:
+        """Of `sum_n`: the dtype to which each sum of two is rounded."""
+        return self.accumulate or compute_dtype(self.inputs[0].dtype, self.out.dtype)
+
+    @property
+    def precise(self) -> bool:
+        """Of `gram` and `adasum_coefficients`: whether the matrices are double-double."""
+        return self.out.dim() == 4 if self.function == "gram" else self.inputs[0].dim() == 5
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `out` may be one of the inputs, since it is made element by element."""
+        return self.packed is None and self.function not in ("gram", "adasum_coefficients")
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The tensors that it writes."""
+        main = self.inputs if self.function == "unpack" else [self.out]
+        return [*main, *[one for one in (*self.findings, self.spread) if one is not None]]
+
+
+def check_tree(tree: object, count: int) -> Tree:
+    """Return the rows (left, right, p, q) by which `count` vectors become one, as a tuple.
+
+    Raises TypeError for what is no sequence of such rows, and ValueError where they do not join
+    all vectors, each once, or a weight is not positive and finite.
+    """
+    if isinstance(tree, (str, Tensor)) or not isinstance(tree, Sequence):
+        raise TypeError(f"tree must be a list or tuple of rows, not {type(tree).__name__}")
+    standing, rows, left = set(range(count)), [], 0
+    for i, row in enumerate(tree):
+        if not isinstance(row, (tuple, list)) or len(row) != 4:
+            raise TypeError(f"tree[{i}] must be four numbers (left, right, p, q), not {row!r}")
+        left, right = row[:2]
+        p, q = (check_scalar(f"tree[{i}][{at}]", row[at]) for at in (2, 3))
+        for one in (left, right):
+            if type(one) is not int:
+                raise TypeError(f"tree[{i}] must name vectors by ints, not {type(one).__name__}")
+            if one not in standing:
+                raise ValueError(
+                    f"tree[{i}] joins vector {one}, which is none of the {count}, or was joined to "
+                    "another before"
+                )
+        if left == right:
+            raise ValueError(f"tree[{i}] joins vector {left} to itself")
+        if not (p > 0.0 and q > 0.0 and p + q < math.inf):
+            raise ValueError(f"tree[{i}] has weights {(p, q)}: pass positive and finite ones")
+        standing.remove(right)
+        rows.append((left, right, p, q))
+    if standing != {left}:
+        raise ValueError(
+            f"tree joins {len(rows)} pairs of {count} vectors: {count - 1} make them one, the left "
+            "one of the last"
+        )
+    return tuple(rows)

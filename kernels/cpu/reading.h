@@ -1,0 +1,388 @@
+/* Check the arguments of a call in one pass, for what nearly every call is: plain tensors on one
+ * device, of which no derivative is asked for.
+ *
+ * What this takes is what the checks in Python take, and anything else it leaves to them: they find
+ * the words for what is wrong, and read what is right but rare. Nothing is written here.
+ * tests/kernels/cpu/test_calls.py compares each verdict with Python's.
+ */
+#include "interfaces.h"
+
+#include <stdlib.h>
+
+/* What a function takes: tensors of one dtype; an output of that dtype; segments; the slots of a
+ * layout; and what it writes: rows of dot products or matrices, which it makes, or its tensors. Then
+ * a table in float64 that it reads: rows of dot products, or factors of the tensors; an order. */
+enum {
+    ALIKE = 1, OUT_ALIKE = 2, CUT = 4, PACKED = 8, ROWS = 16, MATRICES = 32, UNPACKS = 64,
+    DOTS = 128, FACTORS = 256, ORDERED = 512
+};
+static const struct function {
+    void (*run)(const struct task *);
+    int takes;
+} functions[] = {
+    /* In the order of CALLS in native.py. */
+    {copy, PACKED},
+    {copy, PACKED | UNPACKS},
+    {sum_n, ALIKE | ORDERED},
+    {scaled_add, 0},
+    {dot_and_norms, ALIKE | CUT | ROWS},
+    {combine, ALIKE | OUT_ALIKE | CUT | DOTS},
+    {adasum, ALIKE | OUT_ALIKE | CUT},
+    {gram, ALIKE | CUT | MATRICES},
+    {weighted_sum, ALIKE | OUT_ALIKE | CUT | FACTORS},
+};
+/* The arguments of each, in their order. KIND: the order of a sum, or whether a matrix is precise. */
+enum {
+    TENSORS, OUT, DTYPE, FIRST, SECOND, BOUNDS, FOUND_INF, MAX_ABS, TABLE, KIND, ACCUMULATE,
+    ARGUMENTS
+};
+/* What native.py passes, in its order: what is asked of tensors, and with what they are made. */
+static struct {
+    PyObject *none, *tensor, *parameter, *list, *tuple, *integer, *text, *exception;
+    PyObject *is_neg, *is_inference, *untyped_storage, *storage_offset, *requires_grad;
+    PyObject *is_grad_enabled, *is_inference_mode_enabled, *unpack_dual;
+    PyObject *increment_version, *get_num_threads;
+    PyObject *new_empty, *new_names, *empty_like, *like_names, *contiguous;
+    PyObject *dtypes[4];
+    PyObject *capsule, *parallel, *thread_num, *num_threads;
+} py;
+static const DLPackExchangeAPI *exchange;
+
+struct seen {
+    char *data;
+    int64_t numel, bytes, dtype;
+    int64_t device;
+    int64_t ndim;
+    const int64_t *shape;
+};
+
+/* What one call holds until it ends. others: found_inf, max_abs and the table. */
+struct call {
+    PyObject *inputs, *out, *cuts;
+    int takes, made, on_cpu;
+    struct seen *seen, written, others[3];
+    int64_t *bounds;
+    void **addresses;
+    double *scratch;
+};
+
+/* The answer of a method of a tensor without arguments, as a number; -1 with an exception. */
+static int64_t ask(PyObject *method, PyObject *tensor, int64_t (*number_of)(PyObject *))
+{
+    PyObject *found = PyObject_Vectorcall(method, &tensor, 1, NULL);
+    int64_t number = found ? number_of(found) : -1;
+    Py_DecRef(found);
+    return number;
+}
+
+static int64_t truth(PyObject *found)
+{
+    return PyObject_IsTrue(found);
+}
+
+static int64_t number(PyObject *found)
+{
+    return PyLong_AsLongLong(found);
+}
+
+/* The answer of a function without arguments. */
+static int64_t tell(PyObject *function)
+{
+    PyObject *found = PyObject_Vectorcall(function, NULL, 0, NULL);
+    int64_t answer = found ? PyLong_AsLongLong(found) : -1;
+    Py_DecRef(found);
+    return answer;
+}
+
+static int64_t length(PyObject *found)
+{
+    return PyObject_Size(found);
+}
+
+static int is_of(PyObject *one, PyObject *type)
+{
+    PyObject *its = PyObject_Type(one);
+    Py_DecRef(its);
+    return its == type;
+}
+
+static int64_t bytes_of(int dtype, int64_t numel)
+{
+    return (char *)element(0, dtype, numel) - (char *)0;
+}
+
+/* The number of a dtype, or -1. */
+static int dtype_of(const DLTensor *t)
+{
+    if (t->lanes != 1 || !(t->code == DLPACK_FLOAT || (t->code == DLPACK_BFLOAT && t->bits == 16)))
+        return -1;
+    if (t->code == DLPACK_BFLOAT)
+        return BFLOAT16;
+    return t->bits == 16 ? FLOAT16 : t->bits == 32 ? FLOAT32 : t->bits == 64 ? FLOAT64 : -1;
+}
+
+/* Whether this is a plain, contiguous tensor on the CPU or a GPU. */
+static int see(PyObject *tensor, struct seen *s)
+{
+    PyObject *type = PyObject_Type(tensor);
+    DLTensor t;
+    Py_DecRef(type);
+    if ((type != py.tensor && type != py.parameter) || exchange->lend(tensor, &t))
+        return 0;
+    int on_gpu = t.device_type == DLPACK_CUDA || t.device_type == DLPACK_ROCM;
+    int dtype = on_gpu || t.device_type == DLPACK_CPU ? dtype_of(&t) : -1;
+    if (dtype < 0)
+        return 0;
+    int64_t step = 1, dense = 1;
+    for (int i = t.ndim - 1; i >= 0; i--) {
+        dense &= t.shape[i] == 1 || t.strides[i] == step;
+        step *= t.shape[i];
+    }
+    if (step && !dense)
+        return 0;
+    *s = (struct seen){.data = (char *)t.data + t.byte_offset, .numel = step, .dtype = dtype,
+                       .device = on_gpu ? t.device_id : -1, .ndim = t.ndim, .shape = t.shape};
+    s->bytes = bytes_of(dtype, step);
+    return 1;
+}
+
+/* Whether a tensor has in its memory what it was seen to have; `following`: and, as grad mode is on,
+ * requires no gradient. */
+static int has_memory(PyObject *tensor, int following, const struct seen *s)
+{
+    if (following) {
+        PyObject *asks = PyObject_GetAttr(tensor, py.requires_grad);
+        int64_t yes = asks ? PyObject_IsTrue(asks) : -1;
+        Py_DecRef(asks);
+        if (yes != 0)
+            return 0;
+    }
+    if (ask(py.is_neg, tensor, truth) != 0)
+        return 0;
+    int64_t held = ask(py.untyped_storage, tensor, length);
+    int64_t start = held < 0 ? -1 : ask(py.storage_offset, tensor, number);
+    if (start < 0 || s->numel == 0)
+        return start >= 0;
+    start = bytes_of(s->dtype, start);
+    return (uintptr_t)s->data != (uintptr_t)start && start + s->bytes <= held;
+}
+
+static int same_shape(const struct seen *s, int64_t ndim, const int64_t *shape)
+{
+    return s->ndim == ndim && (ndim == 0 || !memcmp(s->shape, shape, ndim * sizeof *shape));
+}
+
+static int overlap(const struct seen *a, const struct seen *b)
+{
+    return a->bytes && b->bytes && a->data < b->data + b->bytes && b->data < a->data + a->bytes;
+}
+
+static int by_address(const void *a, const void *b)
+{
+    const struct seen *x = a, *y = b;
+    return (x->data > y->data) - (x->data < y->data);
+}
+
+/* Whether no two share memory; sorts them. */
+static int disjoint(struct seen *all, int64_t count)
+{
+    qsort(all, count, sizeof *all, by_address);
+    const char *end = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (all[i].bytes) {
+            if (all[i].data < end)
+                return 0;
+            end = all[i].data + all[i].bytes;
+        }
+    return 1;
+}
+
+/* Reads the boundaries that a list or tuple of ints holds, from 0 to numel; 0 where it has others. */
+static int read_bounds(struct call *c, PyObject *given, int64_t numel, int64_t *segments)
+{
+    if (given != py.none) {
+        if (!is_of(given, py.tuple) && !is_of(given, py.list))
+            return 0;
+        if (!(c->cuts = PySequence_Tuple(given)))
+            return 0;
+    }
+    int64_t count = c->cuts ? PyTuple_Size(c->cuts) : 2, rises = count > 0;
+    int64_t *found = c->bounds = malloc((count + 2) * sizeof *found);
+    if (!found)
+        return 0;
+    found[0] = 0, found[1] = numel;
+    for (int64_t i = 0; c->cuts && i < count; i++) {
+        PyObject *one = PyTuple_GetItem(c->cuts, i);
+        found[i] = is_of(one, py.integer) ? PyLong_AsLongLong(one) : -1;
+        rises &= found[i] >= (i ? found[i - 1] : 0);
+    }
+    *segments = count - 1;
+    return rises && found[0] == 0 && found[count - 1] == numel;
+}
+
+/* The shape of the output, or of the table, of a function that has not that of the tensors; returns
+ * its dimensions. */
+static int shape_of(int takes, int64_t rows, int64_t count, int precise, int64_t shape[4])
+{
+    int matrices = takes & MATRICES;
+    shape[0] = rows, shape[1] = matrices || takes & FACTORS ? count : 3;
+    shape[2] = count, shape[3] = 2;
+    return takes & PACKED ? 1 : matrices ? 3 + precise : 2;
+}
+
+/* An output, made as kernels/arguments.py makes it: of this shape, or like the first tensor. */
+static PyObject *make(int ndim, const int64_t *shape, PyObject *first, PyObject *dtype)
+{
+    if (!ndim) {
+        PyObject *given[] = {first, dtype, py.contiguous};
+        return PyObject_Vectorcall(py.empty_like, given, 1, py.like_names);
+    }
+    PyObject *given[6] = {first}, *made = NULL;
+    int ready = 1;
+    for (int i = 1; i <= ndim; i++)
+        ready &= (given[i] = PyLong_FromLongLong(shape[i - 1])) != NULL;
+    given[ndim + 1] = dtype == py.none ? py.dtypes[FLOAT64] : dtype;
+    if (ready)
+        made = PyObject_Vectorcall(py.new_empty, given, ndim + 1, py.new_names);
+    for (int i = 1; i <= ndim; i++)
+        Py_DecRef(given[i]);
+    return made;
+}
+
+/* Whether a tensor may be written: in inference mode alone, if it was made there. */
+static int may_be_written(PyObject *tensor)
+{
+    int64_t inside = ask(py.is_inference, tensor, truth);
+    return inside == 0 || (inside == 1 && tell(py.is_inference_mode_enabled) == 1);
+}
+
+/* Whether derivatives in forward mode are on, which make another primal of any tensor. */
+static int in_dual_level(PyObject *out)
+{
+    PyObject *both = PyObject_Vectorcall(py.unpack_dual, &out, 1, NULL);
+    int apart = !both || PyTuple_GetItem(both, 0) != out;
+    Py_DecRef(both);
+    return apart;
+}
+
+/* Reads what is neither an input nor the output: what is found of the values written, of dtype
+ * `widest` if that is float64, and the table, of these dimensions. Sets those that are not given to
+ * no bytes. */
+static int read_others(struct call *c, PyObject *const *given, int following, int64_t widest,
+                       int64_t ndim, const int64_t *shape)
+{
+    const int64_t count = PyTuple_Size(c->inputs);
+    for (int i = 0; i < 3; i++) {
+        PyObject *tensor = given[FOUND_INF + i];
+        struct seen *s = c->others + i;
+        int is_table = FOUND_INF + i == TABLE, wide = is_table || (i && widest == FLOAT64);
+        if (tensor == py.none && !(is_table && c->takes & (DOTS | FACTORS)))
+            continue;
+        if ((is_table && !(c->takes & (DOTS | FACTORS))) || !see(tensor, s) ||
+            s->device != c->seen->device || s->dtype != (wide ? FLOAT64 : FLOAT32) ||
+            !(is_table ? same_shape(s, ndim, shape) : s->numel == 1) ||
+            !has_memory(tensor, following, s) || (!is_table && !may_be_written(tensor)) ||
+            overlap(s, &c->written))
+            return 0;
+        for (int k = 0; k < i; k++)
+            if (overlap(s, c->others + k))
+                return 0;
+        for (int k = 0; !is_table && k < count; k++)
+            if (overlap(s, c->seen + k))
+                return 0;
+    }
+    return 1;
+}
+
+/* Reads the order of a sum, and to what each sum of two is rounded; or whether a matrix is precise. */
+static int read_kind(int takes, PyObject *const *given, int64_t dtype, int wide, struct task *t)
+{
+    PyObject *kind = given[KIND], *rounded = given[ACCUMULATE];
+    t->accumulate = wide ? FLOAT64 : FLOAT32;
+    if (takes & MATRICES)
+        return (t->precise = PyObject_IsTrue(kind)) >= 0;
+    if (!(takes & ORDERED))
+        return 1;
+    if (!is_of(kind, py.text))
+        return 0;
+    t->balanced = !PyUnicode_CompareWithASCIIString(kind, "tree");
+    if (!t->balanced && PyUnicode_CompareWithASCIIString(kind, "list"))
+        return 0;
+    if (rounded == py.none)
+        return 1;
+    t->accumulate = rounded == py.dtypes[dtype] ? dtype : FLOAT32;
+    return rounded == py.dtypes[t->accumulate] && (dtype != FLOAT64 || t->accumulate == FLOAT64);
+}
+
+/* Fills the call and the task in; 0 where Python is to decide. layout: count, numel, the elements of
+ * each tensor, where the slots start and end, and of each tensor the number of its dimensions and
+ * these. */
+static int read_call(struct call *c, PyObject *const *given, int only_cpu, struct task *t)
+{
+    const int takes = c->takes;
+    PyObject *dtype = given[DTYPE];
+    const int64_t *layout = takes & PACKED ? PyLong_AsVoidPtr(given[BOUNDS]) : NULL, *sizes = NULL;
+    int64_t count = PyTuple_Size(c->inputs), following = tell(py.is_grad_enabled), widest = 0;
+    if (count < 1 || following < 0 || (takes & PACKED && (!layout || layout[0] != count)))
+        return 0;
+    struct seen *seen = c->seen = malloc(count * sizeof *c->seen), *out = &c->written;
+    c->addresses = malloc(2 * count * sizeof *c->addresses);
+    if (!seen || !c->addresses)
+        return 0;
+    int64_t *dtypes = (int64_t *)(c->addresses + count);
+    if (layout)
+        sizes = layout + 3 + 2 * count;
+    for (int64_t i = 0; i < count; i++) {
+        PyObject *tensor = PyTuple_GetItem(c->inputs, i);
+        if (!see(tensor, seen + i) || (only_cpu && seen[i].device >= 0) ||
+            seen[i].device != seen->device || (takes & ALIKE && seen[i].dtype != seen->dtype) ||
+            !same_shape(seen + i, sizes ? *sizes : seen->ndim, sizes ? sizes + 1 : seen->shape) ||
+            !has_memory(tensor, following, seen + i) ||
+            (takes & UNPACKS && !may_be_written(tensor)))
+            return 0;
+        c->addresses[i] = seen[i].data;
+        dtypes[i] = seen[i].dtype;
+        widest = seen[i].dtype > widest ? seen[i].dtype : widest;
+        if (sizes)
+            sizes += 1 + *sizes;
+    }
+    if (!layout && !read_bounds(c, given[BOUNDS], seen->numel, &t->segments))
+        return 0;
+    if (!read_kind(takes, given, seen->dtype, widest == FLOAT64, t))
+        return 0;
+    int64_t rows = layout ? layout[1] : t->segments, shape[4];
+    int ndim = shape_of(takes, rows, count, t->precise, shape);
+    int own = takes & (PACKED | ROWS | MATRICES) ? ndim : 0;
+    c->made = c->out == py.none && !(takes & UNPACKS);
+    if (c->made) {
+        Py_DecRef(c->out);
+        c->out = make(own, shape, PyTuple_GetItem(c->inputs, 0), dtype);
+    }
+    if (!c->out || !see(c->out, out) || out->device != seen->device || in_dual_level(c->out) ||
+        (dtype != py.none && dtype != py.dtypes[out->dtype]))
+        return 0;
+    if (!c->made && (!has_memory(c->out, following, out) ||
+                     (!(takes & UNPACKS) && !may_be_written(c->out))))
+        return 0;
+    if (!(own ? same_shape(out, own, shape) : same_shape(out, seen->ndim, seen->shape)) ||
+        (takes & OUT_ALIKE && out->dtype != seen->dtype) ||
+        (takes & (ROWS | MATRICES) && out->dtype != FLOAT64))
+        return 0;
+    for (int64_t i = 0; i < count; i++)
+        if (overlap(out, seen + i) &&
+            (own || out->data != seen[i].data || out->bytes != seen[i].bytes))
+            return 0;
+    if (!read_others(c, given, following, takes & UNPACKS ? widest : out->dtype, ndim, shape))
+        return 0;
+    if (out->dtype == FLOAT64 && given[ACCUMULATE] == py.none)
+        t->accumulate = FLOAT64;
+    t->tensors = c->addresses, t->dtypes = dtypes, t->count = count;
+    t->out = out->data, t->out_dtype = out->dtype;
+    t->bounds = c->bounds;
+    if (layout) {
+        t->numels = layout + 2, t->bounds = layout + 2 + count, t->segments = count;
+        t->packing = !(takes & UNPACKS);
+    }
+    c->on_cpu = seen->device < 0;
+    return !(takes & UNPACKS) || disjoint(seen, count);
+}
