@@ -6,12 +6,12 @@ Overlap is checked later, when a call is bound to memory: tensors that are trace
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from kernels.call import ORDERS, Call
+from kernels.call import NO_FINDINGS, ORDERS, Call, check_tree
 from kernels.findings import Findings
 from kernels.layout import Layout, PackedList, check_buffer, check_packed, lay_out
 from kernels.reading import Checked, read
@@ -26,6 +26,32 @@ from kernels.validation import (
 )
 
 EMPTY = "tensors is empty: pass at least one tensor"
+
+
+class Takes(NamedTuple):
+    """What is asked of a function's tensors; kernels/cpu/reading.h has the same.
+
+    Attributes:
+        pair: Whether it takes a and b; else a list of tensors of one dtype.
+        alike: Whether a and b have one dtype.
+        out: What the output is: "any" of the first tensor's shape, "same" of its dtype, too; "rows"
+            or "matrices" of dot products, float64, one a segment.
+    """
+
+    pair: bool
+    alike: bool
+    out: Literal["any", "same", "rows", "matrices"]
+
+
+TAKES = {
+    "sum_n": Takes(pair=False, alike=True, out="any"),
+    "scaled_add": Takes(pair=True, alike=False, out="any"),
+    "dot_and_norms": Takes(pair=True, alike=True, out="rows"),
+    "combine": Takes(pair=True, alike=True, out="same"),
+    "adasum": Takes(pair=True, alike=True, out="same"),
+    "gram": Takes(pair=False, alike=True, out="matrices"),
+    "weighted_sum": Takes(pair=False, alike=True, out="same"),
+}
 
 
 def check_pack(
@@ -75,27 +101,62 @@ def _packed(function: str, found: Checked, layout: Layout, findings: Findings, m
     )
 
 
-def check_sum_n(
-    tensors: Sequence[Tensor],
+def check(
+    function: str,
+    tensors: object,
     out: Tensor | None,
-    dtype: torch.dtype | None,
-    order: str,
-    accumulate: torch.dtype | None,
-    findings: Findings,
+    findings: Findings = NO_FINDINGS,
+    *,
+    dtype: torch.dtype | None = None,
+    segments: Sequence[int] | None = None,
+    table: Tensor | None = None,
+    kind: str | bool = "list",
+    accumulate: torch.dtype | None = None,
+    cooperative: bool = True,
 ) -> Call:
-    """Check the arguments of `sum_n`, and make the output if `out` is None."""
-    found = read("sum_n", tensors, out, dtype, None, findings, None, order, accumulate)
+    """Check the arguments of a function of `TAKES`, and make the output if `out` is None.
+
+    Args:
+        function: Its name.
+        tensors: The list, or the pair (a, b).
+        out: The output.
+        findings: As in `Call`.
+        dtype: The output's; None for that of `out`, or of the first tensor without `out`.
+        segments: The boundaries of segments; None for one segment.
+        table: Of `combine` the dots, of `weighted_sum` the coefficients.
+        kind: Of `sum_n` the order, of `gram` whether it is precise.
+        accumulate: As in `Call`.
+        cooperative: As in `Call`.
+    """
+    found = read(function, tensors, out, dtype, segments, findings, table, kind, accumulate)
     if found is None:
-        inputs = check_equals(tensors)
-        check_order(order)
-        check_accumulate(accumulate, inputs[0].dtype)
-        target = check_target(out, "tensors[0]", inputs[0], dtype)
-        findings.check(inputs[0].device, target.dtype)
-        found = Checked(inputs, target)
+        takes = TAKES[function]
+        inputs = _check_pair(tensors, takes) if takes.pair else check_equals(tensors)
+        first, name = inputs[0], "a" if takes.pair else "tensors[0]"
+        if function == "sum_n":
+            check_order(kind)
+            check_accumulate(accumulate, first.dtype)
+        bounds = check_segments(segments, first.numel())
+        rows, count = len(bounds) - 1, len(inputs)
+        shapes = {"rows": (rows, 3), "matrices": (rows, count, count, *((2,) if kind else ()))}
+        if (shape := shapes.get(takes.out)) is not None:
+            target = check_written("out", out, shape, first.device)
+        else:
+            target = check_target(out, name, first, dtype, any_dtype=takes.out == "any")
+        if function == "combine":
+            check_dots(table, rows, target)
+        elif function == "weighted_sum":
+            check_table("coefficients", table, (rows, count), target.device)
+        findings.check(target.device, target.dtype)
+        found = Checked(inputs, target, bounds=bounds)
     return Call(
-        *("sum_n", found.inputs, found.out, (0, found.out.numel()), findings),
-        order=order,
+        *(function, found.inputs, found.out, found.bounds or (0, found.inputs[0].numel())),
+        findings,
+        dots=table if function == "combine" else None,
+        coefficients=table if function == "weighted_sum" else None,
+        order=kind if isinstance(kind, str) else "list",
         accumulate=accumulate,
+        cooperative=cooperative,
         made=out is None,
         addresses=found.addresses,
     )
@@ -117,82 +178,6 @@ def check_accumulate(accumulate: object, dtype: torch.dtype) -> None:
         f"accumulate is {accumulate!r}, to which sums of {dtype} tensors are not rounded: "
         f"pass {names}, or None for the dtype in which they are computed"
     )
-
-
-def check_scaled_add(
-    a: Tensor, b: Tensor, out: Tensor | None, dtype: torch.dtype | None, findings: Findings
-) -> Call:
-    """Check the arguments of `scaled_add`, and make the output if `out` is None."""
-    found = read("scaled_add", (a, b), out, dtype, None, findings)
-    if found is None:
-        left = check_tensor("a", a)
-        inputs = [left, check_like("b", b, "a", left, any_dtype=True)]
-        target = check_target(out, "a", left, dtype)
-        findings.check(left.device, target.dtype)
-        found = Checked(inputs, target)
-    bounds = 0, found.out.numel()
-    return Call(
-        *("scaled_add", found.inputs, found.out, bounds, findings),
-        made=out is None,
-        addresses=found.addresses,
-    )
-
-
-def check_dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None) -> Call:
-    """Check the arguments of `dot_and_norms`, and make the rows of dots, as `out`."""
-    found = read("dot_and_norms", (a, b), None, None, segments)
-    if found is None:
-        left = check_tensor("a", a)
-        inputs = [left, check_like("b", b, "a", left)]
-        bounds = check_segments(segments, left.numel())
-        dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=left.device)
-        found = Checked(inputs, dots, bounds=bounds)
-    return call_in_segments("dot_and_norms", found, made=True)
-
-
-def call_in_segments(function: str, found: Checked, **others: Any) -> Call:
-    """Return a call whose bounds are those of segments."""
-    bounds = found.bounds or (0, found.inputs[0].numel())
-    return Call(function, found.inputs, found.out, bounds, addresses=found.addresses, **others)
-
-
-def check_combine(
-    a: Tensor,
-    b: Tensor,
-    dots: Tensor,
-    segments: Sequence[int] | None,
-    out: Tensor | None,
-    findings: Findings,
-) -> Call:
-    """Check the arguments of `combine`, and make the output if `out` is None."""
-    found = read("combine", (a, b), out, None, segments, findings, dots)
-    if found is None:
-        inputs, target = _check_pair(a, b, out)
-        bounds = check_segments(segments, target.numel())
-        check_dots(dots, len(bounds) - 1, target)
-        findings.check(target.device, target.dtype)
-        found = Checked(inputs, target, bounds=bounds)
-    made = out is None
-    return call_in_segments("combine", found, findings=findings, dots=dots, made=made)
-
-
-def check_adasum(
-    a: Tensor,
-    b: Tensor,
-    segments: Sequence[int] | None,
-    out: Tensor | None,
-    findings: Findings,
-    cooperative: bool,
-) -> Call:
-    """Check the arguments of `adasum`, and make the output if `out` is None."""
-    found = read("adasum", (a, b), out, None, segments, findings)
-    if found is None:
-        inputs, target = _check_pair(a, b, out)
-        findings.check(inputs[0].device, inputs[0].dtype)
-        bounds = check_segments(segments, inputs[0].numel())
-        found = Checked(inputs, target, bounds=bounds)
-    made = out is None
-    return call_in_segments("adasum", found, findings=findings, cooperative=cooperative, made=made)
 
 
 def device_of(tensors: Sequence[Tensor]) -> torch.device:
@@ -234,11 +219,11 @@ def check_target(
     return target
 
 
-def _check_pair(a: object, b: object, out: object | None) -> tuple[list[Tensor], Tensor]:
-    """Return two inputs of equal kind and their output, which is made if `out` is None."""
+def _check_pair(tensors: object, takes: Takes) -> list[Tensor]:
+    """Return the tensors a and b if they are equal in shape and device and, if asked, dtype."""
+    a, b = cast("tuple[object, object]", tensors)
     left = check_tensor("a", a)
-    inputs = [left, check_like("b", b, "a", left)]
-    return inputs, check_target(out, "a", left, any_dtype=False)
+    return [left, check_like("b", b, "a", left, any_dtype=not takes.alike)]
 
 
 def check_dots(dots: object, count: int, like: Tensor) -> Tensor:
@@ -254,3 +239,57 @@ def check_dots(dots: object, count: int, like: Tensor) -> Tensor:
     if checked.device != like.device:
         raise ValueError(f"dots is on {checked.device} but a is on {like.device}: move one")
     return checked
+
+
+def check_table(name: str, table: object, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return `table` if it is a readable float64 tensor of this shape and device."""
+    checked = check_tensor(name, table)
+    if checked.dtype != torch.float64:
+        raise TypeError(f"{name} has dtype {checked.dtype}: pass float64")
+    if checked.shape != shape:
+        raise ValueError(
+            f"{name} has shape {tuple(checked.shape)} but the other arguments ask for {shape}"
+        )
+    if checked.device != device:
+        raise ValueError(f"{name} is on {checked.device} but the others are on {device}: move one")
+    return checked
+
+
+def check_written(
+    name: str, table: Tensor | None, shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """Return a table to write, made where it is None."""
+    if table is None:
+        return torch.empty(shape, dtype=torch.float64, device=device)
+    return check_writable(name, check_table(name, table, shape, device))
+
+
+def check_adasum_coefficients(
+    partials: Tensor,
+    tree: Sequence[tuple[int, int, float, float]],
+    out: Tensor | None,
+    spread: Tensor | None,
+) -> Call:
+    """Check the arguments of `adasum_coefficients`; makes the rows where `out` is None."""
+    given = check_partials(check_tensor("partials", partials))
+    _, count, size, *_ = given.shape
+    device, rows = given.device, check_tree(tree, size)
+    target = check_written("out", out, (count, size), device)
+    if spread is not None:
+        check_written("spread", spread, (count,), device)
+    made = out is None
+    return Call("adasum_coefficients", [given], target, (), spread=spread, tree=rows, made=made)
+
+
+def check_partials(given: Tensor) -> Tensor:
+    """Return a tensor if it has the dtype and shape of results of `gram`, stacked."""
+    if given.dtype != torch.float64:
+        raise TypeError(f"partials has dtype {given.dtype}: pass what gram returns, float64")
+    shape = tuple(given.shape)
+    square = len(shape) in (4, 5) and shape[2] == shape[3] and shape[4:] in ((), (2,))
+    if not square or 0 in (shape[0], shape[2]):
+        raise ValueError(
+            f"partials has shape {shape}: pass gram's results stacked, [R, S, n, n] or, precise, "
+            "[R, S, n, n, 2]"
+        )
+    return given

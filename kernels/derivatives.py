@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.compiler import is_compiling
 
-from kernels.arguments import check_scaled_add, check_sum_n
+from kernels.arguments import check
 from kernels.binding import locate, run_at_once
 from kernels.call import LINEAR, Call
 from kernels.cpu.torch_fallback import report
@@ -218,9 +218,9 @@ def _run_operator(
     # Gradients may be expanded, or have strides in any order.
     given, kinds = [one.contiguous() for one in inputs], [DTYPES[code] for code in dtypes]
     if function == "sum_n":
-        call = check_sum_n(given, None, kinds[0], order, accumulate, Findings())
+        call = check("sum_n", given, None, dtype=kinds[0], kind=order, accumulate=accumulate)
     elif function == "scaled_add":
-        call = check_scaled_add(given[0], given[1], None, kinds[0], Findings())
+        call = check("scaled_add", given, None, dtype=kinds[0])
     else:
         made = _empty(function, given, bounds, numels, kinds)
         unpacking = function == "unpack"

@@ -22,17 +22,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.arguments import EMPTY, check_equals
+from kernels.arguments import (
+    EMPTY,
+    check,
+    check_adasum_coefficients,
+    check_equals,
+    check_partials,
+    check_table,
+)
 from kernels.arithmetic import TINY
 from kernels.call import check_tree
 from kernels.findings import Findings
-from kernels.gram_arguments import (
-    check_adasum_coefficients,
-    check_gram,
-    check_partials,
-    check_table,
-    check_weighted_sum,
-)
 from kernels.plans import AdasumCoefficientsPlan, GramPlan, WeightedSumPlan
 from kernels.reading import in_c
 from kernels.torch_ops import run
@@ -77,7 +77,7 @@ def gram(
         tensors, out, None, 1.0, 1.0, segments, None, None, None, precise
     )
     if matrices is None:
-        matrices = run(check_gram(tensors, segments, out, precise))
+        matrices = run(check("gram", tensors, out, segments=segments, kind=precise))
     return matrices
 
 
@@ -99,7 +99,7 @@ def plan_gram(
         tensor([[[1., 1.],
                  [1., 2.]]], dtype=torch.float64)
     """
-    return GramPlan(check_gram(tensors, segments, out, precise))
+    return GramPlan(check("gram", tensors, out, segments=segments, kind=precise))
 
 
 def adasum_coefficients(
@@ -192,7 +192,8 @@ def weighted_sum(
     )
     if total is None:
         findings = Findings(found_inf, max_abs)
-        total = run(check_weighted_sum(tensors, coefficients, segments, out, findings))
+        call = check("weighted_sum", tensors, out, findings, segments=segments, table=coefficients)
+        total = run(call)
     return total
 
 
@@ -217,7 +218,8 @@ def plan_weighted_sum(
         tensor([1.2500, 1.2500])
     """
     findings = Findings(found_inf, max_abs)
-    return WeightedSumPlan(check_weighted_sum(tensors, coefficients, segments, out, findings))
+    call = check("weighted_sum", tensors, out, findings, segments=segments, table=coefficients)
+    return WeightedSumPlan(call)
 
 
 def gram_bytes(

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import (
-    check_adasum,
-    check_combine,
-    check_dot_and_norms,
+    check,
     check_dots,
 )
 from kernels.arithmetic import TINY
@@ -67,7 +65,7 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
     """
     dots: Tensor | None = in_c("dot_and_norms")((a, b), None, None, 1.0, 1.0, segments)
     if dots is None:
-        dots = run(check_dot_and_norms(a, b, segments))
+        dots = run(check("dot_and_norms", (a, b), None, segments=segments))
     return dots
 
 
@@ -84,7 +82,7 @@ def plan_dot_and_norms(
         >>> plan()
         tensor([[11.,  5., 25.]], dtype=torch.float64)
     """
-    return DotAndNormsPlan(check_dot_and_norms(a, b, segments))
+    return DotAndNormsPlan(check("dot_and_norms", (a, b), None, segments=segments))
 
 
 def combine(
@@ -135,7 +133,8 @@ def combine(
         (a, b), out, None, *factors, segments, found_inf, max_abs, dots
     )
     if combined is None:
-        call = check_combine(a, b, dots, segments, out, Findings(found_inf, max_abs))
+        findings = Findings(found_inf, max_abs)
+        call = check("combine", (a, b), out, findings, segments=segments, table=dots)
         combined = run(call, *factors)
     return combined
 
@@ -161,7 +160,8 @@ def plan_combine(
         >>> plan()
         tensor([1.2500, 0.7500])
     """
-    return CombinePlan(check_combine(a, b, dots, segments, out, Findings(found_inf, max_abs)))
+    findings = Findings(found_inf, max_abs)
+    return CombinePlan(check("combine", (a, b), out, findings, segments=segments, table=dots))
 
 
 def adasum(
@@ -207,7 +207,8 @@ def adasum(
         (a, b), out, None, *factors, segments, found_inf, max_abs
     )
     if combined is None:
-        call = check_adasum(a, b, segments, out, Findings(found_inf, max_abs), cooperative)
+        findings = Findings(found_inf, max_abs)
+        call = check("adasum", (a, b), out, findings, segments=segments, cooperative=cooperative)
         combined = run(call, *factors)
     return combined
 
@@ -232,7 +233,9 @@ def plan_adasum(
         >>> plan(weights=(3, 1))
         tensor([1.5000, 3.0000])
     """
-    return AdasumPlan(check_adasum(a, b, segments, out, Findings(found_inf, max_abs), cooperative))
+    findings = Findings(found_inf, max_abs)
+    call = check("adasum", (a, b), out, findings, segments=segments, cooperative=cooperative)
+    return AdasumPlan(call)
 
 
 def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:

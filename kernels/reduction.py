@@ -10,11 +10,10 @@ from torch import Tensor
 
 from kernels.arguments import (
     EMPTY,
+    check,
     check_accumulate,
     check_equals,
     check_order,
-    check_scaled_add,
-    check_sum_n,
 )
 from kernels.arithmetic import joined
 from kernels.findings import Findings
@@ -79,8 +78,13 @@ def sum_n(
         tensors, out, dtype, scale, 1.0, None, found_inf, max_abs, None, order, accumulate
     )
     if total is None:
-        findings = Findings(found_inf, max_abs)
-        total = run(check_sum_n(tensors, out, dtype, order, accumulate, findings), scale)
+        call = check(
+            *("sum_n", tensors, out, Findings(found_inf, max_abs)),
+            dtype=dtype,
+            kind=order,
+            accumulate=accumulate,
+        )
+        total = run(call, scale)
     return total
 
 
@@ -108,7 +112,8 @@ def plan_sum_n(
         tensor([ 7., 10.])
     """
     findings = Findings(found_inf, max_abs)
-    return SumPlan(check_sum_n(tensors, out, dtype, order, accumulate, findings))
+    call = check("sum_n", tensors, out, findings, dtype=dtype, kind=order, accumulate=accumulate)
+    return SumPlan(call)
 
 
 def scaled_add(
@@ -148,7 +153,7 @@ def scaled_add(
         (a, b), out, dtype, alpha, beta, None, found_inf, max_abs
     )
     if total is None:
-        call = check_scaled_add(a, b, out, dtype, Findings(found_inf, max_abs))
+        call = check("scaled_add", (a, b), out, Findings(found_inf, max_abs), dtype=dtype)
         total = run(call, alpha, beta)
     return total
 
@@ -172,7 +177,8 @@ def plan_scaled_add(
         >>> plan(alpha=2.0, beta=-1.0)
         tensor([-1.,  0.])
     """
-    return ScaledAddPlan(check_scaled_add(a, b, out, dtype, Findings(found_inf, max_abs)))
+    findings = Findings(found_inf, max_abs)
+    return ScaledAddPlan(check("scaled_add", (a, b), out, findings, dtype=dtype))
 
 
 def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> int:

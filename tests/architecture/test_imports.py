@@ -58,7 +58,7 @@ WINGS = {
         ("kernels.torch_ops",),
         ("kernels.plans", "kernels.derivatives"),
         ("kernels.binding",),
-        ("kernels.arguments", "kernels.gram_arguments"),
+        ("kernels.arguments",),
         ("kernels.reading",),
         ("kernels.backends",),
         ("kernels.gpu", "kernels.cpu"),
