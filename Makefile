@@ -44,8 +44,8 @@ help:  ## this list
 # What a checkout runs, also one that is found by PYTHONPATH: nothing is done where it is up to date.
 build: $(LIBRARY)  ## compile the C kernels in place; installing does so, too
 
-demo: $(READY) build  ## train on handwritten digits: Sum, Average, Adasum at 1, 2, 4, 8 ranks
-	$(PY) examples/compare_digits.py --out $(OUT)
+demo: $(READY) build  ## three acts of some twenty seconds: one hash on 8, 4, 2 ranks; a lost rank; curves
+	$(PY) -m adasum.demo --out $(OUT)
 
 evidence: $(READY) build  ## run what is missing of docs/evidence/protocol.md: tables and plots; again to go on
 	PYTHONPATH=examples $(PY) -m evidence $(EVIDENCE_ARGS)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 _COMMANDS = {
     "check": ("adasum.check", "what is installed on this machine, and what works"),
+    "demo": ("adasum.demo", "one hash on 8, 4 and 2 ranks; a lost rank named; curves"),
     "bench": ("collectives.bench", "time collectives, with nccl-tests' flags"),
     "schedules": ("collectives.schedules", "draw, list, price and verify a schedule"),
     "cost": ("collectives.cost", "estimate the time of algorithms on links that you name"),

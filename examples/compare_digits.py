@@ -1,6 +1,6 @@
 """Compare Sum, Average and Adasum on the handwritten digits at 1, 2, 4 and 8 ranks.
 
-    python examples/compare_digits.py            # what `make demo` runs
+    python examples/compare_digits.py            # a table and a picture in out/
     python examples/compare_digits.py --tune     # how the learning rate was found
 
 This is the LeNet experiment of the Adasum paper (arXiv 2006.02924) on a small scale. The learning
@@ -48,7 +48,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 RANKS = (1, 2, 4, 8)
-# Two, so that `make demo` takes less than five minutes on two cores, set-up included.
+# Two, so that it takes less than five minutes on two cores, set-up included.
 SEEDS = (0, 1)
 TUNING_SEEDS = (100, 101, 102, 103)
 TUNING_RATES = tuple(2 ** (-k / 2) for k in range(2, 9))

@@ -86,7 +86,7 @@ WINGS = {
         ("collectives",),
     ),
     "adasum": (
-        ("adasum.check", "adasum.__main__", "adasum.bits.__main__"),
+        ("adasum.check", "adasum.demo", "adasum.__main__", "adasum.bits.__main__"),
         ("adasum.__init__",),
         ("adasum.integrations",),
         ("adasum.ddp", "adasum.fsdp", "adasum.bits"),
@@ -105,7 +105,7 @@ LEVELS = {
 
 # All that imports tools: modules that keep old commands running, and those of `TOOLS_USED`.
 IMPORTS_TOOLS = {
-    *("collectives", "collectives.recorder"),
+    *("adasum.demo.__main__", "collectives", "collectives.recorder"),
     *("collectives.bench", "collectives.cost", "collectives.schedules.__main__"),
     *("collectives.flight.__main__", "collectives.flight.dump", "collectives.flight.recorder"),
 }

@@ -1,0 +1,1 @@
+"""The command `adasum demo`: what the library does, shown in a minute on this machine's CPUs."""
