@@ -9,7 +9,7 @@ import sys
 from inspect import isfunction
 from typing import TYPE_CHECKING
 
-# First, because it explains the error where another package is called collectives or kernels.
+# First: it explains the error if another package is named collectives or kernels.
 import adasum._collectives_check  # noqa: F401
 from adasum import orthogonality
 from adasum.absent import ABSENT
@@ -139,8 +139,8 @@ for _name in __all__:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Raise AttributeError, which tells what to use instead, or what was meant."""
-        # Import and inspection ask for __path__, __wrapped__ and such; nobody reads the error.
+        """Raise AttributeError, naming a replacement or the name that was probably meant."""
+        # Import and inspection ask for __path__, __wrapped__ and such, and drop the error.
         known = [] if name.startswith("_") else __all__
         advice = ABSENT.get(name) or did_you_mean(name, known)
         raise AttributeError(

@@ -3,7 +3,7 @@
     adasum check                        # what works on this machine
     adasum schedules draw xring#2 8     # the same as python -m collectives.schedules draw xring#2 8
 
-Each command is a module, which `python -m` runs, too.
+Each command is also a module that `python -m` can run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _USAGE = "\n".join(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command as `python -m` runs its module; without one print the list of them."""
+    """Run a command's module as `python -m` does; without a command, print the list of commands."""
     name, *rest = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
     if name in ("-h", "--help"):
         print(_USAGE)

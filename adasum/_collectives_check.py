@@ -1,4 +1,4 @@
-"""Refuse another `collectives` than ours, as that refuses another `kernels`."""
+"""Refuse a `collectives` package that is not ours; ours does the same for `kernels`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def require_our_collectives() -> None:
-    """Import `collectives`; ImportError names the file where it is another distribution's.
+    """Import `collectives`; raise ImportError with its file if another distribution owns it.
 
-    The check is a file of our `collectives`, beside this package, also where another distribution
-    has overwritten that one's __init__.py.
+    The check is a file of our `collectives`, next to this package. It is still there if another
+    distribution has overwritten the `__init__.py` of `collectives`.
     """
     check = Path(__file__).parents[1] / "collectives" / "_own_packages.py"
     if not check.exists():

@@ -1,4 +1,4 @@
-"""Compression of what is sent: gradients or differences cast to a 2-byte dtype."""
+"""Compression of messages: gradients or differences are cast to a 2-byte dtype."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# float16 and bfloat16 are sent as they are: a cast between them loses bits or range and saves none.
+# float16 and bfloat16 are sent as they are: a cast between them loses bits or range for nothing.
 _CAST_DTYPES = (torch.float32, torch.float64)
 
 
 class Compressor(Protocol):
-    """The two methods of a compression: Horovod's interface, so that a user's own class fits."""
+    """The two methods of a compression, named as in Horovod, so that its users' classes work."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -26,7 +26,7 @@ class Compressor(Protocol):
 
 
 def require_compressor(compression: Any) -> None:
-    """Raise TypeError for what lacks one of the two methods of a Compressor."""
+    """Raise TypeError unless the object has both methods of a Compressor."""
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise TypeError(
             f"compression must have compress and decompress, not {compression!r}: pass "
@@ -64,10 +64,10 @@ class _Named(type):
 class Compression(metaclass=_Named):
     """The compressions that come with the library.
 
-    `none` sends tensors as they are; `fp16` and `bf16` send float32 and float64 in 2 bytes, and
-    others as they are, complex ones too. Values beyond float16's 65,504, and Sum's and Adasum's
-    results beyond it, become infinite; an average cannot overflow, but over many ranks loses what
-    is small (`Average`): prefer bf16 there.
+    `none` sends tensors as they are. `fp16` and `bf16` send float32 and float64 in 2 bytes, and
+    other dtypes, complex ones too, as they are. With fp16, values and results of Sum and Adasum
+    beyond 65,504 become infinite. An average cannot overflow, but over many ranks it loses small
+    values (see `Average`): prefer bf16 for it.
 
     Examples:
         >>> small, context = hvd.Compression.fp16.compress(torch.ones(2))

@@ -44,28 +44,28 @@ _logger = logging.getLogger(__name__)
 class HookState:
     """How gradients are reduced: the state that DDP and FSDP hand to the hook.
 
-    Models may share one, and a checkpoint loses nothing without it. Pickling leaves out
-    `process_group`, with a warning. A copy or pickle of a DistributedDataParallel has no hook until
-    `register_comm_hook` gives it one: torch leaves that out.
+    Models may share one state, and checkpoints need not contain it. Pickling leaves out
+    `process_group`, with a warning. torch copies and pickles a DistributedDataParallel without its
+    hook: call `register_comm_hook` on the copy.
 
     Args:
         op: Sum, Average, Adasum or a Reducer that says whether it `averages`. Average divides by
             the number of ranks, joined ones (`Join`) included.
         algorithm: "rechd/vhdd", "rd:16k:vhdd", ...; chosen by size unless given.
-        process_group: The ranks that reduce, a torch ProcessGroup or a collectives.Group. Unless
-            given, those of `adasum.init()`, or without that torch.distributed's world.
+        process_group: The ranks that reduce, a torch ProcessGroup or a collectives.Group. Default:
+            the group of `adasum.init()` or, without one, torch.distributed's world.
         observer: Sees every parameter's gradient before and after its reduction (DDP only; under
-            `Join` a rank that has joined raises ValueError).
-        timeout: Seconds a step may wait for a peer, where the hook makes the group.
-        named_parameters: The names that an observer is given, as model.named_parameters() has
-            them. Unless given, parameters are numbered in the order of their first reduction.
-        check_parameters: FSDP only, DDP broadcasts rank 0's parameters itself: whether replicas
-            compare a checksum of each unit's parameters at its first reduction; as the environment
-            variable ADASUM_CHECK_PARAMETERS says, 0 or 1, unless given, and 1 without that.
-        order: "tree", with Sum and Average: every element is one balanced tree over the ranks, so
-            that its bits do not depend on buckets, sizes, algorithm or transport. Passes of a rank
-            under `no_sync()` are added by torch, from left to right: beyond two that is no balanced
-            tree, and DDP's hook warns once, from the second step on.
+            `Join` it raises ValueError on ranks that have joined).
+        timeout: Seconds each step may wait for a peer, if the hook makes the group.
+        named_parameters: Names for the observer, as from model.named_parameters(). Without them,
+            parameters are numbered in the order of their first reduction.
+        check_parameters: Whether replicas compare a checksum of each unit's parameters at its first
+            reduction (FSDP only: DDP broadcasts rank 0's parameters itself). Default: the
+            environment variable ADASUM_CHECK_PARAMETERS, 0 or 1; True if that is not set.
+        order: "tree", with Sum and Average: every element is summed by one balanced tree over the
+            ranks, so that its bits do not depend on buckets, sizes, algorithm or transport. torch
+            adds the passes under `no_sync()` from left to right: more than two do not make a
+            balanced tree, and DDP's hook warns once, from the second step on.
         accumulate: With an order: torch.float32 to add in float32 and round once, at the end.
 
     Raises:
@@ -148,9 +148,9 @@ class HookState:
         *,
         observed: bool = False,
     ) -> StartedRequest:
-        """Start reducing a buffer of whole segments in place, by `op` where it is given.
+        """Start reducing a buffer of whole segments in place, by `op` or else the state's.
 
-        observed: whether Adasum is to keep its Gram matrices for `wait`.
+        observed: whether Adasum keeps its Gram matrices, for `wait` to return.
         """
         group, op = self.group, op or self.op
         options: Any = {"name": name, "segments": segments, "algorithm": self.algorithm}
@@ -159,13 +159,13 @@ class HookState:
             chosen = observed_copy(op) if observed else op
             return group.all_reduce_init(buffer, chosen, negotiate=False, **options)
 
-        # A request keeps its operator alive, whose id is therefore no other's.
+        # The request keeps its operator alive, so the id stays unique.
         kind = buffer.dtype, buffer.device, id(op), observed
         key = name, tuple(segments), kind, self.algorithm
         return self._requests.start(group, key, make, buffer)
 
     def name_of(self, parameter: Tensor) -> str:
-        """Return the parameter's name, the same at every call and for no other parameter."""
+        """Return the parameter's name: unique, and the same at every call."""
         if parameter not in self._names:
             self._names[parameter] = f"parameter {self._num_named} {tuple(parameter.shape)}"
             self._num_named += 1
@@ -181,7 +181,7 @@ class HookState:
             )
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        # The names of those parameters that are copied with it are those of the copies.
+        # Names of parameters that are copied along go to the copies.
         names = {memo.get(id(each), each): name for each, name in self._names.items()}
         copied.__dict__.update(
             self.__dict__,
@@ -202,7 +202,7 @@ class HookState:
         return {**self.__dict__, **left_out, "_passes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Names are of the parameters of the process that pickled them, and requests are its own.
+        # Names and requests belong to the process that pickled the state.
         own = {"_names": WeakIdKeyDictionary(), "_requests": RequestPool()}
         self.__dict__.update(state, **own, _passes=PassCounter())
 
@@ -215,20 +215,20 @@ def require_state(state: object) -> None:
 
 @outside_modes()
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Reduce a bucket of DDP's in place, while backward goes on.
+    """Reduce one of DDP's buckets in place, while backward goes on.
 
-    Every parameter is a segment of its own, so its result does not depend on what shares its
-    bucket: to rounding always, and bit for bit with algorithm="rd" (shown on CPUs). All ranks end
-    with the same bits.
+    Every parameter is its own segment, so its result does not depend on the others in its
+    bucket: up to rounding always, and bit for bit with algorithm="rd" (shown on CPUs). All ranks
+    get the same bits.
 
-    An error of the reduction is raised by backward as it is, after DDP has finished its own part,
-    so that the model can be used again where the group can. Ranks that have joined (`Join`) take
-    part with DDP's zeros, Adasum's identity. Sparse gradients, which DDP hands over one by one, are
+    Backward raises an error of the reduction unchanged, after DDP has finished its own part, so
+    that the model can be used again if the group can. Ranks that have joined (`Join`) take part
+    with DDP's zeros, Adasum's identity. Sparse gradients, which DDP hands over one by one, are
     reduced before the hook returns, and are not observed.
 
     Args:
         state: How to reduce.
-        bucket: What DDP hands over.
+        bucket: The bucket from DDP.
 
     Returns:
         A future of the bucket's buffer, which completes when the reduction ends.
@@ -256,7 +256,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
     parameters = bucket.parameters()
     segments = [0, *accumulate(map(real_numel, parameters))]
     if state.op.ordered and (passes := state._passes.take(parameters)) > 2:
-        # Once: what is found in one bucket holds for the others, and for later steps.
+        # Warn once: the other buckets and later steps have as many passes.
         state._passes.close()
         _logger.warning(
             "%s: its gradients are sums of %d backward passes, which torch has added from left to "
@@ -271,7 +271,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
         name += f" (the gradient of {state.name_of(moved)} was moved)"
     # Not public, but the only way to ask whether backward is running.
     if torch._C._current_graph_task_id() == -1:
-        # It is not: this rank has joined, and has nothing to do meanwhile.
+        # It is not: this rank has joined, and has nothing else to do.
         if state.observer is not None:
             raise ValueError(
                 "observer: cannot be used under Join, where ranks stop having gradients"
@@ -303,7 +303,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
 def _observe(
     state: HookState, bucket: GradBucket, *, by_gram: bool
 ) -> Callable[[ObservedGram | None], None]:
-    """Show the bucket's gradients to the observer, and return what shows it their reductions."""
+    """Show the bucket's gradients to the observer; return a function that shows the results."""
     if state.observer is None:
         return lambda _: None
     names = list(map(state.name_of, bucket.parameters()))
@@ -312,26 +312,27 @@ def _observe(
 
 
 def _is_moved(gradient: Tensor | None, buffer: Tensor) -> bool:
-    """Return whether a gradient is a view of a bucket, but with other memory.
+    """Return whether a gradient is DDP's view of the bucket, but was given other memory.
 
-    Giving a gradient's tensor other memory moves DDP's own view of the bucket, which is that
-    tensor. The bucket's part is then never written to again.
+    The gradient is the same tensor as DDP's own view of the bucket, so that view has moved too,
+    and its part of the bucket is never written to again.
     """
-    # Not public, but nothing else tells such a view from a gradient that was never one.
+    # Not public, but nothing else tells such a view from other gradients.
     base = None if gradient is None else gradient._base
     if gradient is None or base is None or base.shape != buffer.shape or not gradient.numel():
         return False
-    # A wrapper puts a compressed copy in the bucket's place.
+    # A wrapper of the hook may have replaced the buffer by a compressed copy.
     if base.data_ptr() != buffer.data_ptr() and base.dtype == buffer.dtype:
         return False
     return not 0 <= gradient.data_ptr() - base.data_ptr() < base.nbytes
 
 
 def _gradients_in(bucket: GradBucket) -> list[Tensor]:
-    """Return the gradients in a bucket, which holds complex ones as pairs of reals.
+    """Return the bucket's gradients; it holds complex ones as pairs of reals.
 
-    torch's own `gradients` counts the elements of those, and so returns others' memory. They stay
-    pairs, [..., 2], where a wrapper sends another dtype, in which torch computes little.
+    torch's own `gradients` counts complex elements instead of reals, and so returns wrong memory.
+    If a wrapper of the hook sends another dtype, gradients stay pairs [..., 2], since torch may
+    have no complex dtype for it.
     """
     parameters, buffer = bucket.parameters(), bucket.buffer()
     if not any(parameter.is_complex() for parameter in parameters):
@@ -346,20 +347,20 @@ def _gradients_in(bucket: GradBucket) -> list[Tensor]:
 def _call_after_ddp(function: Callable[[], None]) -> None:
     """Call `function` when this backward ends, after DDP's own callback, which waits.
 
-    DDP queues its callback in its last hook. A callback queued by another comes later still.
+    DDP queues its callback in its last hook. A callback that queues another one puts it behind.
     """
     # Not public, but the only way to be called when backward ends; DDP uses it too.
     engine = torch.autograd.Variable._execution_engine
-    # A compiled step that calls backward would have torch.compile trace it.
+    # In a compiled step that calls backward, torch.compile would trace it.
     function = untraced(function)
     engine.queue_callback(untraced(lambda: engine.queue_callback(function)))
 
 
 def _future_of(result: Tensor, work: Work | None = None) -> torch.futures.Future[Tensor]:
-    """Return a torch Future of `result` that completes when the work ends, well or not.
+    """Return a torch Future of `result` that completes when the work ends, even in an error.
 
-    DDP's C++ takes an error for a result that is not a tensor and hides it, so the error is raised
-    by `_call_after_ddp` instead.
+    DDP's C++ would hide an error in the future, as a result that is not a tensor, so a callback of
+    `_call_after_ddp` raises it instead.
     """
     future: torch.futures.Future[Tensor] = torch.futures.Future(
         devices=[result.device] if result.is_cuda else None

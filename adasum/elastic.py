@@ -1,6 +1,6 @@
-"""Horovod's elastic training, which is not here: importing this raises what to use instead.
+"""Horovod's elastic training is missing here: importing this raises an error with the replacement.
 
-`from adasum import elastic` hides the AttributeError that `adasum.elastic` is, and looks for this.
+`from adasum import elastic` hides the AttributeError of `adasum.elastic` and imports this module.
 """
 
 from __future__ import annotations

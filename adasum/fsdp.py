@@ -7,7 +7,7 @@ fully_shard(model, mesh=mesh["shard"])
 state = adasum.HookState(op=adasum.Adasum, process_group=mesh.get_group("replicate"))
 adasum.register_fsdp_hook(model, state)
 
-And sums over the shards whose order is specified, with replicas or without:
+Sums over the shards in a specified order, with or without replicas:
 
 adasum.register_fsdp_hook(model, adasum.HookState(order="tree"))
 """
@@ -45,43 +45,43 @@ def register_fsdp_hook(
 ) -> None:
     """Reduce the gradients of every `fully_shard` unit over the replicas, in backward; collective.
 
-    Within the shards of a replica FSDP averages; then `state.op` runs over the replicas. With
+    FSDP averages over the shards of each replica; then `state.op` runs over the replicas. With
     Adasum that is the two-level form, so the learning rate may grow with the number of shards.
-    Every parameter is a segment of its own, whole: its dot products are summed over the shards too,
-    by two small messages a level.
+    Every whole parameter is a segment: its dot products are summed over the shards too, by two
+    small messages per level.
 
-    `set_requires_all_reduce(False)` adds up the shards' averages without this reduction, as FSDP2
-    does over a mesh of two dimensions; the next backward with it reduces the sum, and until then
-    the gradients are not there. `set_requires_gradient_sync(False)` leaves out both.
-    `set_gradient_divide_factor` is what the sum over the shards is divided by.
+    `set_requires_all_reduce(False)` adds up the shards' averages without this reduction, as in
+    FSDP2 on a mesh of two dimensions. The next backward with the reduction reduces the sum; until
+    then parameters have no gradients. `set_requires_gradient_sync(False)` skips both reductions.
+    `set_gradient_divide_factor` sets the divisor of the sum over the shards.
 
     Replicas must start with equal parameters: seed them alike, or load the same checkpoint. They
-    compare them at each unit's first reduction, and backward raises CollectiveMismatchError where
-    they differ. A trainable parameter without a gradient counts as zeros and receives the result,
-    because FSDP does not tell which ones it left out (an error under a torch without
-    set_reduce_scatter_unused_params). Each unit's backward waits for its reduction, because FSDP
-    hands out the gradients right after it.
+    compare their parameters at each unit's first reduction, and backward raises
+    CollectiveMismatchError if they differ. A trainable parameter without a gradient counts as zeros
+    and receives the result, because FSDP does not tell which ones it left out (an error if torch
+    has no set_reduce_scatter_unused_params). Each unit's backward waits for its reduction, because
+    FSDP hands out the gradients right after it.
 
-    With an order, FSDP's own sums over the shards have it, too: they go by `Group.reduce_scatter`,
-    and every element is the balanced tree over the shards. FSDP still decides what the sum is
-    divided by. What it adds up over several backward passes it adds from left to right
-    (docs/bits.md says when that is the tree).
+    An order also holds for FSDP's own sums over the shards: they are made by
+    `Group.reduce_scatter`, and every element is summed by the balanced tree over the shards. FSDP
+    still chooses the divisor. FSDP adds several backward passes from left to right (docs/bits.md
+    says when that is the tree).
 
     Args:
         model: Sharded on a 1-D mesh (`mesh["shard"]`).
-        state: Has the replicas' process group, and no observer. With an order and Sum or
-            Average it may have no process group: there are no replicas, and `op` is not used.
-        order: "tree", the order of the sums over the shards. Unless given, that of the state's op.
+        state: Needs the replicas' process group, and no observer. With an order and Sum or Average
+            the process group may be None: there are no replicas then, and `op` is not used.
+        order: "tree", the order of the sums over the shards. Default: the order of the state's op.
         wire_dtype: With an order and `MixedPrecisionPolicy(reduce_dtype=torch.float32)`:
-            torch.bfloat16 or torch.float16, to which gradients are rounded to be sent to the other
-            shards; sums are made in float32, and are not rounded.
+            torch.bfloat16 or torch.float16. Gradients are rounded to it for sending to the other
+            shards; sums are made in float32 and not rounded.
 
     Raises:
         TypeError: An argument has the wrong type, or wire_dtype is another dtype.
         ValueError: `order` is not "tree", or there is a wire_dtype without an order; the model has
-            no unit, or is sharded over a mesh of more dimensions, where FSDP's own all-reduce would
-            run before this one; a unit has another hook; the state has neither a process_group nor
-            an order; or it has an observer, which would see shards in the place of gradients.
+            no unit, or is sharded over a mesh of more dimensions, so that FSDP's own all-reduce
+            would run before this one; a unit has another hook; the state has neither a
+            process_group nor an order; or it has an observer, which would see shards only.
         RuntimeError: torch is built without torch.distributed.
     """
     if not dist.is_available():
@@ -100,10 +100,10 @@ def register_fsdp_hook(
         raise TypeError(f"wire_dtype must be torch.bfloat16 or torch.float16, got {wire_dtype!r}")
     found = _groups_of(model, state, FSDPModule, ordered)
     if state.process_group is not None:
-        # The group of the replicas is made here, where all ranks are.
+        # Create the group of the replicas now, while all ranks are in this call.
         _ = state.group
     for unit, group, mesh in found:
-        # It sums dot products, and gradients with an order.
+        # This group sums dot products and, with an order, gradients.
         shards = collectives.from_process_group(mesh.get_group(), timeout=state.timeout)
         if ordered:
             accumulate = state.op.order_options.get("accumulate")
@@ -118,7 +118,7 @@ def register_fsdp_hook(
 def _groups_of(
     model: nn.Module, state: HookState, kind: type, ordered: bool
 ) -> list[tuple[Any, Any, Any]]:
-    """Return (unit, group of parameters, mesh) of all that FSDP reduces together; or raise."""
+    """Return (unit, group of parameters, mesh) for each group that FSDP reduces; or raise."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if state.process_group is None and not (ordered and isinstance(state.op, SumReducer)):
@@ -143,12 +143,12 @@ def _groups_of(
 
 
 def _state_of(unit: Any) -> Any:
-    """Return what FSDP knows of a unit, which torch has no public name for."""
+    """Return FSDP's state of a unit, which torch has no public name for."""
     return unit._get_fsdp_state()
 
 
 def _parameter_groups(state: Any) -> Sequence[Any]:
-    """Return the groups of parameters that FSDP reduces together: in an older torch one or none."""
+    """Return the groups of parameters that FSDP reduces; older torch has at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -167,10 +167,10 @@ def _mesh_of(group: Any) -> Any:
 
 @dataclass(eq=False)
 class _ReduceScatter:
-    """What FSDP calls to sum gradients over the shards, in order.
+    """The callable that FSDP uses to sum gradients over the shards, in order.
 
-    It has the methods of torch's `ReduceScatter`, a class without a public name, which FSDP does
-    not ask for.
+    It has the methods of torch's class `ReduceScatter`, which has no public name. FSDP does not
+    check the type.
     """
 
     shards: Group
@@ -192,7 +192,7 @@ class _ReduceScatter:
         sent, out = as_reals(input_tensor).view(-1), as_reals(output_tensor).view(-1)
         options: Any = {"order": "tree", "accumulate": self.accumulate, "async_op": async_op}
         if op == dist.ReduceOp.PREMUL_SUM:
-            # After the sum, where the factor is not rounded to what is sent.
+            # Scale after the sum, so that the factor is not rounded to the wire dtype.
             op, options["postscale"] = Sum, float(op.__getstate__()[1])
         if self.wire_dtype is not None:
             sent = sent.to(self.wire_dtype)
@@ -202,12 +202,12 @@ class _ReduceScatter:
 
 @dataclass(eq=False)
 class _Hook:
-    """What FSDP calls with the reduce-scattered gradients of a group of parameters, flattened.
+    """The hook that FSDP calls with the flat, reduce-scattered gradients of a parameter group.
 
     shards: the ranks that hold a replica; over_shards: the operator whose dot products are summed
-    over them, once there is one; began: whether it has been called; checked: whether the replicas
-    have compared their parameters; partial: the sum of what was not yet reduced over the replicas,
-    to which the backward pass with the number `backward` added last.
+    over them, once there is one; began: whether the hook has been called; checked: whether the
+    replicas have compared their parameters; partial: the sum of gradients not yet reduced over the
+    replicas; backward: the number of the backward pass that added to it last.
     """
 
     group: Any
@@ -249,7 +249,7 @@ class _Hook:
         self.state.start(gradients, name, segments, self._operator()).wait()
 
     def _warn_of_others(self) -> None:
-        """Warn, from one unit, of those that were made after the hooks."""
+        """Warn of units that were made after the hooks were registered; only one unit does so."""
         states = _state_of(self.group.modules[0])._state_ctx.all_states
         groups = [group for state in states for group in _parameter_groups(state)]
         hooked = [group for group in groups if isinstance(group._all_reduce_hook, _Hook)]
@@ -265,7 +265,7 @@ class _Hook:
             )
 
     def _accumulate(self, gradients: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Keep the gradients for a later reduction, and hand out none."""
+        """Keep the gradients for a later reduction, and leave zeros in their place."""
         if any(parameter._post_accumulate_grad_hooks for parameter in parameters):
             raise NotImplementedError(
                 "set_requires_all_reduce(False) with register_post_accumulate_grad_hook: FSDP "
@@ -279,7 +279,7 @@ class _Hook:
         without = [parameter for parameter in parameters if parameter.grad is None]
 
         def finish() -> None:
-            # Of the zeros FSDP has made gradients, which parameters without one must not keep.
+            # FSDP has made gradients of the zeros; only parameters that had a gradient keep them.
             for parameter in without:
                 parameter.grad = None
             self.group._partial_reduce_output = self.partial
@@ -287,9 +287,9 @@ class _Hook:
         torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def _accumulated(self, gradients: Tensor) -> Tensor | None:
-        """Return what is kept of earlier backward passes, None where there is nothing.
+        """Return the sum kept from earlier backward passes, or None.
 
-        It is also where FSDP would keep it, and takes it away in `reset_iter_state`.
+        The sum is also stored in FSDP's own field, which `reset_iter_state` clears.
         """
         partial = self.partial
         if partial is None or (
@@ -306,7 +306,7 @@ class _Hook:
         return partial
 
     def _check_parameters(self) -> None:
-        """Raise on every replica of this shard where the replicas' shards differ; collective."""
+        """Raise on every replica if the replicas' copies of this shard differ; collective."""
         shards = [(p._param_fqn, p.sharded_param.detach()) for p in self.group.fsdp_params]
         named = [(name, shard.to_local()) for name, shard in shards]
         fix = (
@@ -352,7 +352,7 @@ class _OverShards(Reducer):
         def sum_partials(partials: Tensor) -> None:
             if operands.sum_partials is not None:
                 operands.sum_partials(partials)
-            # By name, so that the order of Adasum's sums hangs on no table.
+            # A fixed algorithm, so that the order of Adasum's sums depends on no table.
             name = "dot products over shards"
             self._shards.all_reduce(partials, Sum, name=name, algorithm="rd")
 

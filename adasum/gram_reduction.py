@@ -1,12 +1,12 @@
-"""Adasum of all ranks' vectors at once: one Gram matrix a segment decides the whole tree.
+"""Adasum of all ranks' vectors at once: one Gram matrix per segment decides the whole tree.
 
 Every vector of the tree is a linear combination v = sum_i c_i g_i of the ranks' vectors, and every
-dot product that it asks for is c^T G c' with G = (g_i . g_j), the Gram matrix of a segment. So the
+dot product of the tree is c^T G c' with G = (g_i . g_j), the Gram matrix of the segment. So the
 tree is replayed on coefficient vectors, and the vectors are blended once.
 
-If a rank's vectors may cancel too far for float64, its table has sums of two float64 numbers. Each
-rank decides for its own slice, whatever the others hold (`docs/direct.md`), so tables are exchanged
-once, and no host looks at them.
+If the vectors in a rank's slice may cancel too far for float64, each entry of its table is the sum
+of two float64 numbers. Each rank decides for its own slice only (`docs/direct.md`), so tables are
+exchanged once, and no host reads them.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ Take = Callable[[ObservedGram], None]
 def reduce_tree(
     operands: Operands, segments: tuple[int, ...], tree: Tree, take: Take | None = None
 ) -> None:
-    """Write each piece's parts, joined by a tree, to its `out`; pieces may cut segments.
+    """Join each piece's parts by a tree, into its `out`; pieces may cut segments.
 
-    take: called with all segments' Gram matrices, if given.
+    take: a function that receives all segments' Gram matrices.
     """
     if take is None and operands.gather_partials is None and len(operands.pieces) == 1:
         (parts, out, _), (piece,) = operands.pieces[0], clipped(operands, segments)
         if len(piece.segments) == len(segments):
-            # All of the vectors is here, as in shared memory for small ones.
+            # This rank has the whole vectors, as with small ones in shared memory.
             table = kernels.gram(parts, segments, precise=True).unsqueeze(0)
             coefficients = kernels.adasum_coefficients(table, tree)
             kernels.weighted_sum(parts, coefficients, segments, out=out)
             return
     pieces: list[ClippedPiece] = []
     grams: list[Tensor] = []
-    # A piece's products are taken before the next piece is looked at, which waits for it.
+    # Compute one piece's products before the iterator waits for the next piece.
     for piece in clipped(operands, segments):
         grams.append(kernels.gram(piece.parts, piece.segments, precise=True))
         pieces.append(piece)
@@ -59,7 +59,7 @@ def reduce_tree(
 def bind_tree(
     operands: Operands, segments: tuple[int, ...], tree: Tree, take: Take | None = None
 ) -> Callable[[], None]:
-    """Plan `reduce_tree`."""
+    """Return a function that does `reduce_tree` any number of times."""
     pieces = list(clipped(operands, segments))
     replay = _Replay(operands, pieces, len(segments) - 1, tree, take, planned=True)
     grams = [
@@ -85,11 +85,11 @@ class _Replay:
     """Finds each part's coefficient in every segment from the pieces' Gram matrices.
 
     Args:
-        operands: What is reduced.
-        pieces: Its pieces.
+        operands: The vectors to reduce.
+        pieces: Their pieces.
         count: The number of segments.
         tree: How the parts are joined.
-        take: Called with the Gram matrices, if given.
+        take: A function that receives the Gram matrices, or None.
         planned: Whether it runs many times, by a plan.
 
     Attributes:
@@ -120,7 +120,7 @@ class _Replay:
             self._table = self.coefficients.new_zeros(self._shape)
 
     def rows_of(self, piece: ClippedPiece) -> Tensor | None:
-        """Return where the piece's matrices go, if it is the only piece."""
+        """Return the rows of the table for the piece's matrices, if it is the only piece."""
         return None if self._table is None else self._table[piece.touched]
 
     def __call__(self, grams: Sequence[Tensor]) -> None:
@@ -131,7 +131,7 @@ class _Replay:
         tables = self._gathered(table)
         self._find(tables)
         if self._take is not None and self._spread is not None:
-            # In rank order, element by element: equal bits on all ranks.
+            # Added in rank order, for equal bits on all ranks.
             products = reduce(torch.add, tables).sum(-1)
             found = self.coefficients.clone(), self._spread.clone()
             self._take(ObservedGram(products, *found, tuple(self._tree)))
@@ -139,7 +139,7 @@ class _Replay:
     def _find(self, tables: Tensor) -> None:
         """Write `coefficients` from all ranks' tables."""
         written = {"out": self.coefficients, "spread": self._spread}
-        # Under a dispatch mode of any thread no plan can be made.
+        # No plan can be made while any thread is under a dispatch mode.
         if not self._planned or (self._plan is None and tracing()):
             kernels.adasum_coefficients(tables, self._tree, **written)
             return
@@ -151,6 +151,6 @@ class _Replay:
         self._plan()
 
     def _gathered(self, table: Tensor) -> Tensor:
-        """Return all tables of the ranks that together hold the vectors."""
+        """Return the tables of all ranks that together hold the vectors."""
         gather = self._operands.gather_partials
         return table.unsqueeze(0) if gather is None else gather(table)

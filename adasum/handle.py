@@ -7,14 +7,15 @@ from typing import Any, Generic, TypeVar
 
 from collectives import Work
 
-# What the operation returns.
+# The result of the operation.
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Handle(Generic[T_co]):
-    """A started operation, as the `_async` functions return it.
+    """A started operation; the `_async` functions return it.
 
-    It waits for `works`, which may be other handles; `finish` makes its result of theirs.
+    It waits for `works`, which may be other handles, and passes their results to `finish`, which
+    returns the result of the operation.
     """
 
     def __init__(self, works: Sequence[Any], finish: Callable[..., T_co]) -> None:
@@ -22,7 +23,7 @@ class Handle(Generic[T_co]):
         self._finish = finish
 
     def wait(self) -> T_co:
-        """Block until it is done and return its result, or raise its error, at every call."""
+        """Block until the operation ends; return its result or raise its error, at every call."""
         return self._finish(*[work.wait() for work in self._works])
 
     def is_completed(self) -> bool:

@@ -1,7 +1,7 @@
 """Observers see every tensor before and after its reduction, for diagnostics.
 
-Adasum by `direct` makes the Gram matrix of all ranks' vectors of each tensor, from which norms and
-angles follow without another look at a tensor: a GramObserver takes it.
+Adasum by `direct` computes the Gram matrix of all ranks' vectors for each tensor. It gives norms
+and angles without another pass over the tensors: a GramObserver receives it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from torch import Tensor
 
 
 class ObservedGram(NamedTuple):
-    """The dot products of all ranks' vectors of some tensors, and what Adasum made of them.
+    """The dot products of all ranks' vectors of some tensors, and Adasum's coefficients.
 
-    Equal bits on all ranks, on the vectors' device. A rank that has joined has zeros.
+    Equal bits on all ranks, on the vectors' device. Ranks that have joined count as zeros.
 
     Attributes:
         products: float64 [S, n, n], g_i . g_j of each tensor's vectors on ranks i and j, as sent:
-            compressed, where they are.
-        coefficients: float64 [S, n]: the result is the sum of c_i g_i; NaN of what is not finite.
+            after compression, if any.
+        coefficients: float64 [S, n]: the result is the sum of c_i g_i; NaN if a product is not
+            finite.
         spread: float64 [S]: how far vectors cancel, the largest (sum of |c_i| |g_i|)^2 / |v|^2 of
-            the tree's vectors v = sum of c_i g_i. 1 where all are parallel or zero, inf where
-            others leave nothing.
-        tree: The joins that made them, with their weights, as `Operands.tree` has them.
+            the tree's vectors v = sum of c_i g_i. 1 if all are parallel or zero; inf if vectors
+            that are not parallel cancel to zero.
+        tree: The joins, with their weights, in the form of `Operands.tree`.
     """
 
     products: Tensor
@@ -34,12 +35,12 @@ class ObservedGram(NamedTuple):
 
     @property
     def norms(self) -> Tensor:
-        """The vectors' norms, float64 [S, n]."""
+        """The norms of the ranks' vectors, float64 [S, n]."""
         return self.products.diagonal(dim1=1, dim2=2).sqrt()
 
     @property
     def result_norms(self) -> Tensor:
-        """The results' norms before they are rounded, float64 [S], off by some 2^-53 `spread`."""
+        """The norms of the unrounded results, float64 [S], off by some 2^-53 `spread`."""
         return squared_norms_by(self.products, self.coefficients).sqrt()
 
 
@@ -56,20 +57,19 @@ def squared_norms_by(products: Tensor, coefficients: Tensor) -> Tensor:
 
 @runtime_checkable
 class Observer(Protocol):
-    """Is called before and after every reduction.
+    """An object that is called before and after every reduction.
 
-    Neither call may change the tensors. An observer whose calls are collectives must be set on all
+    Neither method may change the tensors. An observer that calls collectives must be set on all
     ranks.
     """
 
     def before_reduction(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Any:
         """Look at this rank's tensors before they are sent.
 
-        May be called in one of autograd's threads while backward runs, so it must not call
-        collectives.
+        May run in one of autograd's threads during backward, so it must not call collectives.
 
         Returns:
-            A token, which is handed to `after_reduction`.
+            Any object; it is passed on to `after_reduction`.
         """
         ...
 
@@ -84,33 +84,33 @@ class Observer(Protocol):
 
 @runtime_checkable
 class GramObserver(Observer, Protocol):
-    """An observer that is given Gram matrices where a reduction makes them.
+    """An observer that receives the Gram matrices of reductions that compute them.
 
-    That is known before: of such a reduction it gets one call, in the place of the two others.
+    For such a reduction only `after_gram` is called, and neither of the two other methods.
     """
 
     def after_gram(self, names: Sequence[str], gram: ObservedGram) -> None:
         """Look at a reduction's Gram matrices, one for each name.
 
-        Called where `after_reduction` would be. Nothing waits for a GPU until it reads a number.
+        Called in place of `after_reduction`. Nothing waits for a GPU until a number is read.
         """
         ...
 
 
 @runtime_checkable
 class DifferencesObserver(Observer, Protocol):
-    """An observer that is told, by `set_observer`, what it sees.
+    """An observer whose attribute `set_observer` sets to the kind of tensors that it will see.
 
     Attributes:
-        differences: Whether it is shown differences of parameters, which the ranks' own steps made,
-            and not gradients.
+        differences: True for differences of parameters, from each rank's own step; False for
+            gradients.
     """
 
     differences: bool
 
 
 def require_observer(observer: object) -> None:
-    """Raise TypeError for what is neither None nor has the two methods of an Observer."""
+    """Raise TypeError unless it is None or has the two methods of an Observer."""
     if not isinstance(observer, Observer | None):
         raise TypeError(
             f"observer must have before_reduction and after_reduction, not {type(observer)}"
@@ -120,9 +120,9 @@ def require_observer(observer: object) -> None:
 def observe(
     observer: Observer | None, names: Sequence[str], tensors: Sequence[Tensor], *, by_gram: bool
 ) -> Callable[[ObservedGram | None], None]:
-    """Show tensors to an observer before they are reduced; return what shows it the reduction.
+    """Show tensors to an observer; return a function that shows it the finished reduction.
 
-    by_gram: whether the observer is a GramObserver, and this reduction makes Gram matrices.
+    by_gram: whether the observer is a GramObserver and this reduction computes Gram matrices.
     """
     if observer is None:
         return lambda _: None

@@ -4,11 +4,11 @@ For one layer with gradients g_1 .. g_n on n ranks the ratio is ::
 
     |Adasum(g_1 .. g_n)|^2 / (|g_1|^2 + .. + |g_n|^2)
 
-It is 1 where the gradients are orthogonal, and 1/n where they are equal: there Adasum is the
-average, and more ranks buy no longer steps. It is never above 1, and opposed gradients bring it to
-0. Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv 2006.02924,
-the section on the orthogonality of gradients. Adasum by `direct` has all of these norms in its Gram
-matrices; for any other reduction each rank takes those of its own tensors and of the results. ::
+It is 1 if the gradients are orthogonal, and 1/n if they are equal: then Adasum is the average, and
+more ranks allow no longer steps. It is never above 1, and is 0 if the gradients cancel. Source:
+Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv 2006.02924, the section
+on the orthogonality of gradients. Adasum by `direct` has all of these norms in its Gram matrices;
+for any other reduction each rank computes the norms of its own tensors and of the results. ::
 
     recorder = adasum.orthogonality.Recorder(every=10)
     optimizer.set_observer(recorder)
@@ -36,7 +36,7 @@ __all__ = ["Recorder", "Row", "orthogonality"]
 
 
 _Labels: TypeAlias = list[tuple[int, str]]
-# What is recorded, and what makes the ratios of the results.
+# The labels to record, and a function that returns their ratios, given the results.
 _Token: TypeAlias = tuple[_Labels, Callable[[Sequence[Tensor]], Tensor]]
 
 
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     Attributes:
         step: How many times this tensor had been reduced before.
         name: The tensor's name.
-        ratio: NaN where the tensor is zero on all ranks.
+        ratio: NaN if the tensor is zero on all ranks.
     """
 
     step: int
@@ -57,24 +57,24 @@ class Row(NamedTuple):
 def orthogonality(tensors: Sequence[Tensor], group: Group | None = None) -> Tensor:
     """Return each tensor's ratio over the ranks; collective.
 
-    Reduces copies of the tensors with Adasum.
+    It reduces copies of the tensors with Adasum.
 
     Args:
         tensors: Equal in shape and dtype on all ranks; not changed.
         group: The ranks; the default group unless given.
 
     Returns:
-        float64 [len(tensors)]; NaN for a tensor that is zero on every rank.
+        float64 [len(tensors)]; NaN for tensors that are zero on every rank.
 
     Raises:
-        TypeError: A tensor has a dtype that Adasum does not take.
+        TypeError: Adasum does not reduce a tensor's dtype.
     """
     for tensor in validation.tensors("tensors", tensors, dense=True):
         Adasum.check(tensor.dtype)
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
     found: dict[int, Tensor] = {}
-    # Each kind by itself, as it would travel: its Gram matrices are those of its tensors.
+    # One reduction per kind, as in training, so that its Gram matrices hold its tensors only.
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(i)
@@ -98,20 +98,21 @@ def _ratios_of_copies(tensors: Sequence[Tensor], group: Group | None) -> Tensor:
 class Recorder:
     """An observer (`adasum.observer`) that records every tensor's ratio each `every` steps.
 
-    It divides the result of the observed reduction, so the ratio is the one above only with
-    op=Adasum over all ranks and without a lossy compression. Orthogonal and equal tensors give 1
-    and n under Sum, 1/n^2 and 1/n under Average. `copies=True` gives the ratio above under any op.
+    The numerator is the result of the observed reduction, so the ratio is the module's only with
+    op=Adasum over all ranks and without a lossy compression. Orthogonal tensors give 1 under Sum
+    and 1/n^2 under Average, equal tensors n and 1. `copies=True` gives the module's ratio under
+    any op.
 
-    It records what is sent: gradients or, with Adasum's delta method, differences of parameters.
-    Every rank has a recorder, made with the same arguments, and gets the same rows. If the
-    reduction makes Gram matrices, as Adasum by `direct` does, recording looks at no tensor and
-    sends no message. Otherwise it costs one all-reduce of a float64 per tensor.
+    It records the tensors that are sent: gradients or, with Adasum's delta method, differences of
+    parameters. Every rank needs a recorder, made with the same arguments, and gets the same rows.
+    If the reduction computes Gram matrices, as Adasum by `direct` does, recording reads no tensor
+    and sends no message. Otherwise it costs one all-reduce of one float64 per tensor.
 
     Args:
         every: Steps from one record to the next; the first step is recorded.
         group: The ranks that the observed reductions run over; the default group unless given.
-        copies: Whether to reduce copies with an Adasum of its own, for the memory of the copies;
-            of Gram matrices the ratio is Adasum's anyway.
+        copies: Whether to reduce copies of the tensors with Adasum, which takes memory for them.
+            If there are Gram matrices, the ratio follows from those, without copies.
 
     Raises:
         TypeError: `group` is not a Group.
@@ -142,7 +143,7 @@ class Recorder:
         ]
 
     def before_reduction(self, names: Sequence[str], tensors: Sequence[Tensor]) -> _Token | None:
-        """Keep the squared norms, or copies, of the tensors whose turn it is."""
+        """Keep the squared norms, or copies, of the tensors that are due."""
         due, labels = self._count(names)
         if not due:
             return None
@@ -164,22 +165,22 @@ class Recorder:
             self._records.append((labels, ratios(tensors)))
 
     def after_gram(self, names: Sequence[str], gram: ObservedGram) -> None:
-        """Record the ratios of the tensors whose turn it is, from their Gram matrices."""
+        """Record the ratios of the tensors that are due, from their Gram matrices."""
         due, labels = self._count(names)
         if not due:
             return
         tree = balanced_tree(gram.products.shape[1])
         if self._copies and tuple(gram.tree) != tuple(tree):
-            # An Adasum of other weights was observed.
+            # The observed Adasum has other weights.
             coefficients = kernels.adasum_coefficients(gram.products.unsqueeze(0), tree)
             gram = gram._replace(coefficients=coefficients, tree=tree)
         ratios = _ratios_by(gram).unbind()
-        # Not by a tensor of places, whose copy to a GPU would wait for it.
+        # Not by a tensor of indices: its copy to a GPU would wait for the GPU.
         self._records.append((labels, torch.stack([ratios[i] for i in due])))
 
     def _count(self, names: Sequence[str]) -> tuple[list[int], _Labels]:
-        """Count a reduction; return which of its tensors are recorded, and as what."""
-        # Steps are counted by name: buckets may be rebuilt, and a tensor be absent in some steps.
+        """Count a reduction; return the indices of its tensors to record, and their labels."""
+        # Steps are counted by name: buckets may be rebuilt, and tensors be absent in some steps.
         due = [i for i, name in enumerate(names) if self._reductions[name] % self.every == 0]
         labels = [(self._reductions[names[i]], names[i]) for i in due]
         self._reductions.update(names)

@@ -1,4 +1,4 @@
-"""How many backward passes torch has added to gradients since they were reduced."""
+"""Count the backward passes that torch has added to gradients since they were reduced."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from collectives.modes import untraced
 
 
 class PassCounter:
-    """Counts, for each parameter, the passes that its gradient is the sum of.
+    """Counts, for each parameter, the passes that its gradient sums.
 
-    It begins with the first reduction, from which it knows the parameters. A gradient that was
-    replaced, zeroed or written to by anything but backward is a first pass again.
+    Counting begins at the first reduction, which brings the parameters. If anything but backward
+    replaces, zeroes or writes to a gradient, its count starts again at 1.
     """
 
-    # For each parameter what its gradient was when a pass was added last, and how many there were.
+    # Each parameter's gradient (memory, version) after the last pass, and the number of passes.
     _counts: MutableMapping[Tensor, tuple[tuple[int, int] | None, int]]
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class PassCounter:
         self._closed = False
 
     def take(self, parameters: Sequence[Tensor]) -> int:
-        """Return the most passes of any of the parameters, which are about to be reduced."""
+        """Return the largest count of the parameters, and reset their counts for a reduction."""
         if self._closed:
             return 0
         most = 0
@@ -54,8 +54,8 @@ class PassCounter:
         gradient = parameter.grad
         if gradient is None or gradient.layout is not torch.strided:
             return
-        # Views of one bucket share a version, which each pass raises by one for each of them: what
-        # is left was done by others. Not public, but torch's own count of writes to a tensor.
+        # Views of one bucket share a version, and each pass raises it by one for each view: the
+        # rest are other writes. Not public, but torch's own count of writes to a tensor.
         memory = gradient.untyped_storage().data_ptr()
         self._additions[memory] += 1
         now = memory, gradient._version - self._additions[memory]

@@ -1,4 +1,4 @@
-"""Pieces of vectors and the segments that they touch, whose tables are added up."""
+"""Pieces of vectors, the segments that they touch, and sums of their tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ClippedPiece(NamedTuple):
 def clip(segments: tuple[int, ...], start: int, length: int) -> tuple[int, int, tuple[int, ...]]:
     """Return the segments that the piece [start, start + length) touches; length is at least 1.
 
-    The answer is (first, last, boundaries): segments first..last-1 of the whole list, and their
+    Returned as (first, last, boundaries): segments first..last-1 of the whole list, and their
     boundaries within the piece, (0, ..., length).
     """
     stop = start + length
@@ -38,7 +38,7 @@ def clip(segments: tuple[int, ...], start: int, length: int) -> tuple[int, int, 
 
 
 def clipped(operands: Operands, segments: tuple[int, ...]) -> Iterator[ClippedPiece]:
-    """Yield the pieces that have elements; taking one waits for it."""
+    """Yield the pieces that have elements; the iterator waits for each piece."""
     for parts, out, start in operands.pieces:
         if out.numel():
             first, last, inside = clip(segments, start, out.numel())
@@ -51,12 +51,12 @@ def segments_of(operands: Operands) -> tuple[int, ...]:
 
 
 def device_of(operands: Operands) -> torch.device:
-    """Return where the pieces are."""
+    """Return the device of the pieces."""
     return next((piece.out.device for piece in operands.pieces), torch.device("cpu"))
 
 
 def are_whole(operands: Operands, segments: tuple[int, ...]) -> bool:
-    """Return whether this rank holds all of every segment that the pieces touch."""
+    """Return whether this rank holds the whole of every segment that the pieces touch."""
     if operands.sum_partials is not None:
         return False
     for _, out, start in operands.pieces:
@@ -75,17 +75,17 @@ def add_up(
     *,
     precise: bool = False,
 ) -> Tensor:
-    """Return the float64 table of all segments, `shape`, the sum of the pieces' rows.
+    """Add up the pieces' rows in one float64 table of all segments; return it.
 
-    precise: whether the last dimension holds sums of two, high and low.
+    precise: whether the last dimension holds pairs (high, low) that stand for their sum.
     """
     ends = [0, *(piece.touched.stop for piece in pieces)]
     if tables and [*(piece.touched.start for piece in pieces), shape[0]] == ends:
-        # No two pieces share a segment, and most often there is only one piece.
+        # Pieces share no segment, and most often there is only one piece.
         return tables[0] if len(tables) == 1 else torch.cat([*tables])
     table = torch.zeros(shape, dtype=torch.float64, device=device)
     if len(tables) == 1:
-        # Adding infinity to zero in two parts would make it NaN.
+        # As a pair, infinity plus zero would be NaN.
         table[pieces[0].touched] = tables[0]
         return table
     for piece, mine in zip(pieces, tables, strict=True):
@@ -97,7 +97,7 @@ def add_up(
 
 
 def _twofold_sum(left: Tensor, right: Tensor) -> Tensor:
-    """Add sums of two: high + low with the error of the high parts' sum (Knuth's TwoSum)."""
+    """Add pairs (high, low); low collects the rounding error of the highs (Knuth's TwoSum)."""
     (a, low), (b, other) = left.unbind(-1), right.unbind(-1)
     high = a + b
     error = (a - (high - (high - a))) + (b - (high - a))

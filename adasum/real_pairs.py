@@ -1,6 +1,6 @@
 """Complex tensors as pairs of reals, whose inner product is Re<a, b>.
 
-Elementwise sums and averages are the same either way, and so are squared norms.
+Elementwise sums, averages and squared norms are the same either way.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from collectives.reducers import Piece
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the parts of a complex one, and any other as it is."""
+    """Return the dtype of a complex dtype's parts; any other dtype as it is."""
     return dtype.to_real() if dtype.is_complex else dtype
 
 
 def real_numel(tensor: Tensor) -> int:
-    """Return how many reals a tensor's elements are."""
+    """Return the tensor's number of reals: two per complex element."""
     return 2 * tensor.numel() if tensor.is_complex() else tensor.numel()
 
 
 def as_reals(tensor: Tensor) -> Tensor:
-    """Return a view [..., 2] of a complex tensor, and any other tensor as it is.
+    """Return a view [..., 2] of a complex tensor; any other tensor as it is.
 
-    A conjugate view, which holds other values than it shows, stays one, for the group to refuse.
+    Conjugate views are returned as they are, for the group to refuse: their memory holds other
+    values than they show.
     """
     return torch.view_as_real(tensor) if tensor.is_complex() and not tensor.is_conj() else tensor
 
 
 def real_operands(operands: Operands) -> Operands:
-    """Return the operands of a step on complex vectors as those of a step on their reals."""
+    """Return operands that describe complex vectors as vectors of twice as many reals."""
     if not operands.pieces or not operands.pieces[0].out.is_complex():
         return operands
     segments = operands.segments
@@ -48,7 +49,7 @@ def real_operands(operands: Operands) -> Operands:
 
 
 class _RealPieces(Sequence[Piece]):
-    """Pieces of complex vectors as pieces of their reals; taking one waits for it, as before."""
+    """Pieces of complex vectors as pieces of their reals; each access waits for its piece."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = pieces

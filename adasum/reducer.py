@@ -26,7 +26,7 @@ from kernels.validation import EQUAL, tracing
 if TYPE_CHECKING:
     from kernels.gpu.node_kernels import Node
 
-# The products of all pairs of more ranks do not fit in a program's registers.
+# With more ranks, the products of all pairs do not fit in a program's registers.
 _NODE_RANKS = 8
 
 
@@ -35,27 +35,27 @@ class AdasumReducer(Reducer):
 
     `adasum(a, b) = (1 - p/(p+q) a.b/|a|^2) a + (1 - q/(p+q) a.b/|b|^2) b`
 
-    with p the number of ranks whose vectors make a, and q of those that make b. If p = q, as always
-    with a power of two of ranks outside a line, that is `(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2)
-    b`, bit for bit. So parallel vectors give their mean over all ranks, whatever n and the order,
-    and orthogonal ones their sum.
+    Here p ranks' vectors went into a, and q ranks' into b. If p = q, as always with a power of two
+    of ranks outside a line, that is `(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b`, bit for bit. So
+    parallel vectors give their mean over all ranks, for every n and order, and orthogonal ones
+    their sum.
 
-    For float16, bfloat16, float32 and float64; dot products and norms are float64. A complex vector
-    counts as twice as many reals: a.b is Re<a, b>. Symmetric, but not associative: the order of the
-    ranks is part of the answer (adjacent ranks pair first).
+    For float16, bfloat16, float32 and float64; dot products and norms are float64. Complex vectors
+    count as twice as many reals: a.b is Re<a, b>. Adasum is symmetric, but not associative: the
+    result depends on the order of the ranks (adjacent ranks pair first).
 
-    More than two vectors with a tree take one Gram matrix per segment: `gram_reduction.py`.
+    More than two vectors with a tree need one Gram matrix per segment: `gram_reduction.py`.
 
-    On a GPU a pair takes two launches, dots and combination. One cooperative launch would wait
+    On a GPU a pair needs two launches, dots and combination. One cooperative launch would wait
     until all of its programs are resident, perhaps for NCCL's kernel, which waits for another rank.
 
     Args:
-        weighted: False takes every pair as p = q, as Horovod's Adasum does: three parallel vectors
+        weighted: False sets p = q for every pair, as Horovod's Adasum does: three parallel vectors
             then weigh 1/4, 1/4 and 1/2.
 
     Attributes:
-        weighted: As given.
-        name: "Adasum" or "Adasum(weighted=False)": ranks that differ in it make other calls.
+        weighted: The argument.
+        name: "Adasum" or "Adasum(weighted=False)"; it must be equal on all ranks.
 
     Examples:
         >>> def two(group):
@@ -85,14 +85,14 @@ class AdasumReducer(Reducer):
         """Return a copy that keeps the last reduction's Gram matrices, for `take_gram`."""
         observed = copy.copy(self)
         observed._original = self
-        # Matrices are kept on the host's way alone.
+        # Only a run by the host keeps matrices, not a replayed CUDA graph.
         observed.replays = False
         return observed
 
     def take_gram(self) -> ObservedGram | None:
-        """Return the Gram matrices of an observed copy's last reduction; None if it made none.
+        """Return the Gram matrices of an observed copy's last reduction, or None.
 
-        On CUDA for the current stream, which has waited for the reduction.
+        On CUDA, the current stream must have waited for the reduction.
         """
         gram, self._gram = self._gram, None
         if gram is not None and gram.products.is_cuda:
@@ -106,7 +106,7 @@ class AdasumReducer(Reducer):
         self._gram = gram
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise TypeError, naming the dtype, unless the kernels take its reals."""
+        """Raise TypeError, naming the dtype, unless the kernels support its reals."""
         if real_dtype(dtype) not in kernels.DTYPES:
             raise TypeError(
                 "Adasum reduces float16, bfloat16, float32, float64 and complex tensors, not "
@@ -114,15 +114,15 @@ class AdasumReducer(Reducer):
             )
 
     def reads_tree_of(self, dtype: torch.dtype) -> bool:
-        """Return whether it is narrower than float64, in which Gram matrices would be rounded."""
+        """Return whether the dtype is narrower than the float64 of Gram matrices."""
         return real_dtype(dtype) != torch.float64
 
     def reduce(self, operands: Operands) -> None:
         """Write adasum(left, right) of this rank's pieces of the two vectors.
 
-        Each rank adds its partial dot products into a full [S, 3] float64 table, so that all ranks
-        of the step sum tables of one shape wherever their pieces are cut, inside a segment or not.
-        More than two vectors are folded from the left, or joined by the tree.
+        Each rank adds its partial dot products into a full [S, 3] float64 table, so that the tables
+        of all ranks have one shape, even if the bounds of pieces lie inside segments. More than two
+        vectors are folded from the left, or joined by the tree.
         """
         operands = real_operands(operands)
         segments, leaves = segments_of(operands), operands.leaves if self.weighted else ()
@@ -143,11 +143,11 @@ class AdasumReducer(Reducer):
                     )
 
     def bind(self, operands: Operands) -> Callable[[], None]:
-        """Return a function that does `reduce(operands)` any number of times, by kernels' plans."""
+        """Return a function that does `reduce(operands)` any number of times, by plans."""
         overridden = type(self).reduce is not AdasumReducer.reduce
         by_tree = bool(operands.tree)
         in_pairs = all(len(piece.parts) == 2 for piece in operands.pieces)
-        # Under a dispatch mode of any thread no plan can be made.
+        # No plan can be made while any thread is under a dispatch mode.
         if overridden or not (by_tree or in_pairs) or tracing():
             return super().bind(operands)
         operands = real_operands(operands)
@@ -173,9 +173,9 @@ class AdasumReducer(Reducer):
         return run
 
     def runs_on_node(self, dtype: torch.dtype, size: int) -> bool:
-        """Return whether at most 8 ranks reduce a dtype that is not float64.
+        """Return whether the node kernel can reduce: up to 8 ranks, a dtype other than float64.
 
-        An observed copy does not: the kernel keeps no Gram matrices.
+        Observed copies cannot use it: the kernel keeps no Gram matrices.
         """
         overridden = type(self).reduce is not AdasumReducer.reduce
         narrow = dtype in kernels.DTYPES and self.reads_tree_of(dtype)
@@ -189,13 +189,13 @@ class AdasumReducer(Reducer):
         return node.bind_adasum(flat.numel(), flat.dtype, tree, segments, offset)
 
     def _keeper(self, operands: Operands) -> Callable[[ObservedGram], None] | None:
-        """Return a function that keeps Gram matrices, if they are of the ranks' own vectors."""
+        """Return the method that keeps Gram matrices, if each operand is one rank's vector."""
         ranks = sum(operands.tree[-1][2:])
         own = ranks == len(operands.tree) + 1
         return self._keep_gram if own and self._original is not None else None
 
     def _weighed(self, tree: Tree) -> Tree:
-        """Return a tree with the weights of both sides of each join."""
+        """Return the tree with its joins' weights, all 1 if the operator is unweighted."""
         return tree if self.weighted else [(left, right, 1, 1) for left, right, *_ in tree]
 
     def finish(self, buffer: Tensor, size: int) -> None:
@@ -203,16 +203,16 @@ class AdasumReducer(Reducer):
 
 
 def _weights(leaves: Sequence[int], k: int) -> tuple[float, float]:
-    """Return how many ranks the first k parts stand for, and how many the next one."""
+    """Return the number of ranks in the first k parts, and in the next one."""
     p, q = (sum(leaves[:k]), leaves[k]) if leaves else (1, 1)
     return EQUAL if p == q else (float(p), float(q))
 
 
 def _reduce_cut(operands: Operands, segments: tuple[int, ...], leaves: Sequence[int]) -> None:
-    """Reduce pieces that may cut segments: other ranks may have parts of the dot products."""
+    """Reduce pieces that may cut segments: other ranks may add to the dot products."""
     pieces: list[ClippedPiece] = []
     dots: list[Tensor] = []
-    # A piece's dot products are taken before the next piece is looked at, which waits for it.
+    # Compute one piece's dot products before the iterator waits for the next piece.
     for piece in clipped(operands, segments):
         dots.append(kernels.dot_and_norms(piece.parts[0], piece.parts[1], piece.segments))
         pieces.append(piece)
@@ -242,7 +242,7 @@ def _reduce_cut(operands: Operands, segments: tuple[int, ...], leaves: Sequence[
 def _bind_cut(
     operands: Operands, segments: tuple[int, ...], weights: tuple[float, float]
 ) -> Callable[[], None]:
-    """Plan `_reduce_cut` of pieces of two parts."""
+    """Return a function that does `_reduce_cut` of pieces with two parts any number of times."""
     pieces = list(clipped(operands, segments))
     dots = [
         kernels.plan_dot_and_norms(piece.parts[0], piece.parts[1], piece.segments)
@@ -268,7 +268,7 @@ def _bind_cut(
 
 
 def observed_copy(op: Reducer) -> Reducer:
-    """Return a copy of Adasum that keeps its Gram matrices, and any other operator as it is."""
+    """Return a copy of Adasum that keeps its Gram matrices; any other operator as it is."""
     return op.observed() if isinstance(op, AdasumReducer) else op
 
 
@@ -279,9 +279,9 @@ def gives_gram(
     tensors: Tensor | Sequence[Tensor],
     **options: Any,
 ) -> bool:
-    """Return whether an all-reduce has Gram matrices, and the observer takes them.
+    """Return whether an all-reduce computes Gram matrices and the observer receives them.
 
-    The same on all ranks. Arguments are as `Group.reduces_by_tree` has them.
+    The same on all ranks. The options are the arguments of `Group.reduces_by_tree`.
     """
     return (
         isinstance(op, AdasumReducer)

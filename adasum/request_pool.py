@@ -1,4 +1,4 @@
-"""Requests that are kept from one step to the next: the optimizer's, DDP's and FSDP's."""
+"""Requests of the optimizer, DDP and FSDP that are kept from step to step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from adasum.observer import ObservedGram
 from adasum.reducer import AdasumReducer
 from collectives import Request, Work
 
-# More than any model has buckets: there are so many only where models were dropped.
+# More than any model's buckets: a pool reaches it only after models were dropped.
 _MAX_REQUESTS = 1024
 
 
 class RequestPool:
     """Keeps requests that are not in flight, to be started again.
 
-    What makes them must not negotiate with the other ranks, which may have joined, or see the
-    buffer for the first time.
+    A function that makes a request must not negotiate: other ranks may have joined, or may already
+    have a request for their buffer.
     """
 
     def __init__(self) -> None:
@@ -33,20 +33,20 @@ class RequestPool:
         make: Callable[[], Request[Any]],
         buffer: Tensor | None = None,
     ) -> StartedRequest:
-        """Start the request of a holder and a key, which is made unless it is here.
+        """Start the request of a holder and a key; make it if the pool does not have it.
 
-        The request ends with its holder: its buffer or, where that changes, its group. A `buffer`
-        is reduced this time alone: afterwards the request holds none, so that the pool keeps no
-        memory alive that DDP or FSDP has replaced or freed. Without one it keeps the buffer that it
-        was made for.
+        A request is dropped with its holder: its buffer or, if buffers change, its group. A
+        `buffer` is reduced this time only, and released afterwards, so that the pool keeps no
+        memory alive that DDP or FSDP has replaced or freed. Without one the request keeps the
+        buffer that it was made for.
         """
         free = self._free.setdefault(holder, {})
-        # Taken out while it is in flight: a second start of the same kind gets one of its own.
+        # Out of the pool while in flight: a second start of the same kind makes another request.
         request = free.pop(key, None) or make()
         work = request.start(buffer)
 
         def wait() -> ObservedGram | None:
-            # What fails here is not given back: its state is unknown.
+            # A request that fails here is not given back: its state is unknown.
             request.wait()
             gram = request.op.take_gram() if isinstance(request.op, AdasumReducer) else None
             if buffer is not None:
@@ -60,10 +60,10 @@ class RequestPool:
 
 
 class StartedRequest(NamedTuple):
-    """A request in flight: its Work, for callbacks and for whoever else waits, and `wait`.
+    """A request in flight: its Work, for callbacks and other waiters, and `wait`.
 
-    That blocks until the buffer holds the result, and gives the request back; raises what failed.
-    Returns the Gram matrices of an observed Adasum that has made some.
+    `wait` blocks until the buffer holds the result, and gives the request back to the pool, or
+    raises the reduction's error. It returns the Gram matrices of an observed Adasum, or None.
     """
 
     work: Work[Any]

@@ -12,7 +12,7 @@ from collectives import Average, Group, Reducer, Sum
 
 
 class SparseHandle(Handle[Tensor]):
-    """A started reduction of a sparse tensor; calling it is `wait`, as Horovod has it."""
+    """A started reduction of a sparse tensor; calling it waits, as with Horovod's handle."""
 
     __call__ = Handle.wait
 
@@ -22,11 +22,12 @@ def sparse_all_reduce_async(
 ) -> SparseHandle:
     """Start the sum or average of a sparse COO tensor; collective over the group.
 
-    The tensor may have any number of entries, and is equal in shape, sparse dimensions and dtype on
-    all ranks. The handle's result is a new, coalesced tensor with the same bits on every rank:
-    float16 and bfloat16 are summed in float32, in rank order. Each rank receives the entries of all
-    ranks, so a dense tensor is cheaper unless they are few. Ranks without an entry count in
-    averages. Raises TypeError or NotImplementedError for other tensors and operators.
+    The tensor may have any number of entries; shape, sparse dimensions and dtype must be equal on
+    all ranks. The handle's result is a new, coalesced tensor with the same bits on every rank,
+    summed in rank order; float16 and bfloat16 are summed in float32. Each rank receives the entries
+    of all ranks, so a dense tensor is cheaper unless they are few. Averages divide by the number of
+    all ranks, with or without entries. Raises TypeError or NotImplementedError for other tensors
+    and operators.
     """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -43,9 +44,9 @@ def sparse_all_reduce_async(
     op.check(tensor.dtype)
     tensor = tensor.detach().coalesce()
     indices = tensor.indices().t()
-    # The first column is the rank, to tell afterwards whose entry it is.
+    # The first column is the rank, to split the gathered entries by rank afterwards.
     rank = indices.new_full((len(indices), 1), group.rank)
-    # Ranks compare names, and so compare the shape in it.
+    # Ranks compare names, so that the shape in the name is compared, too.
     name = f"{name or 'sparse'} {tuple(tensor.shape)}"
     parts = {"indices": torch.cat([rank, indices], 1), "values": tensor.values()}
     works = [
@@ -59,7 +60,7 @@ def _add_entries(size: int, op: Reducer, like: Tensor, indices: Tensor, values: 
     """Add up the entries of all ranks, in rank order.
 
     indices: int64 [entries, 1 + sparse_dim], the rank and the index of each entry; values:
-    [entries, ...]. One rank's indices are distinct, so the order is that of the ranks, on GPUs too.
+    [entries, ...]. Indices within one rank are distinct, so the order is fixed on GPUs, too.
     """
     shape = like.shape[: like.sparse_dim()]
     linear = indices.new_zeros(len(indices))

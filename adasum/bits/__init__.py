@@ -1,10 +1,10 @@
-"""What the bits of a training depend on, to be kept beside its checkpoints.
+"""Facts that the bits of a training run depend on, to be stored with its checkpoints.
 
 Write `json.dumps(adasum.bits_of(optimizer))` to a file; then
 
     python -m adasum.bits FILE
 
-prints what they depend on, beside what they would depend on here.
+prints these facts, and marks those that differ in this process.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ Facts = dict[str, str]
 
 
 def bits_of(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
-    """Return what the bits of a training depend on, as text for JSON or a checkpoint.
+    """Return the facts that the bits of a training run depend on, as text for JSON.
 
     Args:
-        optimizer: Of `DistributedOptimizer`.
+        optimizer: Made by `DistributedOptimizer`.
 
     Returns:
-        "reduction": how gradients are reduced; "torch": what the model's own bits depend on in this
-        process: versions, threads, settings and devices. Seeds and the order of data are yours.
+        "reduction": how gradients are reduced; "torch": the versions, threads, settings and devices
+        of this process, which decide the model's own bits. Seeds and the order of data are left
+        out: keep them yourself.
 
     Raises:
-        TypeError: The optimizer is another.
+        TypeError: The optimizer was not made by `DistributedOptimizer`.
 
     Examples:
         >>> hvd.init()
@@ -74,7 +75,7 @@ def _reduction(optimizer: DistributedOptimizer) -> Facts:
 
 
 def torch_facts() -> Facts:
-    """Return what torch's own bits depend on in this process."""
+    """Return the facts of this process that torch's own bits depend on."""
     backends = torch.backends
     found = {
         "torch": str(torch.__version__),

@@ -1,4 +1,4 @@
-"""Print what the bits of a training depended on: `python -m adasum.bits FILE`."""
+"""Print the facts that the bits of a training run depended on: `python -m adasum.bits FILE`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ABSENT = "not said"
 
 
 def lines_of(bits: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return what a training depended on, and where this process differs, line by line."""
+    """Return the facts of a training run as lines of text, with differences here marked."""
     lines = ["gradients are reduced:"]
     lines += [f"  {name:26} {value}" for name, value in bits["reduction"].items()]
     lines.append("the model's own bits, which are torch's, depend on:")
@@ -28,7 +28,7 @@ def lines_of(bits: Mapping[str, Mapping[str, str]]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what a training's bits depend on; 1 where this machine differs, 2 for bad input."""
+    """Print the facts in a file; return 1 if torch's differ here. Bad input exits with 2."""
     parser = argparse.ArgumentParser(prog="python -m adasum.bits", description=about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", type=Path, help="what bits_of returned, as JSON")

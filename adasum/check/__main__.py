@@ -1,6 +1,6 @@
-"""A report to attach to an issue: what is installed, which transports can be used, what works.
+"""A report to attach to an issue: installed packages, usable transports, and checks.
 
-    python -m adasum.check                       # the report, then every check, a line each
+    python -m adasum.check                       # the report, then every check, one line each
     python -m adasum.check --no-self-test        # the report only
     python -m adasum.check kernels "two ranks"   # these checks only
 
@@ -19,7 +19,7 @@ from adasum.check.report import report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report and a line for each check; return the exit status."""
+    """Print the report and one line for each check; return the exit status."""
     parser = argparse.ArgumentParser("adasum.check", description="What works on this machine.")
     parser.add_argument("--no-self-test", action="store_true", help="test nothing")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

@@ -1,6 +1,6 @@
-"""The checks of this machine: what each computes, and on how many ranks.
+"""The checks of this machine: their computations and numbers of ranks.
 
-A check raises if something is wrong, and returns what its line says.
+Each check raises if something is wrong, or returns the text for its line.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from collectives.transport import load_nccl
 
 # Odd, so that every kernel has a tail.
 NUMEL = 300_001
-# Seconds of a collective's step: a rank that waits for one that is gone says so within them.
+# Timeout of a collective's step, in seconds: within it a waiting rank reports a lost one.
 _STEP = 40.0
 NO_GPU = "torch sees no GPU here"
 
 
 class Check(NamedTuple):
-    """A function, and on how many ranks it runs, each a process."""
+    """A function, and the number of ranks that run it, each in a process."""
 
     run: Callable[[], str]
     ranks: int = 1
 
 
 def checks() -> dict[str, Check]:
-    """Return the checks of this machine, by their lines' names and in their order."""
+    """Return the checks of this machine by name, in the order of their lines."""
     found = {"two ranks": Check(partial(reduce, "cpu"), 2)}
     if not torch.cuda.is_available():
         return found
@@ -54,7 +54,7 @@ def checks() -> dict[str, Check]:
 
 
 def reduce(device: str, transport: TransportName | None = None) -> str:
-    """Reduce by Sum and Adasum on every rank, compared with float64; return the transport."""
+    """Reduce by Sum and Adasum, and compare with float64; return a text with the transport."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     group = collectives.init(timeout=_STEP, transport=transport)
@@ -63,7 +63,7 @@ def reduce(device: str, transport: TransportName | None = None) -> str:
     for op in (collectives.Sum, Adasum):
         found = inputs[group.rank].clone().to(device)
         group.all_reduce(found, op, algorithm="rd")
-        # A handful of float32 roundings a level.
+        # A few float32 roundings per level.
         bound = 10 * group.size * torch.finfo(torch.float32).eps
         want = expected(inputs, op is Adasum)
         _compare(f"{op} over {group.transport}", found.cpu(), want, bound)
@@ -72,7 +72,7 @@ def reduce(device: str, transport: TransportName | None = None) -> str:
 
 
 def expected(inputs: Sequence[Tensor], adasum: bool) -> Tensor:
-    """Return the sum or the Adasum of a power of two of vectors: neighbours, then pairs."""
+    """Return the sum or Adasum of vectors by a balanced tree; their number is a power of two."""
     join, level = kernels.adasum_reference if adasum else torch.add, [*map(Tensor.double, inputs)]
     while len(level) > 1:
         level = [join(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
@@ -97,7 +97,7 @@ def run_kernels(device: str = "cuda") -> str:
 
 
 def nccl_alone(of: str) -> str:
-    """Reduce on one rank: NCCL of torch or of cupy loads, connects and runs a kernel."""
+    """Reduce on one rank, to see NCCL of torch or cupy load, connect and run a kernel."""
     numbers = torch.randn(NUMEL, device="cuda")
     got = torch.full_like(numbers, torch.nan)
     if of == "torch":

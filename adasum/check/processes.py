@@ -1,4 +1,4 @@
-"""Runs a check in processes of its own: one that hangs or crashes costs its line only."""
+"""Runs each check in its own processes, so that a hang or crash fails this check only."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def run(
     limit: float = LIMIT,
     command: Sequence[str] = (sys.executable, "-m", "adasum.check", "--here"),
 ) -> str:
-    """Run a check on a number of ranks; return the line that says how it ended."""
+    """Run a check on a number of ranks; return the line with its verdict."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # They replace the variables of a job that this may run in.
+    # These replace the variables of a surrounding job.
     own = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     own |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     begin, children = time.monotonic(), []
@@ -49,14 +49,14 @@ def run(
 
 
 def _answer(child: subprocess.Popen[bytes], output: IO[str], until: float) -> tuple[str, str]:
-    """Return a rank's verdict and its reason."""
+    """Return one rank's verdict and its reason."""
     status, how = None, "no answer in time"
     with suppress(subprocess.TimeoutExpired):
         status = child.wait(max(until - time.monotonic(), 0.1))
         how = f"the process ended with status {status}"
     output.seek(0)
     said = [text.strip() for text in output if text.strip()]
-    # Libraries write there, too, before and after.
+    # Libraries write to the output too, before and after the verdict.
     for text in reversed(said):
         if text.startswith(OK if status == 0 else FAILED):
             return text.split(": ")[0], text.partition(": ")[2]
@@ -69,9 +69,9 @@ def run_here(check: Callable[[], str]) -> int:
     try:
         said = check()
         if torch.cuda.is_initialized():
-            # Otherwise an error of a launch would show itself after the verdict.
+            # Otherwise an error of a launch would appear after the verdict.
             torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001 - the line says what was raised
+    except Exception as error:  # noqa: BLE001 - the line reports it
         verdict, said = FAILED, " ".join((str(error) or type(error).__name__).split())[:300]
     print(f"\n{verdict}: {said}", flush=True)
     return int(verdict == FAILED)

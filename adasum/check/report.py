@@ -1,4 +1,4 @@
-"""What is installed, what of it fits this torch, and which transports can be used."""
+"""The report: installed packages, whether they fit this torch, and usable transports."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from collectives.bootstrap.launchers import LAUNCHERS_VARIABLES
 from collectives.transport import load_nccl
 from kernels.version import __version__ as adasum_version
 
-# What belongs to a CUDA version: the extra's cupy, and the NCCL that torch's wheel brings.
+# Packages for each CUDA version: the extra's cupy, and the NCCL that torch's wheel brings.
 _CUDA = {f"cuda{n}": (f"cupy-cuda{n}x", f"nvidia-nccl-cu{n}") for n in (12, 13)}
 _PACKAGES = ("triton", "numpy", *itertools.chain(*_CUDA.values()))
-# Those of torch that a version may change without a word, "module:attribute"; tests/architecture
-# has the reasons, and compares. torch.distributed's are called at every init, which fails by name.
+# Private names of torch that a new version may change silently, "module:attribute". A test in
+# tests/architecture compares this list and gives reasons. Names of torch.distributed are called
+# at every init, which then fails with the name.
 _FUNCTION_MODES = ("_get_current_function_mode_stack", "_pop_mode_temporarily")
 PRIVATE_NAMES = (
     *(f"torch:_foreach_{each}_" for each in ("add", "copy", "sub", "zero")),
@@ -55,7 +56,7 @@ _VARIABLES = (
 
 
 def report() -> list[str]:
-    """Return the report's lines: a section for each kind of what this machine has."""
+    """Return the report's lines, in sections: versions, devices, transports, environment."""
     lines = []
     for section in (_versions, _devices, _transports, _environment):
         lines.append(f"{section.__name__[1:]}:")
@@ -78,7 +79,7 @@ def _versions() -> dict[str, str]:
 
 
 def _extra() -> str:
-    """Say how to install the packages for this torch's CUDA, and which others are in the way."""
+    """Return advice on the packages for this torch's CUDA: which to install or uninstall."""
     major = (torch.version.cuda or "").partition(".")[0]
     if f"cuda{major}" not in _CUDA:
         return "none: a CPU build" if not major else f"none: torch is for CUDA {major}"
@@ -86,13 +87,13 @@ def _extra() -> str:
     wrong = " ".join(name for name in others if _version(name) != "not installed")
     text = f'pip install "cupy-cuda{major}x>=14.2"'
     if "nccl" in wrong:
-        # Two wheels own one file, and uninstalling one removes the other's.
+        # Two wheels own one file: uninstalling one removes it for the other, too.
         wrong += f" and pip install --force-reinstall --no-deps nvidia-nccl-cu{major}"
     return text + (f", but first pip uninstall {wrong}: torch is for CUDA {major}" if wrong else "")
 
 
 def _private_names() -> str:
-    """Say whether torch has the private names that this library uses."""
+    """Return text that says whether torch has the private names that this library uses."""
     missing = []
     for name in PRIVATE_NAMES:
         module, _, attributes = name.partition(":")

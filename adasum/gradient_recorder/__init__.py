@@ -1,4 +1,4 @@
-"""A recorder of every rank's gradients: norms, directions, noise, and which rank is faulty.
+"""A recorder of every rank's gradients: norms, directions, noise and faulty ranks.
 
 recorder = adasum.GradientRecorder()
 optimizer.set_observer(recorder)

@@ -1,22 +1,22 @@
-"""Which rank is faulty: alarms, and the tests that raise them. docs/gradient-recorder.md has more.
+"""Alarms that name a faulty rank, and the tests that raise them (see docs/gradient-recorder.md).
 
-*Comparisons* of a rank with the others are never sure in one step, since batches differ. They ask
-for an event, such as "the longest of n and `factor` times the others' median", and `Evidence` adds
-it up, over all layers together and for each layer, with at most 1e-8 false alarms a step.
-`factor`, and a quarter for directions, are margins: ranks whose data differ are not alike, and less
-is no fault. Differences of parameters remember earlier batches: then only all layers together are
-compared, and 19 steps are worth one, as for a momentum of 0.9.
+*Comparisons* of one rank with the others are never sure in one step, since batches differ. They
+test for an event, such as "the longest of n and `factor` times the others' median", and `Evidence`
+accumulates the events, for all layers together and for each layer, with at most 1e-8 false alarms
+per step. `factor`, and a quarter for directions, are margins: ranks have different data, and
+smaller differences are no fault. Differences of parameters depend on earlier batches too: then only
+all layers together are compared, and 19 steps count as one, as for a momentum of 0.9.
 
-*Identities* do not happen by chance: the gradient of all layers is another rank's,
-|g_i - g_j| <= 2^-12 sqrt(|g_i| |g_j|) (by norms only: equal to 1e-9), or has the norm of the step
-before to 1e-9, while another rank's changed, five times in a row.
+*Identities* do not happen by chance. They are: the gradient of all layers equals another rank's,
+|g_i - g_j| <= 2^-12 sqrt(|g_i| |g_j|) (if only norms are known: equal to 1e-9), five times in
+succession; or its norm stays the same to 1e-9 for five steps, while the norms of others change.
 
-*Numbers that are not finite* end a training in one step. If at most half of the ranks have them,
-these ranks are "wild" at once. If most are lost in the same step, a rank that was too long until
-then is "scaled", by evidence of 1000 only, since a training is lost once.
+*Numbers that are not finite* end a training run in one step. If at most half of the ranks have
+them, these ranks are "wild" at once. If more have them, a rank whose gradient was too long before
+is "scaled", with evidence of 1000 only, since a run is lost at most once.
 
 With two ranks a comparison does not tell which one is faulty, unless its norm is zero or not
-finite: it names both, and says nothing of directions, since both agree alike.
+finite: the alarm names both. There is no alarm for directions, since the cosine is the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 
 from adasum.gradient_recorder.statistics import ALL, Bools, Floats, Places, StepGrams, grown
 
-# The most false alarms a step, of all tests together, if ranks' batches are drawn alike.
+# The most false alarms per step, in all tests together, if ranks draw their batches alike.
 FALSE_ALARMS = 1e-8
 _BETS = (0.2, 0.5, 0.9)
 Kind = Literal["scaled", "zero", "wild", "flipped", "duplicated", "stuck"]
@@ -41,32 +41,32 @@ _TEXTS: dict[Kind, str] = {
     "stuck": "does not change, with a norm of {:.9g}",
 }
 IN_A_ROW = 5
-# How many layers a message names.
+# The number of layers that alarm texts name.
 _SHOWN = 3
-# Relative distances of gradients that are the same: where angles are known, and by norms alone.
+# Gradients within these relative distances are the same; the second if only norms are known.
 _SAME, _SAME_NORM = 2.0**-12, 1e-9
-# The part of the others' agreement below which a direction is another one.
+# A direction is another one if its agreement is below this part of the others' agreement.
 _MARGIN = 0.25
-# Of a momentum of 0.9, the correlation of successive steps: (1 + 0.9)/(1 - 0.9).
+# With a momentum of 0.9, so many correlated steps count as one: (1 + 0.9)/(1 - 0.9).
 _DIFFERENCES_WORTH = 19.0
-# Evidence that a direction is not the others', once the norm is known not to be; and that a norm
-# is not, once the training is lost.
+# Sufficient evidence for another direction, once a norm has raised an alarm, and for a wrong norm,
+# once the run is lost.
 _ENOUGH = 1000.0
 _LONG, _SHORT, _UNLIKE = range(3)
-# What a step leaves of the shares of steps with a zero and with an opposed gradient.
+# The factor per step in the running shares of steps with a zero or an opposed gradient.
 _KEPT = 0.9
 
 
 class Alarm(NamedTuple):
-    """A rank is faulty, or one of two is.
+    """The report that one rank is faulty, or one of several.
 
     Attributes:
-        step: The step in which enough had shown it.
+        step: The step that made the evidence sufficient.
         kind: "scaled", "zero", "wild" (another direction, or not finite), "flipped" (the opposed
             direction), "duplicated" or "stuck" (the same gradient every step).
-        ranks: The faulty one; those that have the same gradient; or both ranks of two.
-        names: ("all layers",), or the layers that show it.
-        value: In this step, for the first name and rank: the number in the text; NaN if not finite.
+        ranks: The faulty rank; all ranks with the same gradient; or both of two ranks.
+        names: ("all layers",), or the layers that show the fault.
+        value: The number in the text, for the first name and rank in this step; NaN if not finite.
     """
 
     step: int
@@ -87,22 +87,23 @@ class Alarm(NamedTuple):
 
 
 def suspects(ranks: int) -> int:
-    """Return m: how many of the ranks may be faulty in the same way and still be found."""
+    """Return m: up to so many ranks that are faulty in the same way can be found."""
     return max(1, ranks // 4)
 
 
 class Evidence:
     """The statistics of some tests of every layer and rank, with a bound on false alarms.
 
-    If ranks draw their batches alike, it is a fair draw which one has the longest gradient: "among
-    the m longest of n" has a chance of at most p = m/n, and so has any event that asks for more.
-    One bets a part b of the stake on it: a step multiplies the stake by 1 - b + b/p if the event
-    comes, otherwise by 1 - b, which is 1 or less on average. The Shiryaev-Roberts statistic adds up
+    If ranks draw their batches alike, each is equally likely to have the longest gradient: "among
+    the m longest of n" has probability p = m/n, and an event with more conditions at most that. We
+    bet a part b of the stake on the event: each step multiplies the stake by 1 - b + b/p if it
+    happens, otherwise by 1 - b, on average by 1 or less. The Shiryaev-Roberts statistic adds up
     such games begun at every step, R <- (1 + R)(1 - b + b e/p): the probability that it ever
-    reaches A within T steps of no fault is at most T/A. Several bets are averaged. If w steps are
-    worth one, each factor is raised to the power 1/w. Source: "E-detectors", arXiv 2203.03532.
+    reaches A within T steps without a fault is at most T/A. Several bets are averaged. If w steps
+    count as one, each factor is raised to the power 1/w. Source: "E-detectors", arXiv 2203.03532.
 
-    `fired`, bool [tests, layers, ranks], is what reached the threshold, until it is below its root.
+    `fired`, bool [tests, layers, ranks], is set when the evidence reaches the threshold, and
+    cleared when it falls below the threshold's root.
     """
 
     def __init__(self, tests: int, ranks: int, worth: float = 1.0) -> None:
@@ -118,12 +119,12 @@ class Evidence:
         return self.fired.size / FALSE_ALARMS
 
     def grow(self, layers: int) -> None:
-        """Have at least so many layers."""
+        """Extend the tables to at least this number of layers."""
         self._value, self.fired = grown(self._value, 2, layers), grown(self.fired, 1, layers)
 
     def add(self, places: Places, events: Bools) -> Floats:
         """Add a step's events, bool [tests, its layers, ranks]; return these layers' evidence."""
-        # One bet may reach the threshold by itself; more than that would take long to be forgotten.
+        # One bet may reach the threshold by itself; more evidence would take long to decay.
         most = len(_BETS) * self.threshold
         value = (1 + self._value[:, :, places]) * np.where(events, self._hit, self._miss)
         self._value[:, :, places] = value = np.minimum(value, most)
@@ -134,7 +135,7 @@ class Evidence:
 
 
 class Watch:
-    """Finds faulty ranks, step by step; arguments as of `GradientRecorder`."""
+    """Finds faulty ranks, step by step; arguments as in `GradientRecorder`."""
 
     def __init__(self, ranks: int, factor: float, *, differences: bool = False) -> None:
         self._ranks, self._factor = ranks, factor
@@ -145,19 +146,19 @@ class Watch:
         self._same = np.zeros((ranks, ranks), dtype=np.int64)
         self._stuck = np.zeros(ranks, dtype=np.int64)
         self._last: tuple[tuple[str, ...], Floats] = (), np.zeros(ranks)
-        # What was said and holds: comparisons by layer and ranks, and the others.
+        # Alarms that were raised and still hold: comparisons by layer and ranks, and identities.
         self._said: dict[tuple[int, tuple[int, ...]], set[Kind]] = {}
         self._identical: set[tuple[Kind, tuple[int, ...]]] = set()
-        # Of the last step with finite gradients: which ranks were too long, and their norms.
+        # Ranks that were too long in the last step with finite gradients, and their ratios.
         self._long: dict[tuple[int, ...], float] = {}
 
     def add(self, places: Places, grams: StepGrams) -> list[Alarm]:
-        """Take a step whose rows have these places among all layers, 0 for ALL; return the news."""
+        """Add a step; return new alarms. `places` are its rows' layer numbers, 0 for ALL."""
         if self._ranks == 1:
             return []
         with np.errstate(all="ignore"):
             news = [*self._identities(grams)]
-            # Ranks of which some have the same gradient are not alike: those agree with each other.
+            # Ranks with the same gradient agree with each other, which makes comparisons unfair.
             if all(kind != "duplicated" for kind, _ in self._identical):
                 news += self._comparisons(places, grams)
             return news
@@ -182,7 +183,7 @@ class Watch:
 
         (names, last), self._last = self._last, (grams.names, norms)
         still = usable & (np.abs(norms - last) <= _SAME_NORM * norms) & (names == grams.names)
-        # If nothing moves, as at a rate of zero, no rank is at fault.
+        # If most norms stay the same, as at a learning rate of zero, no rank is at fault.
         still &= 2 * (usable & ~still).sum() >= self._ranks
         self._stuck = np.where(still, self._stuck + 1, 0)
 
@@ -200,13 +201,13 @@ class Watch:
         places = places[: self._layers]
         norms = np.where(np.isnan(grams.norms), np.inf, grams.norms)[: len(places)]
         agreements = np.where(np.isnan(grams.agreements), np.inf, grams.agreements)[: len(places)]
-        # The others' values in order; for an even number the middle one that is nearer to this
-        # rank's counts: a faulty one of two others must not make this one look faulty.
+        # The sorted values of the others. Of two middle ones, the one nearer to this rank's value
+        # counts: if one of two others is faulty, this rank must not look faulty.
         others = np.sort(np.array([norms, agreements])[:, :, self._others], axis=3)
         middle = self._ranks - 1
         low, usual = others[..., (middle - 1) // 2]
         high = others[0, ..., middle // 2]
-        # How many others are as far out, or further; ties count against an event.
+        # The number of others that are as far out, or further; ties count against an event.
         sides = np.array([norms, -norms, -agreements])
         further = (sides[..., None, :] >= sides[..., None]).sum(3) - 1
         comparable = (usual > 0) & np.isfinite(usual) & (self._ranks > 2)
@@ -230,7 +231,7 @@ class Watch:
     def _say(
         self, places: Places, grams: StepGrams, unlike: Bools, ratios: Floats
     ) -> Iterator[Alarm]:
-        """Return alarms of what has become so, those of the same kind and ranks as one."""
+        """Yield the new alarms of comparisons, one for each kind and ranks."""
         layers = places.tolist()
         held: dict[tuple[int, tuple[int, ...]], set[Kind]] = {}
         for row, rank in np.argwhere(self._evidence.fired[:, places].any(0)).tolist():
@@ -238,7 +239,7 @@ class Watch:
             kinds = self._kinds(layers[row], rank, broken or bool(unlike[row, rank]))
             if self._ranks == 2 and "scaled" in kinds:
                 kinds.remove("scaled")
-                # If a rank has no norm, it is known which one it is.
+                # A norm of zero, or not finite, tells which of the two ranks is faulty.
                 normal = np.isfinite(ratios[row]).all() and ratios[row].all()
                 if normal or (layers[row], (0, 1)) in self._said:
                     held.setdefault((row, (0, 1)), set()).add("scaled")
@@ -249,7 +250,7 @@ class Watch:
             said = before.get((layers[row], ranks), set())
             if kinds:
                 self._said[layers[row], ranks] = said | kinds
-            # If the direction, or all layers, were named, nothing else is.
+            # After an alarm for the direction, or for all layers, no further ones follow.
             if said - {"scaled"} or (row and (0, ranks) in self._said):
                 continue
             for kind in kinds - said:
@@ -262,7 +263,7 @@ class Watch:
             yield Alarm(grams.step, kind, ranks, names, float(values[rows[0], ranks[0]]))
 
     def _kinds(self, place: int, rank: int, unlike: bool) -> set[Kind]:
-        """Return what a rank is in a layer, by the tests that have fired."""
+        """Return the kinds of alarm for one rank and layer, by the tests that have fired."""
         fired, (zero, opposed) = self._evidence.fired[:, place, rank], self._shares[:, place, rank]
         direction: Kind = "flipped" if opposed >= 0.5 else "wild"
         found: set[Kind] = {direction} if fired[_UNLIKE] else set()

@@ -1,4 +1,4 @@
-"""The gradient recorder: an observer that keeps what Gram matrices say, and finds faulty ranks."""
+"""The gradient recorder: an observer that records statistics and finds faulty ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from adasum.orthogonality import squared_norms
 from collectives import Group, Sum, default_group, is_initialized, validation
 
 _logger = logging.getLogger(__name__)
-# Of a reduction without Gram matrices: its step, names and this rank's squared norms.
+# For a reduction without Gram matrices: its step, names and this rank's squared norms.
 _Norms: TypeAlias = tuple[int, Sequence[str], Tensor]
 
 
 class RecordedStep(NamedTuple):
-    """A recorded step, as callbacks get it.
+    """A recorded step, for callbacks.
 
     Attributes:
-        step: How many steps were reduced before.
-        rows: Of all layers together, then of each layer.
-        alarms: What was found in this step, and not before.
+        step: The number of steps that were reduced before.
+        rows: One row for all layers together, then one for each layer.
+        alarms: The new alarms of this step.
     """
 
     step: int
@@ -39,7 +39,7 @@ class RecordedStep(NamedTuple):
 class _Reduction(NamedTuple):
     """A reduction's numbers, on their way to the host.
 
-    `weights` are the coefficients [S, n], or without Gram matrices the results' squared norms [S].
+    `weights` are the coefficients [S, n] or, without Gram matrices, the results' squared norms [S].
     """
 
     step: int
@@ -50,7 +50,7 @@ class _Reduction(NamedTuple):
 
     @classmethod
     def of(cls, step: int, names: Sequence[str], products: Tensor, weights: Tensor) -> _Reduction:
-        """Send them, without waiting for a GPU."""
+        """Start copying the numbers to the host, without waiting for a GPU."""
         if not products.is_cuda:
             return cls(step, names, products, weights, None)
         stream, arrival = torch.cuda.current_stream(products.device), torch.cuda.Event()
@@ -59,7 +59,10 @@ class _Reduction(NamedTuple):
         return cls(step, names, products, weights, arrival)
 
     def on_host(self) -> tuple[Any, Any, Any]:
-        """Wait for them; return products, the results' squared norms, and whether G is known."""
+        """Wait; return products, the results' squared norms, and whether there are Gram matrices.
+
+        The last is one flag per name.
+        """
         if self.arrival is not None:
             self.arrival.synchronize()
         products, weights = self.products.numpy(), self.weights.numpy()
@@ -73,23 +76,24 @@ class _Reduction(NamedTuple):
 class GradientRecorder:
     """Records norms, directions and noise of every rank's gradients, and finds a faulty rank.
 
-    An observer, for `set_observer` of `DistributedOptimizer` or `HookState(observer=...)` of DDP,
-    the same on every rank. All ranks get the same rows and alarms; nothing is changed.
+    An observer for `set_observer` of `DistributedOptimizer` or `HookState(observer=...)` of DDP,
+    with the same arguments on every rank. All ranks get the same rows and alarms; no tensor is
+    changed.
 
-    If the reduction makes Gram matrices, as Adasum by `direct` does on two ranks or more, it looks
-    at no tensor and sends no message. Otherwise it has only the norms, for one all-reduce of n
-    float64 a tensor: then directions and noise are NaN, "flipped" is not found, "wild" only if it
-    is not finite or, as "scaled", by its norm, and "duplicated" only with equal bits.
+    If the reduction computes Gram matrices, as Adasum by `direct` does on two ranks or more, the
+    recorder reads no tensor and sends no message. Otherwise it only has norms, by one all-reduce of
+    n float64 per tensor: then directions and noise are NaN, wrong directions are not found, and
+    "duplicated" is found by norms that are equal to 1e-9.
 
-    A new alarm is logged as a WARNING by the group's first rank. On CUDA a step is looked at when
-    the next one is over, so that nothing waits for the GPU; reading waits.
+    The group's first rank logs each new alarm as a WARNING. On CUDA each step is evaluated when the
+    next one has ended, so that nothing waits for the GPU; reading rows or alarms waits.
 
     Args:
         every: Steps from one record to the next; the first step is recorded.
-        max_rows: How many rows are kept, one a layer and step: the last ones.
-        factor: From which factor on a rank's norm may be called "scaled".
+        max_rows: The number of rows to keep, the last ones; each step has one per layer.
+        factor: The smallest ratio to the others' norm that may be called "scaled".
         group: The ranks that the observed reductions run over; the default group unless given.
-        on_step: Called with each `RecordedStep` on every rank; what it raises ends the step.
+        on_step: Called with each `RecordedStep` on every rank; its exceptions propagate.
 
     Examples:
         >>> recorder = hvd.GradientRecorder(every=10)
@@ -114,22 +118,22 @@ class GradientRecorder:
             raise ValueError(f"factor must be a number above 1, not {factor!r}")
         if not (on_step is None or callable(on_step)):
             raise TypeError(f"on_step must be a function of a RecordedStep, not {on_step!r}")
-        # Whether it is shown differences of parameters; `set_observer` sets it.
+        # Whether the tensors are differences of parameters; `set_observer` sets it.
         self.differences = False
         self._every, self._factor, self._group, self._on_step = every, factor, group, on_step
         self._rows, self._alarms = deque[Row](maxlen=max_rows), deque[Alarm](maxlen=1000)
-        # By name: the layer's number, and the step that had it last.
+        # By name: the layer's number, and the last step that contained it.
         self._places, self._seen = {ALL: 0}, dict[str, int]()
-        # The number of the running step, its reductions, and those of steps that are over.
+        # The number of the running step, its reductions, and the reductions of ended steps.
         self._step, self._open = 0, list[_Reduction]()
         self._closed = deque[list[_Reduction]]()
-        # The ranks, and whether differences, that these two know of.
+        # The number of ranks, and whether of differences, that these two were made for.
         self._known = (0, False)
         self._watch, self._noise = Watch(1, factor), NoiseScale()
 
     @property
     def rows(self) -> list[Row]:
-        """The rows kept, in the order of reduction; a step begins with "all layers"."""
+        """The rows kept, in the order of reduction; each step begins with "all layers"."""
         self._finish()
         return list(self._rows)
 
@@ -140,7 +144,7 @@ class GradientRecorder:
         return list(self._alarms)
 
     def clear(self) -> None:
-        """Forget rows and alarms; what ranks are known for stays."""
+        """Drop rows and alarms, but keep the evidence on each rank."""
         self._finish()
         self._rows.clear()
         self._alarms.clear()
@@ -174,14 +178,14 @@ class GradientRecorder:
 
     def _count(self, names: Sequence[str]) -> int | None:
         """Count a reduction; return the number of its step, or None if it is not recorded."""
-        # Nothing says where a step ends: it has when a tensor comes again.
+        # No signal tells when steps end: a new one begins when a name comes again.
         if any(self._seen.get(name) == self._step for name in names):
             self._step += 1
         self._seen.update(dict.fromkeys(names, self._step))
         return None if self._step % self._every else self._step
 
     def _add(self, reduction: _Reduction) -> None:
-        """Add a reduction to its step, which is over with the last tensor that is known of."""
+        """Add a reduction to its step; close the step once it has all known tensors."""
         if self._open and self._open[0].step != reduction.step:
             self._close()
         self._open.append(reduction)
@@ -190,7 +194,7 @@ class GradientRecorder:
             self._close()
 
     def _close(self) -> None:
-        """Look at the step that is over; on a GPU at the one before, whose numbers have arrived."""
+        """End the step and evaluate it; on a GPU, the step before, which has arrived."""
         for name in (name for each in self._open for name in each.names):
             self._places.setdefault(name, len(self._places))
         reductions, self._open = self._open, []
@@ -219,7 +223,7 @@ class GradientRecorder:
         self._rows.extend(rows)
         news = self._watch.add(places, grams)
         self._alarms.extend(news)
-        # The first of the ranks logs, or all if it is not known which one that is.
+        # The group's first rank logs; all ranks do if the group is unknown.
         group = self._group or (default_group() if is_initialized() else None)
         if group is None or group.size != now[0] or group.rank == 0:
             for alarm in news:

@@ -1,4 +1,4 @@
-"""What Horovod's functions share: signatures, checks of arguments, and names of calls."""
+"""Helpers of Horovod's functions: signatures, checks of arguments, and names of calls."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from collectives import Group, validation
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Started calls by group, function and name. Until a call has ended, the group holds its work.
+# Started calls by group, function and name. The group holds the work of unfinished calls.
 _under_way: weakref.WeakKeyDictionary[Group, Any] = weakref.WeakKeyDictionary()
 
 
 def with_arguments_of(
     model: Callable[P, Any], without: str = ""
 ) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Give a function the signature of `model`; it gets all arguments by name, with defaults.
+    """Return a decorator that gives a function the signature of `model`, less one parameter.
 
-    `without` is a parameter that it lacks, which type checkers do not see.
+    The function receives all arguments by name, with defaults filled in. Type checkers do not see
+    that the parameter `without` is missing.
     """
     signature = inspect.signature(model)
     kept = [each for name, each in signature.parameters.items() if name != without]
@@ -36,7 +37,7 @@ def with_arguments_of(
 def with_tensors_for(
     model: Callable[Concatenate[Tensor, P], Any],
 ) -> Callable[[Callable[..., R]], Callable[Concatenate[Sequence[Tensor], P], R]]:
-    """Do as `with_arguments_of`, but with a list `tensors` as the first argument."""
+    """Return a decorator like `with_arguments_of`, but the first argument is a list `tensors`."""
     signature = inspect.signature(model)
     first, *others = signature.parameters.values()
     first = first.replace(name="tensors", annotation="Sequence[Tensor]")
@@ -44,7 +45,7 @@ def with_tensors_for(
 
 
 def waiting_for(start: Callable[P, Handle[R]]) -> Callable[P, R]:
-    """Return a function that starts a call and waits; its name is `start`'s without "_async"."""
+    """Return a blocking version of `start`; its name lacks "_async"."""
     signature = inspect.signature(start)
     returned = str(signature.return_annotation).removeprefix("Handle[")[:-1]
 
@@ -92,7 +93,7 @@ def dense(tensor: Tensor, argument: str = "tensor") -> Tensor:
 
 
 def tensor_list(tensors: object) -> list[Any]:
-    """Return the tensors as a list; refuse a single tensor, which iterates over its rows."""
+    """Return the tensors as a list; refuse a single tensor, which would iterate over rows."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
         raise TypeError(f"tensors must be a list of tensors, not {type(tensors).__name__}")
     return list(tensors)
@@ -111,7 +112,7 @@ def contiguous(tensor: Tensor) -> Tensor:
 def start_each(
     start: Callable[..., Handle[R]], tensors: object, name: str | None, **options: Any
 ) -> Handle[list[R]]:
-    """Start a call for each tensor, its number added to the name; return one handle for all.
+    """Start one call per tensor, with its number added to the name; return one handle for all.
 
     All tensors are checked before the first call, so that no rank makes only some of the calls.
     """
@@ -127,10 +128,10 @@ def start_each(
 def start_named(
     kind: str, group: Group, name: str | None, call: Callable[..., Any], *args: Any, **options: Any
 ) -> Handle[Any]:
-    """Start a call, asynchronously, and return its handle.
+    """Start an asynchronous call and return its handle.
 
-    Calls of different kinds, which are the functions' names, may share a name. ValueError: a call
-    of this kind and name is under way in the group; nothing was started.
+    `kind` is the function's name; calls of different kinds may share a name. Raises ValueError,
+    and starts nothing, while a call of this kind and name is under way in the group.
     """
     named = _under_way.setdefault(group, weakref.WeakValueDictionary())
     earlier = named.get((kind, name)) if isinstance(name, str) else None

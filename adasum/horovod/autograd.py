@@ -1,4 +1,4 @@
-"""Collectives that autograd can go back through, by other collectives."""
+"""Collectives with gradients for autograd, which other collectives compute."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from adasum.handle import Handle
 
-# What the operation returns.
+# The result of the operation.
 T = TypeVar("T")
-# From the gradients of a result to those of the inputs.
+# Maps the gradients of a result to gradients of the inputs.
 Backward: TypeAlias = Callable[..., Sequence[Tensor | None]]
 
 
@@ -30,10 +30,10 @@ class _Recorded(torch.autograd.Function):
 def with_gradient(
     handle: Handle[T], backward_from: Callable[[Any], Backward], *tensors: Tensor
 ) -> Handle[T]:
-    """Return the handle of a started operation; gradients flow if autograd records its tensors.
+    """Return a handle whose result has gradients if autograd records the tensors.
 
-    The result is a tensor, a tuple of tensors or a list of them, all of them new. `backward_from`
-    is called with it; what that returns must not hold the result.
+    The result of `handle` must be a new tensor, or a tuple or list of new tensors. `backward_from`
+    is called with it; the function that it returns must not keep a reference to the result.
     """
     if not differentiable(*tensors):
         return handle
@@ -67,9 +67,9 @@ def refuse_gradient(call: str, *tensors: Tensor) -> None:
 
 
 def refuse_recorded(call: str, *tensors: Tensor) -> None:
-    """Raise NotImplementedError if autograd would miss that a tensor is overwritten.
+    """Raise NotImplementedError if autograd would miss the overwriting of a tensor.
 
-    Parameters, other leaves and views of them may be: what is made of them is recorded later.
+    Parameters, other leaves and views of them are allowed: operations on them are recorded later.
     """
     made = [each for each in tensors if isinstance(each, Tensor) and not each.is_leaf]
     made = [each for each in made if each._base is None or not each._base.is_leaf]

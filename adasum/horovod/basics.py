@@ -30,20 +30,20 @@ def init(
 ) -> None:
     """Connect the ranks that a launcher started; without one, this process is the only rank.
 
-    A second call does not connect again; its arguments must be those of the first one.
+    A second call does not connect again; its arguments must equal the first call's.
 
     Args:
-        comm: Horovod's; must be None.
-        process_sets: Process sets to add, the same on every rank; a second call adds those that are
-            not there. Sets may be added later in any case, so Horovod's "dynamic" changes nothing.
-        timeout: Seconds that any step of a collective may wait for a peer; 300 unless given.
+        comm: For compatibility with Horovod; must be None.
+        process_sets: Process sets to add, the same on every rank; a second call adds new ones.
+            Sets can always be added later, so Horovod's "dynamic" changes nothing.
+        timeout: Seconds that each step of a collective may wait for a peer; 300 by default.
         process_group: The torch.distributed process group whose ranks to use.
         transport: How tensors travel, as in `collectives.init`: "auto", "gloo", "nccl" and others.
 
     Raises:
         NotImplementedError: `comm` was given.
-        ValueError: `process_sets` is a string other than "dynamic", or a second call gives another
-            argument than the first.
+        ValueError: `process_sets` is a string other than "dynamic", or a second call passes other
+            arguments than the first.
 
     Examples:
         >>> hvd.init()  # without a launcher it is one rank
@@ -68,12 +68,12 @@ def init(
 
 
 def _report_ignored_variables() -> None:
-    """Say once, on rank 0, which of Horovod's environment variables are set, and do nothing."""
+    """Warn once, on rank 0, of Horovod's environment variables that are set but have no effect."""
     global _looked_for_variables
     if _looked_for_variables or default_group().rank != 0:
         return
     _looked_for_variables = True
-    # Those that horovodrun sets for every rank are what `init` takes the rank and size from.
+    # `init` reads ranks and sizes from these, which horovodrun sets for every rank.
     used = {f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")}
     ignored = sorted({name for name in os.environ if name.startswith("HOROVOD_")} - used)
     if ignored:
@@ -83,13 +83,14 @@ def _report_ignored_variables() -> None:
 def join(device: int = -1) -> int:
     """Wait until every rank has joined; return the rank that joined last.
 
-    For a rank that has run out of data. Until the others join too, it takes part in what they call
-    (everything but broadcasts from it) with zeros, Adasum's identity. Averages are still over all
-    ranks, and allgather has no rows from it. Afterwards the ranks' models differ: broadcast the
-    last rank's. Between two calls of the other ranks no more than the timeout may pass.
+    Call it when this rank has run out of data. Until the others join too, it takes part in their
+    calls (except broadcasts from it) with zeros, Adasum's identity. Averages still divide by the
+    number of all ranks; allgather gets no rows from this one. Afterwards the ranks' models differ:
+    broadcast the model of the rank that joined last. The time between two calls of the other ranks
+    must not exceed the timeout.
 
     Args:
-        device: The GPU on which zeros for CUDA tensors are made; the current one for -1.
+        device: The GPU for the zeros that stand for CUDA tensors; -1 is the current GPU.
 
     Examples:
         >>> hvd.init()
@@ -132,13 +133,13 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this host's number among the hosts that have a rank with this local_rank()."""
+    """Return this host's number among the hosts with more than local_rank() ranks."""
     group = default_group()
     return _hosts_with(group.hosts, group.local_rank).index(group.hosts[group.rank])
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank with this local_rank()."""
+    """Return the number of hosts with more than local_rank() ranks."""
     group = default_group()
     return len(_hosts_with(group.hosts, group.local_rank))
 

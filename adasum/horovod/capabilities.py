@@ -1,4 +1,4 @@
-"""What this library can use on this machine, as answers to Horovod's questions."""
+"""Horovod's questions on capabilities, answered for this library and machine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch.distributed as dist
 
 from collectives import default_group, is_initialized
 
-# Whether nccl_built() has answered yes, after which Horovod's scripts scale Adasum's rate.
+# Whether nccl_built() has answered yes: Horovod's scripts then scale Adasum's learning rate.
 _answered_nccl = False
 
 
 def warn_of_scaled_rate(algorithm: str | None) -> None:
-    """Warn, on rank 0 and once a process, where Adasum's rate may be `local_size()` times too high.
+    """Warn on rank 0 if Adasum's learning rate may be `local_size()` times too high.
 
-    A rate does not tell how it was made. What can be seen is that the script has asked what
-    Horovod's scripts ask before they multiply, and that the factor is not 1. With an algorithm of
-    two levels, which averages within a host as Horovod does, the factor is right.
+    A rate does not show how it was computed, but we know that the script has called `nccl_built`,
+    as Horovod's scripts do before they multiply, and that the factor is not 1. With an algorithm of
+    two levels, which averages within a host as Horovod does, the factor is right. One warning per
+    call of `nccl_built`.
     """
     global _answered_nccl
     group = default_group()
@@ -62,7 +63,7 @@ def gloo_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return whether gloo connects the ranks: not before init, for one rank, or for threads.
+    """Return whether gloo connects the ranks; False before init, with one rank, or for threads.
 
     Examples:
         >>> hvd.gloo_enabled()
@@ -74,8 +75,8 @@ def gloo_enabled() -> bool:
 def nccl_built() -> int:
     """Return the version of torch's NCCL in NCCL's coding (22703 for 2.27.3), 0 without NCCL.
 
-    Horovod's scripts multiply Adasum's learning rate by local_size() if this is true. Here that is
-    wrong, except with a two-level algorithm: `DistributedOptimizer` then warns.
+    Horovod's scripts multiply Adasum's learning rate by local_size() if this is true. With this
+    library that is wrong unless the algorithm has two levels, so `DistributedOptimizer` warns.
     """
     global _answered_nccl
     if not (dist.is_available() and dist.is_nccl_available()):
@@ -91,7 +92,7 @@ def cuda_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """Return whether torch is built for ROCm, on which this library is not tested."""
+    """Return whether torch is built for ROCm; this library is not tested there."""
     return torch.version.hip is not None
 
 

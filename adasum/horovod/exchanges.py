@@ -32,11 +32,11 @@ def allgather(
 ) -> Tensor:
     """Concatenate the tensors of all ranks along dimension 0, in rank order.
 
-    Gradients flow, scaled as in Horovod (0.22 and later): a rank's tensor receives its rows of the
-    average of the result's gradients.
+    Gradients flow, scaled as in Horovod (0.22 and later): each rank's tensor receives its rows of
+    the average of the result's gradients.
 
     Args:
-        tensor: May differ between the ranks in the size of dimension 0 only.
+        tensor: The size of dimension 0 may differ between ranks; dtype and other sizes must agree.
         name: Names the collective in errors; equal on all ranks.
         process_set: The ranks that take part; all ranks unless given.
 
@@ -82,7 +82,7 @@ grouped_allgather = waiting_for(grouped_allgather_async)
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Tensor:
-    """Return a new tensor on every rank, equal to that of the root.
+    """Return a new tensor on every rank, equal to the root's.
 
     Gradients flow, scaled as in Horovod (0.22 and later): the root's tensor receives the average
     of the result's gradients, the other ranks' tensors receive zeros.
@@ -124,9 +124,9 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet | None
 ) -> Handle[Tensor]:
-    """Start to overwrite a contiguous tensor by that of the root; do not use it meanwhile.
+    """Start to overwrite a contiguous tensor by the root's; do not use it meanwhile.
 
-    NotImplementedError: autograd has recorded how the tensor was made.
+    Raises NotImplementedError if the tensor is the result of an operation that autograd recorded.
     """
     refuse_recorded("broadcast_", tensor)
     group, root = group_and_root(process_set, root_rank)
@@ -149,12 +149,12 @@ def alltoall(
 
     Args:
         tensor: Its rows (dimension 0) are sent, the first ones to rank 0.
-        splits: How many rows each rank is sent; equally many unless given.
+        splits: The number of rows for each rank; equal numbers by default.
         name: Names the collective in errors; equal on all ranks.
         process_set: The ranks that take part; all ranks unless given.
 
     Returns:
-        The rows; with `splits`, a pair of the rows and how many each rank sent.
+        The rows; with `splits`, a pair of the rows and the number of rows from each rank.
 
     Examples:
         >>> hvd.init()
@@ -171,7 +171,7 @@ def alltoall(
 def alltoall_async(
     tensor: Tensor, splits: _Splits, name: str | None, process_set: ProcessSet | None
 ) -> Handle[tuple[Tensor, Tensor]]:
-    """Start an `alltoall`; `synchronize` returns the rows and how many each rank sent."""
+    """Start an `alltoall`; `synchronize` returns the rows and their number from each rank."""
     group = require_group(process_set)
     handle = _exchange(group, splits, name, tensor)
     mine = tensor.shape[0]
@@ -187,12 +187,12 @@ def _exchange(
     group: Group, splits: _Splits, name: str | None, tensor: Tensor
 ) -> Handle[tuple[Tensor, Tensor]]:
     work = start_named("alltoall", group, name, group.all_to_all, contiguous(tensor), splits)
-    # Horovod counts in int32 unless a tensor of splits has another dtype.
+    # Horovod counts in int32, or in the dtype of the splits if they are a tensor.
     like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
 
     def finish(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         rows, counts = result
-        # Others may send more rows than a dtype of one byte counts.
+        # Others may send more rows than a one-byte dtype can hold.
         fits = int(counts.max()) <= torch.iinfo(like.dtype).max
         return rows, counts.to(like.device, like.dtype if fits else torch.int64)
 

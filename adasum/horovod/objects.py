@@ -1,7 +1,7 @@
 """Horovod's functions that send Python objects between ranks.
 
 Objects are written by `torch.save` and read with `weights_only=True`: tensors, numbers, strings,
-bytes, None, lists, tuples, sets and dicts of these, and what `plain_types` adds. Nothing else is
+bytes, None, lists, tuples, sets and dicts of these, and the types of `plain_types`. Nothing else is
 unpickled, so a received object cannot run code.
 """
 
@@ -26,7 +26,7 @@ def broadcast_object(
     """Return the root's object on every rank; collective.
 
     Args:
-        obj: What the root sends; ignored on the other ranks, where tensors in it arrive on the CPU.
+        obj: The root's object; ignored on the other ranks, which receive its tensors on the CPU.
         root_rank: The root's global rank.
         name: Names the collectives in errors; equal on all ranks.
         process_set: The ranks that take part; all ranks unless given.
@@ -55,12 +55,12 @@ def allgather_object(
     """Return every rank's object, in rank order, on every rank; collective.
 
     Args:
-        obj: What this rank sends; tensors in it arrive on the CPU.
+        obj: This rank's object; tensors in it arrive on the CPU.
         name: Names the collective in errors; equal on all ranks.
         process_set: The ranks that take part; all ranks unless given.
 
     Raises:
-        TypeError: On every rank, if one rank's object cannot be sent (see the module).
+        TypeError: On every rank, if any rank's object cannot be sent (see the module).
 
     Examples:
         >>> hvd.init()
@@ -70,12 +70,12 @@ def allgather_object(
     validation.no_mode("obj")
     group = require_group(process_set)
     results = group.all_gather_bytes(encode(obj), name=_name(name))
-    # A rank that has joined sends nothing at all.
+    # Ranks that have joined send no bytes.
     return [decode(sent, f"rank {group.ranks[i]}") for i, sent in enumerate(results) if sent]
 
 
 def broadcast_bytes(group: Group, root: int, sent: bytes, name: str) -> bytes:
-    """Return the bytes of the root, by its number in the group, on every rank; collective."""
+    """Return the root's bytes on every rank; `root` is its number in the group; collective."""
     length = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
     group.broadcast(length, root=root, name=f"{name}: length")
     if int(length) < 1:
@@ -95,14 +95,14 @@ def _name(name: str | None) -> str:
 
 
 def encode(obj: Any) -> bytes:
-    """Return a byte 1 and the object's bytes, or a byte 0 and why it cannot be sent."""
+    """Return a byte 1 and the object's bytes, or a byte 0 and the reason not to send it."""
     buffer = io.BytesIO()
     try:
         torch.save(obj, buffer, pickle_module=plain_types)
         payload = buffer.getvalue()
-        # What is refused when it is read has to be refused here, on all ranks.
+        # Check that receivers can read it, so that all ranks raise the same error otherwise.
         _decode(payload)
-    # Pickling a foreign class may raise anything, and every rank must hear of it.
+    # Pickling a foreign class may raise anything, and every rank must get the error.
     except Exception as error:  # noqa: BLE001
         lines = str(error).splitlines() or [""]
         reason = next((line.strip() for line in lines if "Unsupported" in line), lines[0])
@@ -117,7 +117,7 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(received: bytes, what: str) -> Any:
-    """Return the object that was encoded, tensors on the CPU; TypeError, with `what`, for none."""
+    """Return the encoded object, tensors on the CPU; raise a sent reason as TypeError."""
     if not received[0]:
         raise TypeError(f"{what}: {received[1:].decode()}")
     return _decode(received[1:])

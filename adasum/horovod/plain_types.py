@@ -1,8 +1,8 @@
-"""What Horovod's users broadcast beside tensors, as calls that torch's restricted unpickler allows.
+"""Plain types that Horovod's users broadcast, in a form that torch's restricted unpickler reads.
 
-For `torch.save(..., pickle_module=...)`: its Pickler writes objects of these types as a call of a
-function of this module with plain arguments, and `torch.load(..., weights_only=True)` calls no
-other. Whatever the arguments are, these functions make data and run nothing.
+For `torch.save(..., pickle_module=...)`: the Pickler of this module writes objects of these types
+as calls of the module's functions with plain arguments, and `torch.load(..., weights_only=True)`
+calls no others. With any arguments, these functions only make data and run no code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FACTORIES: dict[str, Any] = {
 
 
 def array(content: torch.Tensor, number: bool) -> Any:
-    """Make the NumPy array, or the number, that a file of NumPy's format holds; uint8 [bytes]."""
+    """Make a NumPy array or number from the content of an .npy file, uint8 [bytes]."""
     found = np.load(io.BytesIO(content.numpy().tobytes()), allow_pickle=False)
     return found[()] if number else found
 
@@ -48,12 +48,12 @@ def duration(days: int, seconds: int, microseconds: int) -> timedelta:
 
 
 def day(text: str) -> date:
-    """Make a date of ISO 8601."""
+    """Make a date from ISO 8601."""
     return date.fromisoformat(text)
 
 
 def moment(kind: str, text: str, fold: int, zone: timedelta | str | None) -> datetime | time:
-    """Make a datetime or a time of ISO 8601, with the offset or the name of its zone."""
+    """Make a datetime or time from ISO 8601, with the offset or name of its zone."""
     where: tzinfo | None = timezone(zone) if isinstance(zone, timedelta) else None
     if isinstance(zone, str):
         where = ZoneInfo(zone)
@@ -68,11 +68,11 @@ def namespace(kind: str, values: dict[str, Any]) -> Any:
 
 
 def default_dict(factory: str | None, items: dict[Any, Any]) -> defaultdict[Any, Any]:
-    """Make a defaultdict whose factory is a type of Python."""
+    """Make a defaultdict whose factory is a built-in type or None."""
     return defaultdict(None if factory is None else _FACTORIES[factory], items)
 
 
-# Allowed in the whole process, because the permission for a while is not safe with threads.
+# Allowed in the whole process, because a temporary permission is not safe with threads.
 torch.serialization.add_safe_globals([array, path, duration, day, moment, namespace, default_dict])
 
 
@@ -121,10 +121,10 @@ _WRITERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 
 
 class Pickler(pickle.Pickler):
-    """Writes objects of these types, but none of their subclasses, as calls of this module."""
+    """Writes objects of these types, but not of their subclasses, as calls of this module."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object is written; NotImplemented for pickle's own way."""
+        """Return the call that rebuilds an object; NotImplemented for pickle's own way."""
         if isinstance(obj, np.generic):
             return _array(obj)
         write = _WRITERS.get(type(obj))

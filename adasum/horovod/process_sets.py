@@ -1,8 +1,7 @@
 """Process sets: collectives among some of the ranks, with Horovod's names.
 
-A ProcessSet is only a list of ranks, so one object may be shared by all ranks of
-`collectives.run_threads`. The group behind it is looked up in the calling rank's default group, and
-ends with that.
+A ProcessSet is only a list of ranks, so all ranks of `collectives.run_threads` may share one
+object. Its group belongs to the calling rank's default group, and ends with that one.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The number the set was added under; None before it is added and after its removal."""
+        """The number of the set; None before it is added and after its removal."""
         entry = _process_sets().get(tuple(self.ranks))
         return None if entry is None else entry.number
 
@@ -59,11 +58,11 @@ class ProcessSet:
         return default_group().rank in self.ranks
 
     def size(self) -> int | None:
-        """Return the number of ranks in the set, None where it is not added."""
+        """Return the number of ranks in the set, or None if it is not added."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Return this rank's number within the set, None where the set is not added.
+        """Return this rank's number within the set, or None if the set is not added.
 
         Raises:
             ValueError: This rank is not in the set.
@@ -80,7 +79,7 @@ class ProcessSet:
 
 class _GlobalProcessSet(ProcessSet):
     def __init__(self) -> None:
-        """Make the set of all ranks, however many there are when it is used."""
+        """Make the set of all ranks; their number is read on each use."""
 
     @property
     def ranks(self) -> list[int]:
@@ -121,8 +120,8 @@ def _process_sets() -> _ProcessSets:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a set usable and return it; collective over all ranks.
 
-    Every rank calls it, with the same ranks and in the same order. Ranks that were added before
-    keep their number.
+    Every rank must call it, with the same ranks and in the same order. A set with the same ranks as
+    an earlier one keeps that one's number.
 
     Examples:
         >>> hvd.init()
@@ -163,7 +162,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
-    """Return the set with this number; ValueError where there is none."""
+    """Return the set with this number; raise ValueError if it does not exist."""
     validation.integer("process_set_id", process_set_id)
     known = get_process_set_ids_and_ranks()
     if process_set_id not in known:
@@ -178,9 +177,10 @@ def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
 
 
 def group_of(process_set: ProcessSet | None) -> Group | None:
-    """Return the group of a set's ranks, or the default group for None; None on other ranks.
+    """Return the group of a set's ranks, or the default group for None.
 
-    TypeError: the argument is not a ProcessSet. ValueError: the set was not added.
+    Returns None on ranks outside the set. Raises TypeError unless the argument is a ProcessSet or
+    None, ValueError if the set was not added.
     """
     if process_set is None or process_set is global_process_set:
         return default_group()
@@ -194,7 +194,7 @@ def group_of(process_set: ProcessSet | None) -> Group | None:
 
 
 def require_group(process_set: ProcessSet | None) -> Group:
-    """Return the group of a set's ranks; ValueError on a rank that is not in it."""
+    """Return the group of a set's ranks; raise ValueError on ranks outside the set."""
     group = group_of(process_set)
     if group is None:
         raise ValueError(
@@ -204,7 +204,7 @@ def require_group(process_set: ProcessSet | None) -> Group:
 
 
 def group_and_root(process_set: ProcessSet | None, root_rank: int) -> tuple[Group, int]:
-    """Return the set's group and a global rank's number in it; ValueError where it has none."""
+    """Return the set's group and a global rank's number in it; ValueError if it is outside."""
     group = require_group(process_set)
     validation.integer("root_rank", root_rank)
     if process_set is None or process_set is global_process_set:

@@ -18,7 +18,7 @@ from collectives.tree_order import in_order
 
 
 class ReductionOptions(NamedTuple):
-    """The checked arguments of a reduction besides its tensors, as `allreduce` describes them."""
+    """The checked arguments of a reduction, except its tensors; see `allreduce`."""
 
     group: Group
     op: Reducer
@@ -31,7 +31,7 @@ class ReductionOptions(NamedTuple):
     ) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Tensor]]]:
         """Return copies of the tensors to send, and a function that decompresses the results.
 
-        names: what errors call the tensors.
+        names: the tensors' names in error texts.
         """
         pairs = list(map(self.compression.compress, map(copied, tensors, names)))
         contexts = [context for _, context in pairs]
@@ -40,7 +40,7 @@ class ReductionOptions(NamedTuple):
 
 
 def require_reducer(op: object) -> Reducer:
-    """Return a reducer, or torch's name of one as such; Horovod's numbers are a TypeError."""
+    """Return a Reducer for one of ours or torch's; raise TypeError for Horovod's numbers."""
     op = from_torch("op", op)
     if not isinstance(op, Reducer):
         raise TypeError(f"op must be Sum, Average, Adasum, Min, Max or Product, not {op!r}")
@@ -58,10 +58,10 @@ def options_of(
     average: bool | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> ReductionOptions:
-    """Check the arguments of one of Horovod's functions; `op` is Average unless given.
+    """Check the arguments of one of Horovod's functions; `op` is Average by default.
 
-    TypeError: an argument has the wrong type. ValueError: both `op` and `average` are given, a
-    factor is not finite, or this rank is not in the process set.
+    Raises TypeError if an argument has the wrong type, and ValueError if both `op` and `average`
+    are given, a factor is not finite, or this rank is not in the process set.
     """
     require_compressor(compression)
     if average is not None:

@@ -46,27 +46,27 @@ def allreduce(
 ) -> Tensor:
     """Return a new tensor: the reduction of the tensors of all ranks.
 
-    Gradients flow, on all ranks or on none: the gradient of the result is reduced in the same way,
-    which for Adasum is not the derivative, as in Horovod: its coefficients depend on the tensors.
+    Gradients flow, on all ranks or none: the gradient of the result is reduced in the same way. For
+    Adasum, as in Horovod, that is not the derivative: the coefficients depend on the tensors.
 
     Args:
-        tensor: Equal in shape and dtype on all ranks; not changed. Adasum takes a complex one as
-            its real pairs, `torch.view_as_real(tensor)`.
+        tensor: Equal in shape and dtype on all ranks; not changed. Adasum reduces a complex tensor
+            as real pairs, `torch.view_as_real(tensor)`.
         average: Horovod's deprecated way to ask for Average (True) or Sum (False).
-        name: Names the collective in errors; equal on all ranks. If an allreduce of that name is
-            still under way it is a ValueError, in all of these functions.
-        compression: Casts what is sent.
+        name: Names the collective in errors; equal on all ranks. All of these functions raise
+            ValueError while an earlier call of the same function and name is under way.
+        compression: Casts the tensors that are sent.
         op: Sum, Average (the default), Min, Max, Product, or Adasum, with the whole tensor as one
             segment. Averages of integers lose fractions, and sums overflow: convert uint8 before.
         prescale_factor: Multiplies the tensor before the reduction; equal on all ranks. Integers
             are multiplied in float64 and lose their fraction.
-        postscale_factor: Multiplies the result likewise.
+        postscale_factor: Multiplies the result in the same way.
         process_set: The ranks that take part; all ranks unless given.
         order: "tree", with Sum and Average: specified bits (`collectives.Group.all_reduce`).
         accumulate: With an order: torch.float32 to add in float32 and round once, at the end.
 
     Raises:
-        TypeError: An argument has the wrong type, or `op` does not take the tensor's dtype.
+        TypeError: An argument has the wrong type, or `op` does not support the tensor's dtype.
         ValueError: An argument has a bad value, or this rank is not in the process set.
         NotImplementedError: A gradient is needed through another op than Sum, Average and Adasum.
 
@@ -95,9 +95,9 @@ def allreduce_async(tensor: Tensor, **given: Any) -> Handle[Tensor]:
 
 @with_arguments_of(allreduce_async)
 def allreduce_async_(tensor: Tensor, **given: Any) -> Handle[Tensor]:
-    """Start an `allreduce` in place on a contiguous tensor, not to be used until `synchronize`.
+    """Start an `allreduce` in place on a contiguous tensor; do not use it until `synchronize`.
 
-    NotImplementedError: autograd has recorded how the tensor was made.
+    Raises NotImplementedError if the tensor is the result of an operation that autograd recorded.
     """
     return Handle([_reduce_in_place("allreduce", [tensor], given)], lambda _: tensor)
 
@@ -106,7 +106,7 @@ def allreduce_async_(tensor: Tensor, **given: Any) -> Handle[Tensor]:
 def grouped_allreduce(tensors: Sequence[Tensor], **given: Any) -> list[Tensor]:
     """`allreduce` each tensor of a list, packed into few messages.
 
-    For Adasum each tensor is a segment of its own.
+    With Adasum each tensor is one segment.
     """
     return _reduce("grouped_allreduce", tensor_list(tensors), options_of(**given)).wait()
 
@@ -141,11 +141,11 @@ def reducescatter(
 ) -> Tensor:
     """Reduce the tensors of all ranks and return this rank's rows of the result.
 
-    Rows are divided evenly; if they do not divide, the lower ranks have one more. Gradients flow
-    through Sum and Average, scaled as Horovod does: the results' gradients are gathered, and for
-    Sum multiplied by `size`, which is `size` times the derivative.
+    Rows are divided evenly; a remainder goes to the lower ranks, one row each. Gradients flow
+    through Sum and Average, scaled as in Horovod: the results' gradients are gathered, and for Sum
+    multiplied by `size`, which is `size` times the derivative.
 
-    Args are those of `allreduce`, with its checks; the rows of `order="tree"` have its bits.
+    Arguments and checks are the same as for `allreduce`, and the bits with `order="tree"`.
 
     Raises:
         NotImplementedError: A gradient is needed through another op than Sum and Average.
@@ -247,14 +247,14 @@ def _reduce_in_place(
 
 
 def _names(kind: str, tensors: Sequence[Tensor]) -> list[str]:
-    """Return what errors call the tensors."""
+    """Return the tensors' names in error texts."""
     return ["tensor"] if kind == "allreduce" else [f"tensors[{i}]" for i in range(len(tensors))]
 
 
 def _start(kind: str, tensors: list[Tensor], options: ReductionOptions) -> Handle[list[Tensor]]:
-    """Start an all-reduce, whose result is the list of tensors; errors say how it was called."""
+    """Start an all-reduce; the result is the list of tensors. `kind` is for error texts."""
     group, op = options.group, options.op
-    # As reals, complex tensors are cut between ranks, and packed, as Adasum needs it.
+    # Adasum needs reals, for packing and for pieces between ranks.
     sent = [as_reals(each) for each in tensors] if isinstance(op, AdasumReducer) else tensors
     call: Any = partial(group.grouped_all_reduce, sent, op, **options.scales)
     if kind == "allreduce":

@@ -14,7 +14,7 @@ from adasum.horovod.process_sets import ProcessSet, global_process_set, group_an
 from adasum.horovod.state_entries import Entry, agreed, entry_of
 from collectives import Group, Work, default_group
 
-# The last part of the name that state_dict gives to what get_extra_state returned.
+# The last part of the name of get_extra_state()'s result in a state_dict.
 _EXTRA_STATE = "_extra_state"
 
 
@@ -23,10 +23,10 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet | None = None,
 ) -> None:
-    """Overwrite every parameter with that of the root; collective.
+    """Overwrite every parameter with the root's; collective.
 
-    What `get_extra_state` put into a state_dict is broadcast where it is a tensor, and left alone
-    where it is anything else. Of an expanded tensor the part that is expanded is broadcast.
+    Results of `get_extra_state` in a state_dict are broadcast if they are tensors, and otherwise
+    left unchanged. Of expanded tensors, only the part in memory is broadcast.
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, `model.parameters()` or a list of
@@ -35,10 +35,10 @@ def broadcast_parameters(
         process_set: The ranks that take part; all ranks unless given.
 
     Raises:
-        TypeError, ValueError: On every rank, where an entry of one rank is no tensor or none that
-            can be sent; raised before anything is overwritten.
-        CollectiveMismatchError: On every rank, where names, shapes, dtypes or kinds of devices
-            differ, naming the first entry that does; raised before anything is overwritten.
+        TypeError, ValueError: On every rank, if an entry on any rank is not a tensor or cannot be
+            sent; raised before anything is overwritten.
+        CollectiveMismatchError: On every rank, if names, shapes, dtypes or kinds of devices differ;
+            the text names the first such entry. Raised before anything is overwritten.
 
     Examples:
         >>> hvd.init()
@@ -90,18 +90,18 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the state and hyperparameters of the root's optimizer; collective.
 
-    Only the root may have state (it loaded a checkpoint), or only others. Tensors keep the root's
-    dtype, and are put on the device of their parameter, or on the CPU if the root's are there.
+    Some ranks may have no state yet, the root or the others. Tensors keep the root's dtype. They
+    are put on the device of their parameter, or on the CPU if the root's tensor is on the CPU.
 
     Args:
-        optimizer: Has parameter groups of the same lengths on every rank.
+        optimizer: Must have parameter groups of the same lengths on every rank.
         root_rank: The root's global rank.
-        model: Ignored; Horovod has it.
+        model: Ignored; for compatibility with Horovod.
         process_set: The ranks that take part; all ranks unless given.
 
     Raises:
-        TypeError, ValueError: On every rank, if `optimizer` is not a torch.optim.Optimizer on one,
-            parameter groups differ in number or length, or the root's state cannot be sent.
+        TypeError, ValueError: On every rank, if `optimizer` is not a torch.optim.Optimizer on any
+            rank, parameter groups differ in number or length, or the root's state cannot be sent.
 
     Examples:
         >>> hvd.init()
@@ -112,7 +112,7 @@ def broadcast_optimizer_state(
     _check_parameter_groups(optimizer, root_rank, process_set)
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
     tensors = _Tensors(parameters[0].device if parameters else torch.device("cpu"))
-    # The optimizer of mode="owners", whose state is spread over the ranks.
+    # Only with mode="owners", which spreads the state over the ranks.
     consolidate = getattr(optimizer, "consolidate_state_dict", None)
     if consolidate is not None:
         consolidate(to=root)
@@ -134,13 +134,13 @@ def broadcast_optimizer_state(
     _broadcast_entries(tensors.entries, group, root)
     if is_root:
         return
-    # load_state_dict casts state to the parameter's dtype, and makes what has items anew from them,
-    # such as strings and arrays. It gets the rest, and then the root's own state replaces it.
+    # load_state_dict casts state to the parameter's dtype, and rebuilds iterables such as strings
+    # and arrays from their items. So it gets tensors and numbers only; the root's state follows.
     optimizer.load_state_dict(
         {**received, "state": dict(map(_castable, received["state"].items()))}
     )
     for index, state in received["state"].items():
-        # A key may be a string, and an optimizer may keep only this rank's part.
+        # Keys may be strings, and the optimizer may keep only this rank's part.
         if isinstance(index, int) and parameters[index] in optimizer.state:
             move = partial(_move, parameters[index].device)
             optimizer.state[parameters[index]] = _map_tensors(move, state)
@@ -154,7 +154,7 @@ def _castable(entry: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 class _Tensors:
-    """The tensors of a state_dict, each sent by itself, and their kinds of devices at the root."""
+    """The tensors of a state_dict, to be sent one by one, and their device types at the root."""
 
     def __init__(self, device: torch.device) -> None:
         self.entries: list[Entry] = []
@@ -162,15 +162,15 @@ class _Tensors:
         self._device = device
 
     def take_out(self, tensor: Tensor, path: str) -> Tensor:
-        """Note the root's tensor, and return what stands for it in the state_dict."""
+        """Note the root's tensor; return a meta tensor to replace it in the state_dict."""
         entry = entry_of(f"state {len(self.entries)}", path, tensor)
-        # The others' tensors are not expanded.
+        # The tensors of the receiving ranks are not expanded.
         self.entries.append(entry._replace(sent=entry.sent.expand(tensor.shape).contiguous()))
         self.devices.append(tensor.device.type)
         return tensor.detach().resolve_conj().resolve_neg().to("meta")
 
     def allocate(self, like: Tensor, path: str) -> Tensor:
-        """Return a tensor to receive into, for what stands for the root's."""
+        """Allocate memory to receive the root's tensor, described by a meta tensor."""
         device = "cpu" if self.devices[len(self.entries)] == "cpu" else self._device
         tensor = torch.empty_like(like, device=device)
         self.entries.append(entry_of(f"state {len(self.entries)}", path, tensor))
@@ -188,7 +188,7 @@ def _check_parameter_groups(
     problem = f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
     if isinstance(optimizer, torch.optim.Optimizer):
         lengths, problem = [len(each["params"]) for each in optimizer.param_groups], ""
-    # With the rank beside it, because ranks that have joined answer nothing.
+    # The answer includes the rank, because ranks that have joined do not answer.
     mine = default_group().rank, lengths, problem
     answers = allgather_object(mine, process_set=process_set)
     by_rank = {rank: others for rank, others, _ in answers}
@@ -217,7 +217,7 @@ def _map_tensors(
 ) -> Any:
     """Return a copy of nested lists and dicts with function(tensor, path) in each tensor's place.
 
-    path: how errors call the value.
+    path: the value's name in error texts.
     """
     if isinstance(value, Tensor):
         return function(value, path)
@@ -226,7 +226,7 @@ def _map_tensors(
             key: _map_tensors(function, item, f"{path}[{key!r}]") for key, item in value.items()
         }
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        # One with names.
+        # A namedtuple.
         return type(value)(*_map_tensors(function, list(value), path))
     if isinstance(value, list | tuple):
         items = (_map_tensors(function, item, f"{path}[{i}]") for i, item in enumerate(value))

@@ -1,4 +1,4 @@
-"""The tensors of a state: what is sent of each, and whether all ranks have the same ones."""
+"""The tensors of a state: the memory to send, and the comparison of names and kinds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from collectives import CollectiveMismatchError, Group, validation
 
-# What wrappers put before the names of a module's own parameters.
+# Prefixes that wrappers put before the names of a module's own parameters.
 _WRAPPERS = {
     "_orig_mod.": "torch.compile",
     "module.": "DistributedDataParallel",
@@ -25,9 +25,9 @@ _ERRORS = {b"\1": TypeError, b"\2": ValueError}
 class Entry(NamedTuple):
     """A tensor of a state.
 
-    target: its memory, each element once: of an expanded tensor the part that is expanded; sent:
-    the same values, contiguous, or the target itself where that is; kind: dtype, shape and device,
-    as ranks compare them.
+    target: its memory, each element once (without expanded dimensions); sent: the same values,
+    contiguous: the target itself if it is contiguous; kind: dtype, shape and device, for the
+    comparison.
     """
 
     name: str
@@ -36,20 +36,20 @@ class Entry(NamedTuple):
     kind: str
 
     def store(self) -> None:
-        """Write what was received to the target."""
+        """Copy the received values to the target."""
         if self.sent is not self.target:
             self.target.copy_(self.sent)
 
 
 def entry_of(name: str, argument: str, tensor: Tensor) -> Entry:
-    """Return a tensor's entry; TypeError or ValueError, with `argument`, if it cannot be sent."""
+    """Return a tensor's entry; raise an error with the name `argument` if it cannot be sent."""
     if is_lazy(tensor):
         validation.entry(argument, tensor)
     validation.plain(argument, tensor)
     dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
     if not dense:
         validation.entry(argument, tensor)
-    # Autograd does not see what is received.
+    # Detached: autograd must not record the received values.
     target = tensor.detach()
     dtype = str(tensor.dtype).removeprefix("torch.")
     kind = f"{dtype} {tuple(target.shape)} on {target.device.type}"
@@ -67,11 +67,11 @@ def entry_of(name: str, argument: str, tensor: Tensor) -> Entry:
 def agreed(
     group: Group, ranks: Sequence[int], call: str, entries: Callable[[], list[Entry]]
 ) -> list[Entry]:
-    """Return this rank's entries once all ranks have such; collective.
+    """Return this rank's entries if all ranks have the same names and kinds; collective.
 
-    Ranks that have joined take no part. `ranks` are the global numbers of the group's, `call` is
-    what the user called. TypeError, ValueError: on every rank, where making the entries raised it
-    on one. CollectiveMismatchError: on every rank, naming the first entry that differs.
+    Ranks that have joined take no part. `ranks` are the global numbers of the group's ranks, `call`
+    is the function that the user called. If `entries` raises TypeError or ValueError on any rank,
+    every rank raises it. If entries differ, every rank raises CollectiveMismatchError.
     """
     mine: list[Entry] = []
     rows: list[tuple[str, str]] = []
@@ -95,7 +95,7 @@ def agreed(
 
 
 def _difference(by_rank: dict[int, list[tuple[str, str]]]) -> str:
-    """Return how the ranks' entries, (name, kind), differ."""
+    """Return a text that says how the ranks' entries, (name, kind), differ."""
     first, *others = by_rank
     rank = next(each for each in others if by_rank[each] != by_rank[first])
     mine, theirs = by_rank[first], by_rank[rank]
@@ -117,7 +117,7 @@ def _difference(by_rank: dict[int, list[tuple[str, str]]]) -> str:
 
 
 def _hint(names: Sequence[str], others: Sequence[str]) -> str:
-    """Return what to do where only a wrapper's prefixes are between two ranks' names."""
+    """Return advice for the error, with the wrapper if names differ only by its prefix."""
     for prefix, wrapper in _WRAPPERS.items():
         bare, theirs = (sorted(n.replace(prefix, "") for n in each) for each in (names, others))
         if bare == theirs:

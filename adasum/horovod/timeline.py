@@ -12,25 +12,26 @@ from adasum.horovod.arguments import require
 from collectives import default_group
 from collectives.recorder import recording
 
-# What is being recorded, the file that it goes to, and the thread that started it.
+# The running profiler, its file, and the thread that started it.
 _current: tuple[torch.profiler.profile, str, int] | None = None
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record a timeline by torch.profiler, for ui.perfetto.dev or chrome://tracing.
 
-    Of every reduction it shows how long the caller took to queue it and waited for it, by name, and
-    what torch.profiler records besides; of other threads, such as the one that reduces, it shows as
-    much as torch.profiler does. `stop_timeline`, or the end of the process, writes the file.
+    For every reduction it shows, by name, how long the caller took to queue it and waited for it,
+    besides torch.profiler's own records. Other threads, such as the one that reduces, appear only
+    as far as torch.profiler records them. `stop_timeline`, or the end of the process, writes the
+    file.
 
     Args:
-        file_path: The file, which is overwritten. In it "{rank}" stands for this rank's number;
-            without that only rank 0 writes.
-        mark_cycles: Horovod's; without effect, as there are no cycles.
+        file_path: The file to overwrite. "{rank}" in the name becomes this rank's number; without
+            it only rank 0 writes.
+        mark_cycles: For compatibility with Horovod; no effect, as there are no cycles.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A timeline is being recorded, or another torch.profiler is running.
+        ValueError: Another timeline or torch.profiler is running.
         OSError: The file cannot be written.
         RuntimeError: init() was not called.
     """
@@ -45,7 +46,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
         raise ValueError(f"a timeline is recorded for {_current[1]}: call stop_timeline() first")
     if recording():
         raise ValueError("a torch.profiler is running: its own timeline has the reductions")
-    # Now, while the caller can still do something about it.
+    # Fail now if the file cannot be written, not at the end.
     with open(path, "wb"):
         pass
     profiler = torch.profiler.profile()
@@ -55,7 +56,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """End the timeline and write its file; nothing if there is none.
+    """End the timeline and write its file; do nothing if none is running.
 
     Raises:
         RuntimeError: Another thread started it: torch.profiler stops in the same thread only.

@@ -1,4 +1,4 @@
-"""The communication hook in Lightning, Accelerate and Hugging Face's Trainer, a module for each.
+"""The communication hook for Lightning, Accelerate and Hugging Face's Trainer, a module each.
 
 Each module imports its framework. `import adasum` imports none of them.
 """

@@ -1,4 +1,4 @@
-"""The communication hook in Hugging Face Accelerate, whose own setting knows torch's hooks only.
+"""The communication hook for Hugging Face Accelerate, whose own setting knows torch's hooks only.
 
 from adasum.integrations.accelerate import register_hook
 
@@ -27,18 +27,19 @@ def register_hook(accelerator: Accelerator, model: nn.Module, state: HookState) 
     """Register the hook on a model that `accelerator.prepare` has returned.
 
     Gradients are reduced before `accelerator.clip_grad_norm_` clips them. Within
-    `accelerator.accumulate` the sum of a rank's batches is reduced, once. On one process there is
-    nothing to reduce, and no wrapper.
+    `accelerator.accumulate` each rank adds up its batches, and the sum is reduced once. With one
+    process there is no wrapper and nothing to reduce.
 
     Args:
         accelerator: The one that prepared the model.
-        model: What `prepare` returned, compiled or not.
+        model: The model that `prepare` returned, compiled or not.
         state: How to reduce.
 
     Raises:
-        TypeError: An argument has the wrong type, `model` and `accelerator` exchanged, say.
-        ValueError: Several processes, and the model is not in a DistributedDataParallel: it was
-            not prepared, or is for DeepSpeed or FSDP.
+        TypeError: An argument has the wrong type, for example if `model` and `accelerator` are
+            exchanged.
+        ValueError: There are several processes, and the model is not in a DistributedDataParallel:
+            it was not prepared, or is for DeepSpeed or FSDP.
         RuntimeError: `DistributedDataParallelKwargs` has set another hook.
     """
     if not isinstance(accelerator, Accelerator):

@@ -1,4 +1,4 @@
-"""The communication hook in Lightning: a callback beside a strategy of DistributedDataParallel.
+"""The communication hook for Lightning: a callback, to use with a DistributedDataParallel strategy.
 
 from adasum.integrations.lightning import HookCallback
 
@@ -30,16 +30,16 @@ __all__ = ["HookCallback"]
 class HookCallback(Callback):
     """Registers the hook when training starts.
 
-    It does so on CPUs too, where DDPStrategy leaves out its own `ddp_comm_hook` without a word.
-    Gradients are reduced before Lightning clips them. With `accumulate_grad_batches` the sum of a
-    rank's batches is reduced, once. On one device there is nothing to reduce, and no wrapper.
-    A checkpoint holds nothing of it.
+    It also does so on CPUs, unlike DDPStrategy, which silently ignores its `ddp_comm_hook` there.
+    Gradients are reduced before Lightning clips them. With `accumulate_grad_batches` each rank adds
+    up its batches, and the sum is reduced once. With one device there is no wrapper and nothing to
+    reduce. Checkpoints contain nothing of the callback.
 
     Args:
         state: How to reduce.
 
     Raises:
-        TypeError: It is no HookState.
+        TypeError: `state` is not a HookState.
         ValueError: From `fit`: the strategy does not wrap the model in DistributedDataParallel, or
             the optimizer is a DistributedOptimizer.
         RuntimeError: From `fit`: the strategy has registered another hook.

@@ -1,4 +1,4 @@
-"""Registering the hook on what a framework has made of the user's model."""
+"""Registering the hook on a user's model that a framework has wrapped."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from adasum.ddp import HookState, ddp_hook
 from adasum.optimizer.distributed_optimizer import DistributedOptimizer
 
-# A framework that trains twice may wrap the model once, and torch takes one hook a wrapper.
+# A framework may train twice with one wrapper, and torch accepts one hook per wrapper.
 _REGISTERED: WeakKeyDictionary[nn.Module, HookState] = WeakKeyDictionary()
 
 
 def register(model: nn.Module, state: HookState, ranks: int, advice: str) -> None:
     """Register the hook on every DistributedDataParallel in `model`, compiled or not.
 
-    A framework leaves the model of a single rank as it is, and so does this.
+    On a single rank frameworks do not wrap the model; then nothing is registered.
 
     Args:
-        model: As the framework trains it.
+        model: The model as the framework trains it.
         state: How to reduce.
-        ranks: How many ranks the framework trains on.
-        advice: What to do where no DistributedDataParallel is found on several ranks.
+        ranks: The number of ranks that the framework trains on.
+        advice: For the error if several ranks have no DistributedDataParallel.
 
     Raises:
         RuntimeError: The wrapper has another hook.
@@ -61,7 +61,7 @@ def _register_on(wrapper: DistributedDataParallel, state: HookState) -> None:
 
 
 def refuse_distributed_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for an optimizer that would reduce once more what the hook has reduced."""
+    """Raise ValueError for an optimizer that would reduce the hook's results again."""
     if isinstance(optimizer, DistributedOptimizer):
         raise ValueError(
             "the optimizer is an adasum.DistributedOptimizer, which would reduce the hook's "

@@ -1,4 +1,4 @@
-"""The communication hook in Hugging Face's Trainer, which has no setting for one: a callback.
+"""The communication hook for Hugging Face's Trainer: a callback, since it has no setting for hooks.
 
 from adasum.integrations.transformers import HookCallback
 
@@ -25,22 +25,23 @@ __all__ = ["HookCallback"]
 
 
 class HookCallback(TrainerCallback):
-    """Registers the hook when training begins, on what the Trainer has made of the model.
+    """Registers the hook when training begins, on the model as the Trainer has wrapped it.
 
     Gradients are reduced before the Trainer clips them, which it does unless `max_grad_norm=0`.
-    With `gradient_accumulation_steps` the sum of a rank's batches is reduced, once. On one process
-    there is nothing to reduce, and no wrapper. A checkpoint holds nothing of it.
+    With `gradient_accumulation_steps` each rank adds up its batches, and the sum is reduced once.
+    With one process there is no wrapper and nothing to reduce. Checkpoints contain nothing of the
+    callback.
 
     Args:
-        trainer: The Trainer that it is added to. The Trainer tells its callbacks of the model
-            without its wrapper alone.
+        trainer: The Trainer that the callback is added to, since callbacks are only passed the
+            model without its wrapper.
         state: How to reduce.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: From `train`: several processes, and the model is not in a
-            DistributedDataParallel, or the optimizer is a DistributedOptimizer; or one process
-            for several GPUs.
+        ValueError: From `train`: with several processes the model is not in a
+            DistributedDataParallel; the optimizer is a DistributedOptimizer; or one process uses
+            several GPUs.
     """
 
     def __init__(self, trainer: Trainer, state: HookState) -> None:
@@ -53,7 +54,7 @@ class HookCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Register the hook; `state` is the Trainer's."""
         optimizer = self.trainer.optimizer
-        # Accelerate's wrapper has the Trainer's own there.
+        # Accelerate's wrapper keeps the Trainer's optimizer in this attribute.
         refuse_distributed_optimizer(getattr(optimizer, "optimizer", optimizer))
         advice = (
             "DeepSpeed and FSDP reduce by themselves; leave them out, and add the callback to the "

@@ -1,4 +1,4 @@
-"""What DistributedOptimizer requires of its arguments, before it changes anything."""
+"""Checks of DistributedOptimizer's arguments, made before it changes anything."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def require_optimizer(optimizer: object) -> None:
     if "_adasum" in optimizer.__dict__:
         raise ValueError("optimizer is already wrapped by DistributedOptimizer")
     step = optimizer.__dict__.get("step")
-    # Those that a learning-rate scheduler has made call the class's step, and nothing else.
+    # A learning-rate scheduler's replacement only calls the class's step.
     if step is not None and inspect.unwrap(step) is not inspect.unwrap(type(optimizer).step):
         raise ValueError(
             "optimizer.step was replaced by another function, which DistributedOptimizer would not "
@@ -47,7 +47,7 @@ def require_optimizer(optimizer: object) -> None:
 
 
 def require_operator(op: AnyReducer, weighted: bool, predivide_factor: float) -> Reducer:
-    """Return a reducer that can reduce gradients and takes the other two arguments, or raise."""
+    """Return a reducer for gradients; raise if the arguments do not fit together."""
     op = require_reducer(op)
     require_declared(op)
     require("weighted", weighted, bool)
@@ -71,7 +71,7 @@ def require_order(
     size: int,
     predivide_factor: float,
 ) -> None:
-    """Raise unless the order goes together with the other arguments."""
+    """Raise unless the order is compatible with the other arguments."""
     in_order(op, order, accumulate)
     if order is None:
         return
@@ -89,7 +89,7 @@ def require_order(
 
 
 def require_groups(num_groups: int, groups: Groups) -> Groups:
-    """Return how to divide parameters into buckets.
+    """Return the argument that divides parameters into buckets.
 
     `num_groups` is Horovod's older name of `groups`.
     """
@@ -109,7 +109,7 @@ def choose_method(
     mode: str | None,
     step_in_backward: bool,
 ) -> type[Method]:
-    """Return the method that the arguments ask for; ValueError if they exclude each other."""
+    """Return the class of the method; raise ValueError if arguments exclude each other."""
     if method not in (None, "delta", "gradient"):
         raise ValueError(f"method must be 'delta' or 'gradient', not {method!r}")
     if mode not in (None, "owners"):
@@ -119,7 +119,7 @@ def choose_method(
         by_parameter = steps_by_parameter(kind) or issubclass(kind, torch.optim.Muon)
         require_owners(optimizer, method, step_in_backward, by_parameter)
         return OwnersMethod
-    # Sum and Average take gradients whatever is asked for.
+    # Sum and Average always reduce gradients.
     may_choose = op not in (Sum, Average)
     if method == "delta" and may_choose and not op.averages:
         raise ValueError(
@@ -147,7 +147,7 @@ def require_reducer_of(
     algorithm: str | None,
     predivide_factor: float,
 ) -> BucketReducer:
-    """Return the reducer of buckets; ValueError if `algorithm` cannot run `op`."""
+    """Return the reducer of buckets; raise ValueError if `algorithm` cannot run `op`."""
     if algorithm is not None:
         try:
             group.check_algorithm(algorithm, op)
@@ -165,7 +165,7 @@ def require_owners(
     step_in_backward: bool,
     known_to_step_by_parameter: bool,
 ) -> None:
-    """Raise ValueError where mode="owners" does not go together with another argument."""
+    """Raise ValueError if mode="owners" excludes another argument; warn of unknown optimizers."""
     if method == "delta" or step_in_backward:
         other = "step_in_backward=True" if step_in_backward else "method='delta'"
         raise ValueError(
@@ -187,9 +187,9 @@ def require_owners(
 
 
 def require_own_autograd(group: Group, named: Sequence[Named]) -> None:
-    """Raise ValueError where ranks are threads whose gradients one thread of autograd produces.
+    """Raise ValueError if ranks are threads that share autograd's thread of a GPU.
 
-    A reduction in it would wait for a rank whose backward stands behind it.
+    A reduction in this thread would wait for another rank's backward, which is queued behind it.
     """
     on_gpu = next((each for _, each in named if each.is_cuda), None)
     if on_gpu is not None and group.size > 1 and isinstance(group.transport, ThreadTransport):
@@ -202,6 +202,6 @@ def require_own_autograd(group: Group, named: Sequence[Named]) -> None:
 
 
 def require_count(argument: str, value: object, least: int, meaning: str = "") -> None:
-    """Raise ValueError unless the value is an int of at least that."""
+    """Raise ValueError unless the value is an int >= `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{argument} must be an int >= {least}{meaning}, not {value!r}")

@@ -1,4 +1,4 @@
-"""Hooks on the gradients: they give each bucket its turn as soon as backward has completed it."""
+"""Hooks on gradients, which start each bucket as soon as backward has completed it."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from collectives.recorder import span
 
 # Not public, but the only way to be called when backward ends; torch's DDP uses it too.
 _engine = torch.autograd.Variable._execution_engine
-# All that are alive, by id, to find optimizers that have a parameter in common.
+# All living instances by id, to find optimizers that have a parameter in common.
 _live: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
 
 
 class Backward:
-    """Counts backward passes, and gives each bucket its turn once a step.
+    """Counts backward passes, and starts each bucket once per step.
 
     Hooks may run in any of autograd's threads. The method of reduction is held weakly: dropping the
-    optimizer drops this and its hooks.
+    optimizer drops this object and its hooks.
 
     Args:
-        method: What packs, reduces and unpacks: a `Method`.
+        method: The `Method` that packs, reduces and unpacks.
         named: (name, parameter) of every parameter, in registration order.
         plan: The same pairs in the order of their reductions, bucket by bucket.
-        passes: Backward passes of a step.
-        early: Whether buckets have their turn while backward runs, and not only in `synchronize`.
-        tree: Adds the gradients of several passes, in place of autograd, if they have an order.
+        passes: The number of backward passes per step.
+        early: Whether buckets start while backward runs, and not only in `synchronize`.
+        tree: Adds the gradients of several passes in place of autograd, if there is an order.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Backward:
     ) -> None:
         self.passes, self.early, self.tree = passes, early, tree
         self._method = weakref.ref(method)
-        # Gradients of one backward may come in several threads, and a bucket's start may begin
-        # another backward in this one.
+        # Gradients of one backward may come in several threads, and the start of buckets may run
+        # another backward in the same thread.
         self._lock = threading.RLock()
-        # Reductions that nobody has waited for, oldest first, and what shows the others.
+        # Reductions not waited for yet, oldest first, and functions that show the finished ones.
         self._in_flight: list[Reduction] = []
         self._unseen: list[Callable[[], None]] = []
         self.records: dict[Tensor, Record] = {}
@@ -87,7 +87,7 @@ class Backward:
 
     @property
     def busy(self) -> bool:
-        """Whether a started reduction has not been waited for."""
+        """Whether any started reduction has not been waited for."""
         return bool(self._in_flight)
 
     def named(self) -> list[Named]:
@@ -95,7 +95,7 @@ class Backward:
         return [(record.name, parameter) for parameter, record in self.records.items()]
 
     def rebuild(self, named: Sequence[Named], plan: Sequence[Sequence[Named]]) -> None:
-        """Take these parameters, in these buckets, from the next step on."""
+        """Replace the parameters and buckets, from the next step on."""
         before, self.records = self.records, {}
         for name, parameter in named:
             record = before.pop(parameter, None)
@@ -132,12 +132,12 @@ class Backward:
         return handle
 
     def restart(self) -> None:
-        """Begin a new step: no passes are counted and no bucket has had its turn yet."""
+        """Begin a new step: reset the counts of passes and started buckets."""
         with self._lock:
             for record in self.records.values() if self.in_step else ():
                 record.seen, record.active = 0, False
             self.in_step = self._in_pass = self.synchronized = self._failed = False
-            # A backward that was interrupted has dropped its call.
+            # An interrupted backward never runs the callback that it queued.
             self._keeps = self._callback_queued = False
             self._num_started = 0
             self._unseen.clear()
@@ -145,7 +145,7 @@ class Backward:
                 self.tree.restart()
 
     def note_left(self) -> None:
-        """Note the gradients that a step leaves."""
+        """Note the gradients that remain after the step."""
         for parameter, record in self.records.items():
             gradient = parameter.grad
             if gradient is None or gradient.is_inference():
@@ -154,14 +154,14 @@ class Backward:
                 record.left = weakref.ref(gradient), gradient._version
 
     def forget_left(self) -> None:
-        """Forget what the last step has left: gradients are zeroed."""
+        """Forget the gradients noted after the last step: they are zeroed."""
         for record in self.records.values():
             record.left = None
 
-    # What backward calls.
+    # Called by backward.
 
     def _on_gradient(self, parameter: Tensor, record: Record) -> None:
-        # Without a gradient a hook ahead of this one has taken it away, to give it back later.
+        # If there is no gradient, an earlier hook has taken it away, to give it back later.
         taken = record.newer is not None and record.newer() is not None
         if parameter.grad is None or taken:
             return
@@ -192,7 +192,7 @@ class Backward:
                         self._start(each)
 
     def _begin_pass(self, seen: bool = True) -> None:
-        """Find out which parameters take part: at the first gradient of each backward."""
+        """Find the parameters that take part, at the first gradient of each backward."""
         self._in_pass = True
         method = self._alive()
         if not self.in_step:
@@ -203,17 +203,17 @@ class Backward:
             for record, parameter in bucket.members:
                 trainable = parameter.requires_grad
                 if not record.active and (trainable or parameter.grad is not None):
-                    # Without a backward since the last step its gradients are reduced already.
+                    # Without a backward since the last step, gradients are already reduced.
                     if (trainable and seen) or not method.is_left(parameter, record):
                         record.active = True
                     self._keeps |= trainable and not record.active
                 if trainable and record.seen < self.passes:
                     bucket.waiting += 1
 
-    # Autograd calls it, in a compiled step under torch.compile, as it does hooks.
+    # Autograd calls this like hooks: torch.compile would trace it in a compiled step.
     @untraced
     def _on_backward_end(self) -> None:
-        """End a pass of the tree; wait, so that the gradients which backward leaves are final."""
+        """End a pass of the tree; wait, so that gradients are final when backward returns."""
         self._callback_queued = self._in_pass = False
         method = self._method()
         if method is None:
@@ -229,12 +229,12 @@ class Backward:
         else:
             self._wait()
 
-    # What the optimizer calls.
+    # Called by the optimizer.
 
     def synchronize(self, max_in_flight: int | None = None) -> None:
-        """Give the remaining buckets their turns, in order, and wait; a second call does nothing.
+        """Start the remaining buckets, in order, and wait; a second call does nothing.
 
-        With `max_in_flight` it waits for the first bucket if more would be in flight.
+        With `max_in_flight` it waits for the oldest bucket if more would be in flight.
 
         Raises:
             CollectiveError: A reduction failed; nothing is in flight any more.
@@ -259,7 +259,7 @@ class Backward:
         self.synchronized = True
 
     def leave_out(self) -> None:
-        """Reduce what other ranks, whose backward may wait for it, need of a batch left out."""
+        """Before a batch is left out, reduce it if other ranks' backward may wait for it."""
         left = self._num_started < len(self.buckets) and not self._failed
         if not (self.early and self.in_step and left):
             return
@@ -269,7 +269,7 @@ class Backward:
     def refuse_taken_over(self) -> None:
         """Raise OptimizerOrderError if a newer optimizer has a parameter of this one.
 
-        Two that reduce what they have stepped may share it: they do so one after the other.
+        Optimizers that both reduce in step() may share parameters: they reduce in turn.
         """
         for record in self.records.values():
             newer = None if record.newer is None else record.newer()
@@ -279,16 +279,16 @@ class Backward:
     def refuse_too_many(self) -> None:
         """Raise OptimizerOrderError if there were more backward passes than `passes`.
 
-        If buckets have their turn in backward that was found there. Otherwise a gradient may come
-        in parts, as that of a layer that several reentrant checkpoints share, and be counted often:
-        then others are not.
+        If buckets start in backward, the hooks have already checked it. Otherwise a gradient may
+        come in parts and be counted several times, for example if reentrant checkpoints share a
+        layer. So the smallest count decides.
         """
         reached = [record for record in self.records.values() if record.seen]
         if not self.early and reached and min(each.seen for each in reached) > self.passes:
             raise too_many_passes(reached[0].name, self.passes)
 
     def refuse_given_late(self, parameters: Iterable[Tensor]) -> None:
-        """Raise OptimizerOrderError for a gradient of this rank alone that step() would step by."""
+        """Raise OptimizerOrderError for an unreduced gradient that step() would use."""
         method = self._alive()
         for parameter in parameters:
             record = self.records.get(parameter)
@@ -300,7 +300,7 @@ class Backward:
     # Reductions.
 
     def _start(self, bucket: Bucket) -> None:
-        """Give a bucket its turn."""
+        """Start a bucket's reductions, if any of its members takes part."""
         self._num_started += 1
         method = self._alive()
         members = bucket.active()
@@ -314,7 +314,7 @@ class Backward:
                 self._in_flight += method.start(bucket, members)
         except CollectiveError as error:
             self._failed = True
-            # The group failed in a bucket before this one, which nobody has waited for yet.
+            # The group failed in an earlier bucket, which has not been waited for yet.
             cause = error.__cause__
             if (
                 self.busy
@@ -327,7 +327,7 @@ class Backward:
     def _wait(self, below: int = 1) -> None:
         """Wait for the oldest reductions until fewer than `below` are in flight.
 
-        CollectiveError: the first that failed; nothing is in flight any more.
+        Raises the CollectiveError of the first that failed; nothing is in flight then.
         """
         if len(self._in_flight) < below:
             return
@@ -343,20 +343,17 @@ class Backward:
                 self._unseen.append(partial(first.show, result))
 
     def _notify_observers(self) -> None:
-        """Show what was waited for; called at the same points on every rank.
+        """Show the finished reductions to the observer, at the same points on every rank.
 
-        Not by `_wait`: an observer may call collectives, and how many buckets backward starts and
-        waits for may differ between the ranks.
+        `_wait` does not: observers may call collectives, and the number of buckets that backward
+        starts and waits for may differ between ranks.
         """
         while self._unseen:
             self._unseen.pop(0)()
 
     @contextmanager
     def _none_after_an_error(self) -> Iterator[None]:
-        """On an error wait for what is in flight, drop its results, and note its errors.
-
-        After a failed reduction no rank waits for this one's others.
-        """
+        """On an error, wait for all reductions in flight, drop results, and add notes of errors."""
         try:
             yield
         except BaseException as error:

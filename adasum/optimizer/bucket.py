@@ -1,4 +1,4 @@
-"""Buckets of parameters, and the memory into which a bucket's tensors are packed to be reduced."""
+"""Buckets of parameters, and the memory that their tensors are packed into and reduced in."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from adasum.real_pairs import as_reals
 from collectives import FusedBuffer
 
 Member: TypeAlias = tuple[Record, Tensor]
-# Divides a vector of counts into tensors that are reduced each by itself.
+# Divides a vector of counts into tensors that are reduced one by one.
 Counts: TypeAlias = Callable[[Tensor], list[Tensor]]
-# Makes memory of so many elements, of a dtype, on a device.
+# Makes memory, given the number of elements, dtype and device.
 Allocate: TypeAlias = Callable[[int, torch.dtype, torch.device], Tensor]
 
 _dtype = attrgetter("dtype")
-# Bytes to which `kernels.layout_of` aligns tensors on a GPU.
+# `kernels.layout_of` aligns tensors on a GPU to this number of bytes.
 _SLOT = 256
 
 
@@ -31,11 +31,11 @@ class Bucket:
     """Parameters that are reduced together.
 
     Attributes:
-        name: What ranks call it, the same on all.
-        members: (record, parameter) of each, in the order of their names.
-        waiting: How many trainable parameters backward has yet to reach.
-        parts: Its memory, by number: more than one if dtypes or devices have come to differ.
-        place: Where the first of them goes if it fits: bytes at one place of all ranks' memory.
+        name: Its name, the same on all ranks.
+        members: (record, parameter) of each parameter, in the order of the plan.
+        waiting: The number of trainable parameters that backward has yet to reach.
+        parts: Its memory, by number: several if dtypes or devices have become different.
+        place: Memory for the first part, if it fits: bytes at the same place on all ranks.
     """
 
     def __init__(self, number: int, members: list[Member]) -> None:
@@ -58,7 +58,7 @@ class Bucket:
         return self.members if len(chosen) == len(self.members) else chosen
 
     def part_name(self, number: int) -> str:
-        """Return the name of the reduction of one of its kinds."""
+        """Return the name of a part's reduction."""
         return f"{self.name}, {number}" if number else self.name
 
 
@@ -66,22 +66,22 @@ class Part:
     """Flat memory for tensors of one dtype and device.
 
     Args:
-        name: What ranks call the reduction, the same on all.
+        name: The name of the reduction, the same on all ranks.
         members: (record, parameter) of each tensor.
-        tensors: Tensors like those that will be packed: contiguous, complex ones as pairs.
-        compression: None or one that casts.
-        counts: How ranks count, behind the tensors, who has each: divides the vector of counts
-            into what is reduced by itself; they do not for None.
+        tensors: Tensors like the ones to pack: contiguous, complex ones as pairs.
+        compression: The none compression, or one that casts.
+        counts: If given, the ranks that have each tensor are counted, behind the tensors; divides
+            the vector of counts into tensors that are reduced one by one.
         owners: The rank that gets each tensor's result; all ranks for None.
         allocate: Makes the memory.
 
     Attributes:
         flat: The memory that is reduced in place.
         slots: Each tensor's part of the memory.
-        sent: And those of the counts.
-        names: What they are called, for errors.
-        tensors: What was packed last, to which results go.
-        counts: Whether ranks count.
+        sent: The slots, and then the parts for the counts.
+        names: The names of the tensors in `sent`, for errors.
+        tensors: The tensors that were packed last, which receive the results.
+        counts: Whether ranks are counted.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Part:
         dtype = cast_dtype(compression, first.dtype) or first.dtype
         self.layout = kernels.layout_of([*tensors, *self._ones], dtype=dtype)
         self.flat = (allocate or _allocate)(self.layout.numel, dtype, first.device)
-        # By this the group knows that the tensors lie in one memory.
+        # Tells the group that the tensors lie in one memory.
         self._fused = FusedBuffer(self.layout.views(self.flat), self.flat)
         self.sent = self._fused.tensors
         self.slots = self.sent[:size]
@@ -123,7 +123,7 @@ class Part:
         tensors: Sequence[Tensor],
         owners: tuple[int, ...] | None = None,
     ) -> bool:
-        """Return whether tensors of these members, as they are now, go into this memory."""
+        """Return whether these members' present tensors fit this memory."""
         return (
             owners == self.owners
             and in_format(name, members) == self.name
@@ -134,9 +134,9 @@ class Part:
         )
 
     def pack_plain(self, members: list[Member], tensors: list[Tensor | None], scale: float) -> bool:
-        """Pack if the tensors are what the memory was made for, so that results can go to them.
+        """Pack tensors that fit the memory as they are, and can receive the results.
 
-        Returns whether it has.
+        Returns whether it has packed them.
         """
         if members is not self.members or not self._is_plain or self.owners is not None:
             return False
@@ -146,7 +146,7 @@ class Part:
                 return False
             self.pack(given, scale)
         except (AttributeError, TypeError, ValueError):
-            # One is missing or sparse, or has another shape, or strides.
+            # A tensor is missing or sparse, or has another shape or strides.
             return False
         return True
 
@@ -155,7 +155,7 @@ class Part:
     ) -> None:
         """Pack the tensors, times `scale`, with a cast if there is compression.
 
-        had: which of them this rank has; the others are zeros. All if not given.
+        had: which tensors this rank has (by default all); the others are zeros.
         """
         ones = self._ones
         if had is not None and ones:
@@ -169,7 +169,7 @@ class Part:
     def unpack(self, scale: float, rank: int = 0) -> None:
         """Write the results, times `scale`, to the tensors that were packed.
 
-        With owners, the results that the `rank` owns.
+        With owners, only the results that `rank` owns.
         """
         if self.owners is None:
             targets = [*self.tensors, *self._counts]
@@ -183,7 +183,7 @@ class Part:
                 target.mul_(scale)
 
     def any_had(self) -> list[bool]:
-        """Return which tensors any rank has; waits for a GPU."""
+        """Return, for each tensor, whether any rank has it; waits for a GPU."""
         return [count > 0 for count in torch.cat(self._counts).tolist()]
 
 
@@ -194,15 +194,15 @@ def _allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def place_buckets(
     buckets: Sequence[Bucket], memory: Tensor | None, make: Callable[[int, Tensor], Tensor | None]
 ) -> Tensor | None:
-    """Give buckets places in memory that all ranks' GPUs share, if they do; return the memory.
+    """Give buckets places in memory that the ranks' GPUs share, if possible; return the memory.
 
-    Places follow from the parameters alone, whatever the ranks have packed before. `memory` is that
-    of earlier buckets; unless it is large enough `make` makes other memory of so many bytes, for
-    tensors like the given one, which is a collective.
+    Places depend only on the parameters, not on earlier packing. `memory` is the memory of earlier
+    buckets. If it is too small, `make` is called, collectively, with the number of bytes and a
+    tensor whose device to use; it returns None if GPUs cannot share memory.
     """
     first = buckets[0].members[0][1]
     here = [bucket for bucket in buckets if bucket.members[0][1].device == first.device]
-    # A slot, and that of a count, for each tensor, and one for the counts together.
+    # Slots for each tensor and its count, and one more slot for all counts together.
     sizes = [
         sum(-(-p.nbytes // _SLOT) * _SLOT + _SLOT for _, p in bucket.members) + _SLOT
         for bucket in here
@@ -233,18 +233,18 @@ def in_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
 
 
 def in_format(name: str, members: Sequence[Member]) -> str:
-    """Return the name of a reduction whose elements go in the order of the parameters' memory.
+    """Return the name of a reduction with the parameters' memory formats, unless contiguous.
 
-    Ranks compare names, and that order has to be the same on all.
+    Elements are sent in memory order, which must be the same on all ranks, and ranks compare names.
     """
     orders = {order for _, p in members if (order := memory_order(p)) is not None}
     return f"{name}, in memory formats {sorted(orders)}" if orders else name
 
 
 def versions_of(gradients: Sequence[Tensor | None]) -> list[int | None]:
-    """Return torch's count of each gradient's changes; None for views and where it counts none.
+    """Return torch's count of each gradient's changes; None if there is no useful count.
 
-    A view's would count the changes of all that lies in its memory.
+    Views count changes of all tensors in their memory, and inference tensors count no changes.
     """
     return [
         None if each is None or each.is_inference() or each._is_view() else each._version
@@ -255,7 +255,7 @@ def versions_of(gradients: Sequence[Tensor | None]) -> list[int | None]:
 def refuse_changed(
     members: Sequence[Member], gradients: Sequence[Tensor | None], versions: Sequence[int | None]
 ) -> None:
-    """Raise OptimizerOrderError if a gradient is not the one that was packed, as it was then."""
+    """Raise OptimizerOrderError if a gradient was replaced or changed after it was packed."""
     for (record, parameter), gradient, version in zip(members, gradients, versions, strict=True):
         now = parameter.grad
         if now is gradient and (now is None or version is None or now._version == version):
@@ -268,9 +268,9 @@ def tensors_to_pack(
 ) -> tuple[list[Tensor], dict[int, Tensor]]:
     """Return tensors to pack for gradients of any kind, and copies for `p.grad`, by index.
 
-    Those are packed in the place of a gradient that is missing, has other strides, or lies in
-    memory that cannot be written; with `copies` of all.
-    ValueError: a gradient has another shape than its parameter.
+    A copy, or zeros, is packed in place of a gradient that is missing, has other strides than its
+    parameter, or cannot be written to; with `copies`, in place of every gradient. Raises ValueError
+    if a gradient's shape differs from its parameter's.
     """
     tensors: list[Tensor] = []
     apart: dict[int, Tensor] = {}
@@ -294,7 +294,7 @@ def tensors_to_pack(
 
 
 def dtype_of_gradient(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of the gradient that the parameter has, or would have."""
+    """Return the dtype of the parameter's present or future gradient."""
     if parameter.grad is not None:
         return parameter.grad.dtype
     dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
@@ -302,7 +302,7 @@ def dtype_of_gradient(parameter: Tensor) -> torch.dtype:
 
 
 def copy_to_gradient(parameter: Tensor, result: Tensor) -> None:
-    """Write a result to the parameter's gradient, or replace one that cannot be written."""
+    """Write a result to the parameter's gradient, or replace a gradient that cannot be written."""
     gradient = parameter.grad
     if gradient is None or gradient.is_inference() or 0 in gradient.stride():
         parameter.grad = result

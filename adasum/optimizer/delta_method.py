@@ -1,7 +1,7 @@
 """Adasum's delta method: every rank takes its own step, and the steps are reduced.
 
-Source: Maleki et al., arXiv 2006.02924, the section on optimizers with state: what is reduced is
-the difference that an optimizer makes, not the gradient that it was given.
+Source: Maleki et al., arXiv 2006.02924, the section on optimizers with state: ranks reduce the
+change that their optimizer makes to the parameters, not the gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from collectives.modes import outside_modes
 
 # While one bucket is reduced the next one steps; more in flight would only hold more memory.
 MAX_IN_FLIGHT = 2
-# Those of torch's optimizers whose step treats every parameter by itself.
+# torch's optimizers that step each parameter independently of the others.
 _BY_PARAMETER = (
     *(optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW),
     *(optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
@@ -43,7 +43,7 @@ _BY_PARAMETER = (
 
 
 def steps_by_parameter(kind: type[torch.optim.Optimizer]) -> bool:
-    """Return whether the optimizer treats every parameter by itself, so that buckets step in turn.
+    """Return whether the optimizer steps each parameter by itself, so that buckets step in turn.
 
     True for torch's own optimizers except LBFGS and Muon, and for subclasses that keep their step.
     """
@@ -53,9 +53,9 @@ def steps_by_parameter(kind: type[torch.optim.Optimizer]) -> bool:
 class DeltaMethod(Method):
     """Sets parameters to before + Adasum over the ranks of (after - before).
 
-    The optimizer's state follows each rank's own gradients. If the optimizer treats every parameter
-    by itself, buckets step in turn, and only those in flight are copied; else the whole model is.
-    After an error each parameter has its value from before the step or after it.
+    The optimizer's state follows each rank's own gradients. If the optimizer steps each parameter
+    by itself, buckets step in turn, and only buckets in flight are copied; otherwise the whole
+    model is. After an error each parameter has its value from before the step or after it.
     """
 
     asked = "op=Adasum and method='delta'"
@@ -63,26 +63,26 @@ class DeltaMethod(Method):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # Values before the step of the parameters that have stepped, while the whole model does.
+        # Values before the step, while the whole model steps at once.
         self._before: dict[Tensor, Tensor] | None = None
-        # Memory that the buckets in flight use in turn.
+        # Memory that the buckets use in turn.
         self._memory: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         self._turn = 0
 
     def follow(self, new: Sequence[Named], gone: Sequence[Tensor]) -> None:
-        """Reduce other parameters from now on, in memory of their size."""
+        """Reduce other parameters from now on, and drop memory of the former size."""
         super().follow(new, gone)
         self._memory.clear()
 
     def synchronize(self) -> None:
         """Do nothing: gradients stay this rank's own, and the step's differences are reduced.
 
-        It is here so that Horovod's way to clip works: synchronize(), clip, step() within
-        skip_synchronize(), which clips this rank's gradients.
+        It exists so that Horovod's way to clip works: synchronize(), clip, then step() within
+        skip_synchronize(). This clips this rank's gradients.
         """
 
     def take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        """Step, and reduce what that has changed."""
+        """Step locally, and reduce the changes of the parameters."""
         if self.settings.one_rank:
             return self.between_hooks(self.local_step, closure, options)
         if self.any_rank_skips():
@@ -104,18 +104,18 @@ class DeltaMethod(Method):
             result = self.local_step(closure, **options)
             self.backward.synchronize(max_in_flight=MAX_IN_FLIGHT)
         finally:
-            # After an error what has not been reduced has its value again.
+            # After an error, restore the parameters that have not been reduced.
             with torch.no_grad():
                 for parameter, value in before.items():
                     parameter.copy_(value)
             self._before = None
         if self.settings.sparse_as_dense:
-            # What a bucket's start has made dense.
+            # The start of each bucket has made sparse gradients dense.
             resparsify(self.optimizer)
         return result
 
     def is_left(self, parameter: Tensor, record: Record) -> bool:
-        """Return False: a step by the same gradient is another step, which is reduced too."""
+        """Return False: another step by the same gradient is reduced too."""
         return False
 
     def start(self, bucket: Bucket, members: list[Member]) -> list[Reduction]:
@@ -131,7 +131,7 @@ class DeltaMethod(Method):
             (record, p) for record, p in members if (may_step(p) if whole is None else p in whole)
         ]
         started = []
-        # One kind, unless dtypes or devices have changed since the buckets were planned.
+        # There is one kind, unless dtypes or devices have changed since the planning.
         for number, each in enumerate(by_kind(stepping)):
             started.append(self._start_kind(bucket, number, each))
         return started
@@ -159,7 +159,7 @@ class DeltaMethod(Method):
             deltas = self._differences(part, now, before)
         finally:
             torch._foreach_copy_(now, before)
-        # The gradients have been stepped by: in backward nothing may change them any more.
+        # The step has used the gradients: in backward nothing may change them any more.
         gradients = [p.grad for _, p in members] if self.early else []
         versions = versions_of(gradients)
 
@@ -167,7 +167,7 @@ class DeltaMethod(Method):
             refuse_changed(members[: len(gradients)], gradients, versions)
             if part is not None and part.tensors is not part.slots:
                 part.unpack(1.0)
-            # By step_in_backward they may have been given other memory since.
+            # With step_in_backward, parameters may have been given other memory since.
             torch._foreach_add_(values(), deltas)
 
         with outside_modes():
@@ -177,7 +177,7 @@ class DeltaMethod(Method):
             return reducer.start_compressed(names, deltas, name, install)
 
     def _saved(self, part: Part | None, now: list[Tensor]) -> list[Tensor]:
-        """Return copies of values; for a bucket's, in memory that the next bucket overwrites."""
+        """Return copies of the values; with a part, in memory that the next bucket overwrites."""
         if part is None or part.flat.dtype is not now[0].dtype:
             return [value.clone() for value in now]
         saved = part.layout.views(
@@ -189,7 +189,7 @@ class DeltaMethod(Method):
     def _differences(
         self, part: Part | None, now: list[Tensor], before: list[Tensor]
     ) -> list[Tensor]:
-        """Return now - before, packed if there is a part: in its memory, unless that is a cast."""
+        """Return now - before, packed if there is a part: in its memory, if dtypes are equal."""
         if part is not None and part.flat.dtype is now[0].dtype:
             part.pack([each.contiguous() for each in now], 1.0)
             torch._foreach_sub_(part.slots, before)
@@ -204,7 +204,7 @@ class DeltaMethod(Method):
     def _part(
         self, bucket: Bucket, number: int, members: list[Member], values: list[Tensor]
     ) -> Part:
-        """Return the memory for differences: of its own in backward, otherwise used in turn."""
+        """Return memory for differences: in backward each bucket's own, otherwise used in turn."""
         slot = self._turn % (MAX_IN_FLIGHT + 1)
         self._turn += 1
         part, name = bucket.parts.get(number), bucket.part_name(number)
@@ -240,10 +240,10 @@ class DeltaMethod(Method):
 
 
 class DeltaMethodInBackward(DeltaMethod):
-    """The delta method with each bucket's local step taken as soon as backward has its gradients.
+    """The delta method that takes each bucket's local step once backward has its gradients.
 
-    So reductions overlap with backward, for the memory of a copy of each parameter in flight.
-    Nothing can be done to the gradients between backward and step().
+    Reductions overlap with backward, which takes memory for a copy of each parameter in flight. The
+    gradients cannot be changed between backward and step().
     """
 
     early = True
@@ -282,6 +282,6 @@ class DeltaMethodInBackward(DeltaMethod):
 def may_step(parameter: Tensor) -> bool:
     """Return whether the optimizer may step the parameter.
 
-    It does by any gradient, one left over from before the parameter was frozen included.
+    It also steps a frozen parameter that still has a gradient.
     """
     return parameter.requires_grad or parameter.grad is not None

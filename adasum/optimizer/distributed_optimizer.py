@@ -49,74 +49,71 @@ from collectives.tree_order import in_order
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimizer that trains one model on all ranks; Horovod's names and meaning.
 
-    It is an instance of the given optimizer's class, too, and shares everything with it: state,
-    parameter groups, hooks. Learning-rate schedulers and GradScaler work on it. With one rank it
-    computes what the plain optimizer computes, bit for bit and without copies. It reduces over the
-    group that is the default group when it is made.
+    It is also an instance of the given optimizer's class, and shares state, parameter groups and
+    hooks with it. Learning-rate schedulers and GradScaler work on it. With one rank it gives the
+    same bits as the plain optimizer, without copies. It reduces over the default group at the time
+    of its creation.
 
     Args:
-        optimizer: Freshly made or resumed; can be wrapped once only.
-        named_parameters: (name, parameter) of every parameter, as model.named_parameters() gives
-            them. Names appear in errors, and their order fixes the order of reduction.
+        optimizer: A new or resumed optimizer; it can be wrapped only once.
+        named_parameters: (name, parameter) of every parameter, as from model.named_parameters().
+            Names appear in errors, and their order fixes the order of reduction.
         compression: Compression.none, fp16 or bf16, or a class with their two methods.
-        backward_passes_per_step: Gradients of so many passes are summed before they are reduced;
+        backward_passes_per_step: The number of passes to sum gradients over before the reduction;
             more passes before step() raise OptimizerOrderError.
-        op: Average or Sum reduce the gradients while backward produces them. Adasum reduces what
-            the local step changed: delta = after - before, per parameter, and before + reduced
-            delta is installed. Another Reducer, which says whether it `averages`, reduces gradients
-            as Average does; a rank without a gradient counts as zeros.
+        op: Average and Sum reduce the gradients while backward produces them. Adasum reduces the
+            change that the local step makes: delta = after - before, per parameter; the result
+            before + reduced delta is installed. Another Reducer, which must say whether it
+            `averages`, reduces gradients like Average; missing gradients count as zeros.
         gradient_predivide_factor: With Average, divides by it before the sum and by size/factor
             after it.
-        num_groups: Deprecated by Horovod in favour of `groups`, which it stands for unless 0.
-        groups: None for buckets by size, a number of buckets, or lists of parameters, each a
+        num_groups: Horovod's deprecated name of `groups`; 0 means that it is not given.
+        groups: None for buckets by size, a number of buckets, or lists of parameters, one list per
             bucket.
-        sparse_as_dense: Makes sparse gradients dense first. Without it Sum and Average gather
-            them, the delta method leaves them to the optimizer, and Adasum of gradients refuses
-            them. SparseAdam, which refuses dense ones, is given the reduced ones as sparse again.
-        process_set: Reduces over its ranks alone; on other ranks the optimizer is the plain one.
-        algorithm: As `collectives` takes it: "vhdd", or "rechd/vhdd" for an average within each
+        sparse_as_dense: Makes sparse gradients dense first. Otherwise Sum and Average gather them,
+            the delta method leaves them to the optimizer, and Adasum of gradients refuses them.
+            SparseAdam, which refuses dense gradients, gets the reduced ones as sparse again.
+        process_set: Reduces over its ranks only; on other ranks the optimizer is the plain one.
+        algorithm: An algorithm of `collectives`: "vhdd", or "rechd/vhdd" for an average within each
             node and Adasum across nodes (then scale the learning rate by local_size()).
         mode: "owners" keeps each parameter's optimizer state on one rank, its owner: gradients are
-            reduced onto the owners, who step and broadcast the parameters (ZeRO's stage 1). By Sum
-            and Average gradients go to the owners alone, with the bits of rd and rechd, unless
-            another algorithm is asked for. A step uses gradients up: after it all are None. The
-            optimizer must step each parameter by itself. None keeps the state on every rank.
-        weighted: With Adasum, weighs both sides of each pair by the ranks behind them, so that
-            parallel gradients of n ranks weigh 1/n each, whatever n. False weighs them alike, as
-            Horovod does; of a power of two of ranks, but for "xring" and the other algorithms in
-            rank order, both are the same, bit for bit.
-        check_parameters: At the first step, and for parameters that come later at the next, ranks
-            compare a checksum of every parameter, the optimizer's class, its hyperparameters and
-            these arguments, and raise CollectiveMismatchError where one differs. False leaves that
-            out, and `check_every` with it. Unless given, the environment variable
-            ADASUM_CHECK_PARAMETERS says it, 0 or 1, and 1 without that. All ranks must say the
-            same.
-        method: "gradient" reduces the gradients, as the DDP hook does: one optimizer state for all
-            ranks, and clipping sees the reduced gradient. "delta" reduces what each rank's own step
-            changed, by Adasum or an operator of yours that averages. Unless given, "delta" with
-            Adasum, but for mode="owners", and "gradient" with any other.
-        step_in_backward: With the delta method, takes each bucket's local step and starts
-            reducing its difference while backward runs; nothing can be done to gradients before
-            step() then.
-        memory_size: Buckets by size close before they grow past so many MiB; 25 unless this or
-            `groups_size` is given.
-        groups_size: Buckets by size close before they grow past so many parameters.
-        check_every: Every so many steps ranks compare the hyperparameters and a part of the
-            parameters, 16 MiB or one, others each time, and raise CollectiveMismatchError if they
-            have come to differ; 0 for never.
-        order: "tree", with Sum and Average of gradients: every element is one balanced tree, whose
-            leaves are the passes of all ranks, rank by rank, so that 8 ranks of one pass, 4 of 2
-            and 1 of 8 reduce to the same bits, whatever the buckets, algorithm and transport.
-            Passes of several ranks are 1, 2, 4, 8, ...; between two of them there are no
-            gradients, so that optimizer.zero_grad() leaves passes out, and model.zero_grad() does
-            not. Average divides once, by ranks times passes.
-        accumulate: With an order, of one pass: torch.float32 to add in float32 and round once.
+            reduced to the owners, which step and broadcast the parameters (ZeRO's stage 1). With
+            Sum and Average only the owners receive gradients, with the bits of rd and rechd, unless
+            `algorithm` selects another. After step() all gradients are None. The optimizer must
+            step each parameter by itself. None keeps the state on every rank.
+        weighted: With Adasum, weighs both sides of each pair by their numbers of ranks, so that n
+            parallel gradients weigh 1/n each, for every n. False weighs both sides equally, as
+            Horovod does. With a power of two of ranks both give the same bits, except for "xring"
+            and the other algorithms in rank order.
+        check_parameters: At the first step, ranks compare a checksum of every parameter, the
+            optimizer's class, its hyperparameters and these arguments, and raise
+            CollectiveMismatchError if one differs; new parameters are compared at their first step.
+            False disables this check and `check_every`. Default: the environment variable
+            ADASUM_CHECK_PARAMETERS, 0 or 1; True if that is not set. Must agree on all ranks.
+        method: "gradient" reduces the gradients, like the DDP hook: all ranks have one optimizer
+            state, and clipping sees the reduced gradient. "delta" reduces the change of each rank's
+            own step, by Adasum or your own operator that averages. Default: "delta" for Adasum
+            without mode="owners", otherwise "gradient".
+        step_in_backward: With the delta method, takes each bucket's local step and starts reducing
+            its difference while backward runs; gradients cannot be changed before step() then.
+        memory_size: Largest size of buckets in MiB; 25 unless this or `groups_size` is given.
+        groups_size: Largest number of parameters in buckets by size.
+        check_every: After this number of steps, each time, ranks compare the hyperparameters and a
+            part of the parameters in turn (16 MiB, at least one parameter), and raise
+            CollectiveMismatchError if they differ; 0 for never.
+        order: "tree", with Sum and Average of gradients: every element is summed by one balanced
+            tree, whose leaves are the passes of all ranks, rank by rank. So 8 ranks with one pass,
+            4 with 2 and 1 with 8 get the same bits, for all buckets, algorithms and transports.
+            With several ranks, passes must be 1, 2, 4, 8, .... Between two passes there are no
+            gradients: optimizer.zero_grad() discards passes, model.zero_grad() does not. Average
+            divides once, by ranks times passes.
+        accumulate: With an order and one pass: torch.float32 to add in float32 and round once.
 
     Raises:
-        TypeError: `optimizer` is no optimizer, `compression` no compression, or another argument
-            has the wrong type.
-        ValueError: An argument or ADASUM_CHECK_PARAMETERS has a bad value, or arguments do not go
-            together.
+        TypeError: `optimizer` is not an optimizer, `compression` lacks a method, or another
+            argument has the wrong type.
+        ValueError: An argument or ADASUM_CHECK_PARAMETERS has a bad value, or arguments exclude
+            each other.
 
     Examples:
         >>> hvd.init()
@@ -129,9 +126,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> _ = optimizer.step()
     """
 
-    # Whatever reduces, and when; the optimizer that was given shares it, as all of its __dict__.
+    # The method of reduction; the given optimizer shares it, as it shares all of its __dict__.
     _adasum: Method
-    # Makes GradScaler call step() always and on every rank, and leave unscaling and skipping to it,
+    # GradScaler then always calls step(), on every rank, and leaves unscaling and skipping to it,
     # so that the ranks can skip together.
     _step_supports_amp_scaling = True
 
@@ -233,7 +230,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backward passes a step takes; `set_backward_passes_per_step` changes it."""
+        """The number of backward passes per step; `set_backward_passes_per_step` changes it."""
         return self._adasum.backward.passes
 
     @property
@@ -244,21 +241,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Reduce and take one step.
 
-        By the gradient method a closure is evaluated as often as the wrapped optimizer asks for.
-        Each time its gradients are reduced, and so is a loss returned as a floating-point tensor,
-        so that optimizers that decide by the loss decide alike on every rank. By the delta method
-        a closure sees this rank's data alone. Hooks of `register_step_pre_hook` see the gradients
-        that are stepped by, those of `register_step_post_hook` the parameters that are installed.
+        With the gradient method, the wrapped optimizer evaluates a closure as often as it needs.
+        Each time the gradients are reduced, and the loss too, if it is a floating-point tensor, so
+        that optimizers that decide by the loss decide alike on every rank. With the delta method a
+        closure sees only this rank's data. Hooks of `register_step_pre_hook` see the gradients of
+        the step, hooks of `register_step_post_hook` the installed parameters.
 
         Args:
             closure: Evaluates the model, calls backward and returns the loss.
-            options: What the wrapped optimizer's step takes besides it.
+            options: Further arguments of the wrapped optimizer's step.
 
         Returns:
-            What the wrapped optimizer's step returns: the loss with a closure, else None.
+            The result of the wrapped optimizer's step: the loss with a closure, otherwise None.
 
         Raises:
-            OptimizerOrderError: The call comes where gradients would be lost or stepped by twice.
+            OptimizerOrderError: Gradients would be lost or used twice.
             CollectiveMismatchError: The ranks' parameters or settings differ: at the first step, or
                 at a later one that compares them (`check_every`).
             CollectiveError: A reduction failed.
@@ -266,8 +263,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             return self._adasum.step(closure, options)
         except BaseException:
-            # GradScaler itself drops what it has set only after steps that return, and multiplies
-            # its next scale by what is left.
+            # GradScaler removes these attributes only after steps that return; left behind, they
+            # would change its next scale.
             for key in SCALER_STATE:
                 self.__dict__.pop(key, None)
             raise
@@ -275,17 +272,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until the gradients may be read and changed.
 
-        By gradients: until every one is the reduced one. backward waits for what it started before
-        it returns: if it produced every gradient, they are reduced without this call. A trainable
+        With the gradient method, all gradients are reduced then. backward waits for the reductions
+        that it started: if it produced every gradient, this call is not needed. A trainable
         parameter without a gradient contributes zeros and receives the reduced gradient, so that
-        all ranks have one, whatever path backward took; if no rank has one it stays None. By the
-        delta method gradients stay this rank's own, and there is nothing to wait for.
+        all ranks have one, for every path of backward; if no rank has one, it stays None. With the
+        delta method, gradients stay this rank's own, and the call does nothing.
         """
         self._adasum.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Keep step() from synchronizing: for gradients changed after synchronize()."""
+        """Keep step() from synchronizing, after gradients were changed by the user."""
         self._adasum.skips_synchronize = True
         try:
             yield
@@ -293,12 +290,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._adasum.skips_synchronize = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accumulate `passes` backward passes from now on; to be called between two steps.
+        """Accumulate `passes` backward passes from now on; call it between two steps.
 
         Raises:
-            ValueError: `passes` is not an int >= 1, or cuts the tree of order="tree".
-            OptimizerOrderError: Gradients are being reduced; or, with order="tree", some of a
-                step's passes are over, whose gradients would be lost.
+            ValueError: `passes` is not an int >= 1, or does not fit the tree of order="tree".
+            OptimizerOrderError: Gradients are being reduced; or, with order="tree", the gradients
+                of this step's earlier passes would be lost.
         """
         require_count("backward_passes_per_step", passes, 1)
         held = self._adasum
@@ -323,14 +320,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Clip the gradients that step() takes by the norm of all of them, and return that norm.
+        """Clip the gradients by their total norm, and return that norm.
 
-        As `torch.nn.utils.clip_grad_norm_` does, but for gradients that are not all on this rank
-        (mode="owners"), too: then it is collective. It synchronizes first. By Adasum's delta
-        method these are this rank's own gradients.
+        Like `torch.nn.utils.clip_grad_norm_`, but also for mode="owners", which spreads gradients
+        over the ranks: then it is collective. It synchronizes first. With the delta method it clips
+        this rank's own gradients.
 
         Args:
-            max_norm: The norm that they have at most afterwards.
+            max_norm: The largest norm of the result.
             norm_type: The p of the p-norm, above 0; inf is the largest absolute value.
             error_if_nonfinite: Raise RuntimeError if the norm is not finite.
             foreach: As in torch.
@@ -338,7 +335,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: `norm_type` is not above 0.
             RuntimeError: See `error_if_nonfinite`; on every rank if gradients are reduced.
-            OptimizerOrderError: With step_in_backward, where clipping comes too late.
+            OptimizerOrderError: With step_in_backward, since clipping comes too late.
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type must be above 0, not {norm_type!r}")
@@ -353,10 +350,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return total
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zero the gradients, and count backward passes anew: all ranks may leave a batch out.
+        """Zero the gradients, and restart the count of backward passes, to leave a batch out.
 
-        If this rank's backward has not reached every parameter, another one's may have, and wait in
-        it for this rank: then the gradients are reduced before they are zeroed.
+        All ranks must leave it out. If this rank's backward did not reach every parameter, another
+        rank's may have, and wait for this rank: then gradients are reduced before they are zeroed.
 
         Raises:
             OptimizerOrderError: backward was interrupted, with reductions in flight.
@@ -366,10 +363,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Do as the wrapped optimizer; call it in the same order on every rank.
+        """Add a group to the wrapped optimizer; call it in the same order on every rank.
 
-        The parameters have buckets by size of their own, reduced after all others; between backward
-        and step(), from the next step on.
+        The parameters get their own buckets by size, reduced after all others. If called between
+        backward and step(), they are reduced from the next step on.
 
         Raises:
             OptimizerOrderError: Gradients are being reduced.
@@ -379,10 +376,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._adasum.follow_groups()
 
     def set_observer(self, observer: Observer | None) -> None:
-        """Show an observer every reduction from now on; None ends it. The same on all ranks.
+        """Show an observer every reduction from now on, or stop with None; the same on all ranks.
 
         Raises:
-            TypeError: It lacks a method of `adasum.observer.Observer`.
+            TypeError: The observer lacks a method of `adasum.observer.Observer`.
         """
         require_observer(observer)
         if isinstance(observer, DifferencesObserver):
@@ -392,16 +389,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather every parameter's state, so that `state_dict()` is whole; collective.
 
-        Without mode="owners", where every rank has all of its state, it does nothing. Otherwise it
-        holds until the next step. The states are copies on the CPU, made one parameter after
-        another: besides them a rank needs no more memory than for the largest.
+        Without mode="owners" it does nothing, since every rank has all of its state. Otherwise the
+        result holds until the next step. The states are copies on the CPU, made one parameter after
+        another: the only further memory is for the largest state.
 
         Args:
-            to: The rank whose state_dict is wanted, its number among the ranks that reduce
-                together; None for every rank.
+            to: The rank that will call state_dict(), numbered among the ranks that reduce together;
+                None for every rank.
 
         Raises:
-            ValueError: `to` is no such rank.
+            ValueError: `to` is not such a rank.
             TypeError: On every rank, if a state holds something that cannot be sent.
         """
         self._adasum.refuse_in_flight("consolidate_state_dict()")
@@ -417,7 +414,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._adasum.state_dict(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state_dict, of any number of ranks: every rank, or a broadcast's root."""
+        """Load a whole state_dict, saved with any number of ranks.
+
+        Every rank loads it, or only the root of a following `broadcast_optimizer_state`.
+        """
         self._adasum.refuse_in_flight("load_state_dict()")
         super().load_state_dict(self._adasum.part_of(state_dict))
 
@@ -437,7 +437,7 @@ DistributedOptimizer.__signature__ = inspect.signature(  # type: ignore[attr-def
 def _settings_of(
     reference: weakref.ref[DistributedOptimizer], base: type, asked: Sequence[Setting]
 ) -> list[Setting]:
-    """Return what ranks have to ask for alike, the hyperparameters as they are now."""
+    """Return the settings that must agree on all ranks, with the present hyperparameters."""
     wrapper: Any = reference()
     passes = ("backward_passes_per_step", str(wrapper.backward_passes_per_step))
     return [*describe_hyperparameters(wrapper, base), *asked, passes]

@@ -1,4 +1,4 @@
-"""The errors of calls in an order that loses gradients, and of shapes that do not fit."""
+"""Errors for calls in an order that loses gradients, and for shapes that do not fit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 class OptimizerOrderError(RuntimeError, AssertionError):
     """backward, zero_grad, synchronize and step were called in an order that loses gradients.
 
-    Also an AssertionError, which is what Horovod raises for the same mistakes.
+    Also an AssertionError, since Horovod raises that for the same mistakes.
     """
 
 
 def too_many_passes(name: str, passes: int) -> OptimizerOrderError:
-    """Return the error of a gradient that was computed too often before step()."""
+    """Return the error for a gradient that was computed too often before step()."""
     return OptimizerOrderError(
         f"the gradient of {name} was computed more than backward_passes_per_step={passes} times "
         "before step(): raise backward_passes_per_step to accumulate gradients, call step() "
@@ -26,7 +26,7 @@ def too_many_passes(name: str, passes: int) -> OptimizerOrderError:
 
 
 def too_late(name: str, when: str) -> OptimizerOrderError:
-    """Return the error of a gradient that came after its bucket was sent."""
+    """Return the error for a gradient that came after its bucket was sent."""
     return OptimizerOrderError(
         f"the gradient of {name} was computed after {when} and before step(): it would be left out "
         "of the reduction"
@@ -34,7 +34,7 @@ def too_late(name: str, when: str) -> OptimizerOrderError:
 
 
 def reduced_twice(name: str) -> OptimizerOrderError:
-    """Return the error of a step by an optimizer of which a newer one has a parameter."""
+    """Return the error for a step if a newer optimizer has one of its parameters."""
     return OptimizerOrderError(
         f"the gradient of {name} would be reduced twice: it is in a second optimizer that "
         "DistributedOptimizer returned, made after the one that steps now. Step the newer one "
@@ -44,7 +44,7 @@ def reduced_twice(name: str) -> OptimizerOrderError:
 
 
 def changed_under_way(name: str) -> OptimizerOrderError:
-    """Return the error of a gradient that somebody changed after its bucket was sent."""
+    """Return the error for a gradient that was changed after its bucket was sent."""
     return OptimizerOrderError(
         f"the gradient of {name} was changed while it was being reduced, as by a hook of another "
         "parameter: change it in its own hook, by register_post_accumulate_grad_hook, after "
@@ -54,7 +54,7 @@ def changed_under_way(name: str) -> OptimizerOrderError:
 
 
 def given_too_late(name: str) -> OptimizerOrderError:
-    """Return the error of a gradient that was given when the step's reduction had begun."""
+    """Return the error for a gradient that was set after the step's reduction had begun."""
     return OptimizerOrderError(
         f"the gradient of {name} is this rank's own: it was given, or the parameter made trainable "
         "or put into param_groups, between backward and step(). Do that before backward, or set "
@@ -67,14 +67,13 @@ def explain_shapes(
     state: Mapping[Tensor, Mapping[str, Any]],
     error: RuntimeError,
 ) -> None:
-    """Raise ValueError if the gradient or state of a parameter has another shape than it.
+    """Raise ValueError if a gradient or state has another shape than its parameter.
 
-    `error` is what the optimizer's step raised.
+    `error` is the exception that the optimizer's step raised.
     """
     for name, parameter in named:
         for key, value in {"gradient": parameter.grad, **state.get(parameter, {})}.items():
-            # A tensor of fewer dimensions is right: some optimizers keep a number, or a row, for a
-            # matrix.
+            # Fewer dimensions are right: some optimizers keep a number or vector for a matrix.
             alike = isinstance(value, Tensor) and value.dim() == parameter.dim() > 0
             if alike and value.shape != parameter.shape:
                 raise ValueError(

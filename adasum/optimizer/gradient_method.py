@@ -38,10 +38,10 @@ class GradientMethod(Method):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._synchronized_by_user = False
-        # Parameters whose gradients were reduced and not stepped by, until gradients are zeroed.
+        # Parameters whose reduced gradients no step has used, until gradients are zeroed.
         self._unstepped: set[Tensor] = set()
 
-    # The reduction of a bucket.
+    # Reduction.
 
     def start(self, bucket: Bucket, members: list[Member]) -> list[Reduction]:
         """Pack gradients, and start their reduction."""
@@ -53,9 +53,9 @@ class GradientMethod(Method):
             self.densify()
             dense, started = self._start_sparse(bucket, members)
             packed = self.sorted(dense)
-            # One kind, unless dtypes or devices have changed since the buckets were planned.
+            # There is one kind, unless dtypes or devices have changed since the planning.
             for i, kind in enumerate(by_kind(packed, dtype_of_gradient)):
-                # All of the bucket's, as a rule: the same list as in the next step.
+                # Usually all members: pass the same list in every step.
                 same = packed is dense and len(kind) == len(members)
                 started.append(self._start_kind(bucket, i, members if same else kind))
         return started
@@ -63,7 +63,7 @@ class GradientMethod(Method):
     def _start_sparse(
         self, bucket: Bucket, members: list[Member]
     ) -> tuple[list[Member], list[Reduction]]:
-        """Start the reductions of sparse gradients; return the other members, and what started."""
+        """Start reducing sparse gradients; return the other members, and the reductions."""
         dense, started = list[Member](), list[Reduction]()
         for record, parameter in members:
             gradient = parameter.grad
@@ -82,7 +82,7 @@ class GradientMethod(Method):
 
     def _start_kind(self, bucket: Bucket, number: int, members: list[Member]) -> Reduction:
         reducer, name = self.settings.reducer, bucket.part_name(number)
-        # Here, because the kernels would refuse a dtype without naming the operator.
+        # Checked here, because the kernels' error for a dtype would not name the operator.
         reducer.op.check(dtype_of_gradient(members[0][1]))
         tensors, apart = tensors_to_pack(members, copies=not reducer.casts)
         if not reducer.casts:
@@ -106,11 +106,10 @@ class GradientMethod(Method):
     def _install_of(
         self, members: list[Member], part: Part | None, apart: dict[int, Tensor]
     ) -> Callable[[Any], None]:
-        """Return a function that unpacks the results to p.grad, unless that has changed by then.
+        """Return a function that unpacks results to p.grad, or raises if that has changed.
 
-        part: what was packed; None if a user's class has compressed it, and decompressed it by
-            then.
-        apart: by index, what was packed in the place of a gradient.
+        part: the packed memory; None if a user's class compresses and decompresses the tensors.
+        apart: by index, tensors that were packed in place of gradients.
         """
         gradients = [parameter.grad for _, parameter in members]
         versions = versions_of(gradients)
@@ -129,35 +128,35 @@ class GradientMethod(Method):
                 lacks = part.counts and any(each is None for each in gradients)
                 had = part.any_had() if lacks else None
             for i, result in apart.items():
-                # What no rank has stays None, if they have counted.
+                # If ranks were counted, a gradient that no rank has stays None.
                 if gradients[i] is not None or had is None or had[i]:
                     copy_to_gradient(members[i][1], result)
 
         return install
 
-    # What owners do otherwise.
+    # Overridden by OwnersMethod.
 
     def sorted(self, members: list[Member]) -> list[Member]:
-        """Return the members of a bucket in the order in which they are packed."""
+        """Return a bucket's members in packing order."""
         return members
 
     def owners_of(self, members: Sequence[Member]) -> tuple[int, ...] | None:
-        """Return the ranks that get the members' reduced gradients; None for all ranks."""
+        """Return the rank that gets each member's reduced gradient; None for all ranks."""
         return None
 
     # The step.
 
     def synchronize(self) -> None:
-        """Wait until every gradient is the reduced one; `step` is to be told that it was called."""
+        """Wait until every gradient is reduced, and note the call for `step`."""
         self._synchronized_by_user = True
         self.backward.synchronize()
 
     def finish_gradients(self) -> None:
-        """Reduce; step() need not be within skip_synchronize()."""
+        """Reduce as `synchronize` does; step() then needs no skip_synchronize()."""
         self.backward.synchronize()
 
     def take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        """Reduce, unless the user has, and step."""
+        """Reduce, unless the user already has, and step."""
         scaled = "found_inf" in self.optimizer.__dict__
         synchronized = self.backward.synchronized
         if not self.settings.one_rank and scaled and not synchronized:
@@ -189,7 +188,7 @@ class GradientMethod(Method):
         return self.between_hooks(self.local_step, closure, options)
 
     def follow(self, new: Sequence[Named], gone: Sequence[Tensor]) -> None:
-        """Take other parameters; OptimizerOrderError: one comes back with a reduced gradient."""
+        """Reduce other parameters; raise if one comes back with a reduced gradient."""
         for name, parameter in new:
             if parameter in self._unstepped:
                 raise OptimizerOrderError(
@@ -200,7 +199,7 @@ class GradientMethod(Method):
         super().follow(new, gone)
 
     def end_step(self) -> None:
-        """Begin a new step, and note what gradients this one leaves."""
+        """Begin a new step, and note the gradients that remain from this one."""
         self._synchronized_by_user = False
         if not self.settings.one_rank:
             if self.has_other_members():
@@ -213,7 +212,7 @@ class GradientMethod(Method):
         super().end_step()
 
     def zero_grad(self) -> None:
-        """Count backward passes anew: all ranks may leave a batch out."""
+        """Restart the count of backward passes: all ranks leave a batch out."""
         self.backward.leave_out()
         self.backward.forget_left()
         self._unstepped.clear()
@@ -221,9 +220,9 @@ class GradientMethod(Method):
         super().zero_grad()
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Evaluate the closure of a step, and reduce its gradients and its loss."""
+        """Evaluate the step's closure, and reduce its gradients and its loss."""
         if self.backward.synchronized:
-            # Evaluated once more in this step.
+            # The optimizer evaluates the closure once more in this step.
             self.backward.restart()
         loss = super().evaluate(closure)
         self.backward.synchronize()
@@ -233,7 +232,7 @@ class GradientMethod(Method):
     @outside_modes()
     def _reduced_loss(self, loss: Tensor) -> Tensor:
         reducer = self.settings.reducer
-        # The Adasum of losses would not measure progress.
+        # Adasum of losses would not measure progress.
         op = self.settings.op if reducer.op.ordered else reducer.op
         op = op if op in (Sum, Average) else Average
         loss = loss.detach().clone()
@@ -242,5 +241,5 @@ class GradientMethod(Method):
 
 
 def _install_sparse(parameter: Tensor, result: Tensor) -> None:
-    # Without any entry on any rank it is as if no rank had one.
+    # No entries on any rank: as if no rank had a gradient.
     parameter.grad = result if result._nnz() else None

@@ -1,7 +1,7 @@
 """The wrapped optimizer's own step within a distributed one: hooks, GradScaler, sparse gradients.
 
-Step hooks are meant to see the parameters that a step leaves. The wrapped optimizer's step would
-run them itself, before its result is reduced or broadcast, and once for every bucket.
+Step hooks must see the final parameters. The wrapped optimizer's step would run them before its
+result is reduced or broadcast, and once for every bucket.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from adasum.optimizer.errors import OptimizerOrderError
 
-# What GradScaler sets on an optimizer for the time of a step.
+# Attributes that GradScaler sets on an optimizer while it steps.
 SCALER_STATE = ("grad_scale", "found_inf")
 # Not public, but torch lists an optimizer's hooks nowhere else.
 _REFUSE = "refuse_plain_steps"
 _PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-# torch wraps the step of every optimizer's class in it, to run the hooks.
+# torch wraps the step of every optimizer class in this function, to run the hooks.
 with_hooks: Any = torch.optim.Optimizer.profile_hook_step
-# How to tell a step that torch has wrapped from any other decorated one.
+# The wrapper's code, to tell steps that torch has wrapped from other decorated ones.
 _WRAPPER = with_hooks(lambda: None).__code__
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return all parameters, in the order of their numbers in a state_dict."""
+    """Return all parameters, in the order of their numbers in a `state_dict`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def refuse_plain_steps(optimizer: torch.optim.Optimizer, wrapper: torch.optim.Optimizer) -> None:
-    """Have a step of the optimizer raise that is not its wrapper's, while that is there."""
+    """Register a hook that refuses the plain optimizer's step while its wrapper is alive."""
     reference = weakref.ref(wrapper)
 
     def refuse(stepping: torch.optim.Optimizer, *_: Any) -> None:
@@ -50,7 +50,7 @@ def refuse_plain_steps(optimizer: torch.optim.Optimizer, wrapper: torch.optim.Op
 
 
 def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a hook of a user's wants to be called before the step."""
+    """Return whether the user has registered a hook to run before the step."""
     names = {getattr(hook, "__name__", "") for hook in getattr(optimizer, _PRE).values()}
     return bool(_global_optimizer_pre_hooks or names - {_REFUSE})
 
@@ -66,8 +66,8 @@ def local_step(
 ) -> Any:
     """Take the step of the class `base`, without step hooks.
 
-    sparse_again: whether gradients that were made dense are to be sparse for it, see `resparsify`;
-    unscales_itself: whether it reads what GradScaler sets, which others refuse.
+    sparse_again: whether to make dense gradients sparse again for it, see `resparsify`;
+    unscales_itself: whether it reads GradScaler's attributes, which other optimizers refuse.
     """
 
     def evaluate() -> Any:
@@ -82,7 +82,7 @@ def local_step(
     step: Any = base.step
     if getattr(step, "__code__", None) is _WRAPPER:
         step = step.__wrapped__
-    # What a subclass's step calls may be wrapped, too. GradScaler deletes its own afterwards.
+    # A subclass's step may call another wrapped one. GradScaler deletes its attributes later.
     hidden = (_PRE, _POST) if unscales_itself else (_PRE, _POST, *SCALER_STATE)
     held = {key: optimizer.__dict__.pop(key) for key in hidden if key in optimizer.__dict__}
     optimizer.__dict__.update({_PRE: OrderedDict(), _POST: OrderedDict()})
@@ -93,9 +93,9 @@ def local_step(
 
 
 def resparsify(optimizer: torch.optim.Optimizer) -> None:
-    """Make gradients that were made dense sparse by rows again for SparseAdam, as Horovod does.
+    """Make dense gradients sparse by rows again for SparseAdam, as Horovod does.
 
-    It refuses dense ones, and leaves what belongs to rows without a gradient alone.
+    SparseAdam refuses dense gradients, and does not change rows without a gradient.
     """
     if isinstance(optimizer, torch.optim.SparseAdam):
         for parameter in parameters_of(optimizer):
@@ -108,7 +108,7 @@ def unscale(optimizer: torch.optim.Optimizer) -> None:
     scale = optimizer.__dict__.get("grad_scale")
     if scale is None:
         return
-    # By float64, as GradScaler does it: a subnormal's reciprocal is infinite in float32.
+    # In float64, as in GradScaler: a subnormal's reciprocal is infinite in float32.
     inverse = scale.double().reciprocal().float()
     for parameter in parameters_of(optimizer):
         if parameter.grad is not None:

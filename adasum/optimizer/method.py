@@ -1,4 +1,4 @@
-"""What every method of reduction has: the step around the wrapped optimizer's own."""
+"""The base class of the methods of reduction: the step around the wrapped optimizer's own."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from collectives.modes import outside_modes
 
 @dataclass
 class Settings:
-    """What DistributedOptimizer was asked for, by its arguments' names, and what follows from it.
+    """The arguments of DistributedOptimizer, by name, and values derived from them.
 
-    `one_rank` says that this rank reduces with no other; `op` is as asked for, the reducer's is Sum
-    where Average is divided before and after it.
+    `one_rank`: this rank reduces with no others; `op`: the argument; the reducer's own op is Sum if
+    a predivide factor splits the division of Average.
     """
 
     reducer: BucketReducer
@@ -44,17 +44,16 @@ class Settings:
 
 
 class Method:
-    """What is reduced, and when: gradients or differences.
+    """A method of reduction: it reduces gradients or differences.
 
-    An optimizer of DistributedOptimizer holds one, which refers to it weakly. To add a method, say
-    in `start` what of a bucket is packed and where its result goes, and in `take_step` in which
-    order it reduces and steps.
+    A DistributedOptimizer holds one, which refers to it weakly. A new method implements `start`,
+    which packs buckets and installs results, and `take_step`, which reduces and steps.
 
     Attributes:
         asked: The arguments that select this method, for error texts.
-        early: Whether buckets have their turn while backward runs.
-        placed: Whether the memory of each bucket is its own, and may be shared by the GPUs.
-        final: Whether backward returns only when what it started is reduced.
+        early: Whether buckets start while backward runs.
+        placed: Whether each bucket has its own memory, which GPUs may share.
+        final: Whether backward waits for the reductions that it starts.
         differences: Whether differences are reduced, not gradients.
         backward: The records of the parameters, and the hooks on their gradients.
     """
@@ -83,7 +82,7 @@ class Method:
     def begin(
         self, named: Sequence[Named], buckets: Sequence[Sequence[Named]], passes: int
     ) -> None:
-        """Put hooks on the parameters: (name, parameter) in registration order, and in buckets."""
+        """Put hooks on the parameters, given in registration order and in buckets."""
         settings = self.settings
         tree = None
         if settings.reducer.op.ordered:
@@ -95,7 +94,7 @@ class Method:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether nobody holds the optimizer."""
+        """Whether the optimizer has been dropped."""
         return self._wrapper() is None
 
     @property
@@ -108,17 +107,17 @@ class Method:
         """The ranks that reduce."""
         return self.settings.reducer.group
 
-    # What a method says.
+    # For methods to implement.
 
     def start(self, bucket: Bucket, members: list[Member]) -> list[Reduction]:
-        """Pack the members of a bucket that take part, and start reducing them."""
+        """Pack the bucket's members that take part, and start reducing them."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Do what is left when all buckets of a step are reduced; may call collectives."""
+        """Finish a step's reduction after all buckets; may call collectives."""
 
     def take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
-        """Reduce and step, in the method's order; `evaluate` has made the closure dense."""
+        """Reduce and step, in the method's order; the closure is `evaluate` of the user's."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
@@ -126,38 +125,38 @@ class Method:
         raise NotImplementedError
 
     def finish_gradients(self) -> None:
-        """Wait until the gradients are those that step() takes."""
+        """Wait until the gradients are final for step()."""
         self.synchronize()
 
     def total_norm(self, norm_type: float, foreach: bool | None) -> Tensor:
-        """Return the norm of all gradients that step() takes."""
+        """Return the norm of all gradients of the step."""
         return norm_of(self.backward.named(), norm_type, foreach)
 
     def is_left(self, parameter: Tensor, record: Record) -> bool:
-        """Return whether the last step has left the parameter's gradient, which is reduced."""
+        """Return whether the gradient remains from the last step, so that it is reduced."""
         return record.is_left(parameter.grad)
 
     def agree_on_kept(self) -> None:
-        """Make sure that all ranks step by gradients of the last step."""
+        """Raise on every rank unless all ranks step by gradients of the last step."""
         name = "step by the last step's gradients: call optimizer.zero_grad() between two steps"
         device = next(iter(self.backward.records)).device
         self.group.all_reduce(torch.ones(1, device=device), Sum, name=name)
 
     def state_dict(self, packed: dict[str, Any]) -> dict[str, Any]:
-        """Return the wrapped optimizer's state_dict with what other ranks have of it."""
+        """Return the wrapped optimizer's state_dict, completed by the other ranks' parts."""
         return packed
 
     def part_of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return what of a whole state_dict this rank loads."""
+        """Return the part of a whole state_dict that this rank loads."""
         return state_dict
 
     def consolidate_state_dict(self, to: int | None) -> None:
         """Gather every parameter's state, if ranks have different ones."""
 
-    # What all have in common.
+    # Shared by all methods.
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Evaluate the closure of a step, and make its gradients dense."""
+        """Evaluate the step's closure, and make its gradients dense."""
         loss = closure()
         self.densify()
         return loss
@@ -187,12 +186,12 @@ class Method:
         self.follow_groups()
 
     def zero_grad(self) -> None:
-        """Count backward passes anew; the gradients are zeroed behind it."""
+        """Restart the count of backward passes; the caller zeroes the gradients afterwards."""
         self.backward.restart()
         self.follow_groups()
 
     def follow_groups(self) -> None:
-        """Take note, between two steps, of parameters put into the groups or taken from them.
+        """Update the parameters, between two steps, if the groups' members have changed.
 
         Densification and pruning replace a parameter by one of another length, append some, or
         replace whole groups, without `add_param_group`.
@@ -207,7 +206,7 @@ class Method:
         self.follow(name_new(names, before, self._members), gone)
 
     def follow(self, new: Sequence[Named], gone: Sequence[Tensor]) -> None:
-        """Reduce other parameters from now on: new ones in buckets by size behind all others."""
+        """Reduce other parameters from now on; new ones get buckets by size after all others."""
         left = set(gone)
         plan = [
             [(record.name, p) for record, p in bucket.members if p not in left]
@@ -220,27 +219,27 @@ class Method:
         self.check.forget(gone)
 
     def has_other_members(self) -> bool:
-        """Return whether the groups hold other parameters, by identity, than when last followed."""
+        """Return whether the groups' parameters, by identity, changed since the last update."""
         now = [group["params"] for group in self.optimizer.param_groups]
         sizes = list(map(len, now)) == list(map(len, self._members))
         return not sizes or not all(map(is_, chain(*now), chain(*self._members)))
 
     def require_reduced(self) -> None:
-        """Raise if step() would step by a gradient of this rank alone."""
+        """Raise if step() would use an unreduced gradient."""
         records = self.backward.records.values()
         if self.has_other_members() or not all(record.active for record in records):
             groups = self.optimizer.param_groups
             self.backward.refuse_given_late(p for group in groups for p in group["params"])
 
     def check_parameters(self) -> None:
-        """Let ranks compare the parameters that are new, before anything of them is reduced."""
+        """Compare new parameters between ranks, before their first reduction."""
         if self.check.run() and self.placed:
-            # All ranks are here, with the same buckets.
+            # All ranks are in this call, with the same buckets.
             make = self.settings.reducer.buffer
             self._arena = place_buckets(self.backward.buckets, self._arena, make)
 
     def densify(self) -> None:
-        """Make gradients dense if `sparse_as_dense` asks for it, on one rank too."""
+        """Make gradients dense if `sparse_as_dense` is set, with one rank too."""
         for parameter in self.backward.records if self.settings.sparse_as_dense else ():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
@@ -257,7 +256,7 @@ class Method:
 
     @outside_modes()
     def any_rank_skips(self) -> bool:
-        """Return whether any rank's gradients hold a non-finite value; collective by GradScaler."""
+        """Return whether any rank has non-finite gradients; collective under GradScaler."""
         found = self.optimizer.__dict__.get("found_inf")
         if found is None:
             return False
@@ -268,9 +267,9 @@ class Method:
     def between_hooks(
         self, step: Callable[..., Any], closure: Callable[[], Any] | None, options: dict[str, Any]
     ) -> Any:
-        """Return `step(closure, **options)`, run between the step hooks; None if it is skipped.
+        """Run `step(closure, **options)` between the step hooks; None if it is skipped.
 
-        GradScaler leaves unscaling and skipping to this (`_step_supports_amp_scaling`).
+        GradScaler leaves unscaling and skipping to this method (`_step_supports_amp_scaling`).
         """
         optimizer = self.optimizer
         if not self._unscales_itself:
@@ -278,7 +277,7 @@ class Method:
                 return None
             unscale(optimizer)
 
-        # The hooks of the class's own step are not run, and may change arguments of this one.
+        # `local_step` suppresses hooks, so they run here; they may change the arguments.
         def run(_: Any, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
             return step(closure, **options)
 
@@ -309,16 +308,16 @@ def norm_of(named: Sequence[Named], norm_type: float, foreach: bool | None) -> T
     """Return the norm of all gradients that this rank has, sparse ones included."""
     gradients = [p.grad.detach() for _, p in named if p.grad is not None]
     values = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-    # Of no elements there is no largest.
+    # The inf norm of an empty tensor is undefined.
     values = [each for each in values if each.numel()]
     return torch.nn.utils.get_total_norm(values, norm_type, foreach=foreach)
 
 
 def clip(named: Sequence[Named], max_norm: float, total: Tensor, foreach: bool | None) -> None:
-    """Scale the gradients, whose norm is `total`, so that it is `max_norm` at most."""
+    """Scale gradients with the norm `total` so that it is at most `max_norm`."""
     dense = [p for _, p in named if p.grad is None or not p.grad.is_sparse]
     torch.nn.utils.clip_grads_with_norm_(dense, max_norm, total, foreach)
-    # As torch's function computes it, which cannot scale sparse gradients.
+    # The same formula as in torch's function, which cannot scale sparse gradients.
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for _, parameter in named:
         if parameter.grad is not None and parameter.grad.is_sparse:

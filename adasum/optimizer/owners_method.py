@@ -1,4 +1,4 @@
-"""mode="owners": each parameter is stepped, and its optimizer state kept, by one rank.
+"""mode="owners": one rank steps each parameter and keeps its optimizer state.
 
 Sources: TensorFlow's parameter servers; Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 1.
 """
@@ -26,10 +26,10 @@ from collectives.schedules.spec import parse_all_reduce_spec
 
 
 def reduces_to_owners(op: Reducer, algorithm: str | None) -> bool:
-    """Return whether gradients go to their owners alone.
+    """Return whether only the owners receive gradients.
 
-    Those of a sum do by rechd's steps, and Adasum's by those that `auto` takes. By another
-    algorithm that was asked for they are all-reduced.
+    Sums can use rechd's steps, and Adasum the steps of `auto`. With any other algorithm, gradients
+    are all-reduced.
     """
     specs = parse_all_reduce_spec(algorithm or "auto")
     of_sums = {"auto", "rd", "rechd"} if op.associative or op.ordered else set()
@@ -38,44 +38,45 @@ def reduces_to_owners(op: Reducer, algorithm: str | None) -> bool:
 
 
 class OwnersMethod(GradientMethod):
-    """Reduces each gradient onto its parameter's owner, which steps and broadcasts the parameter.
+    """Reduces each gradient to its parameter's owner, which steps and broadcasts the parameter.
 
-    Once reduced, the gradients of parameters that this rank does not own are None, so that the
-    wrapped optimizer leaves them out. A step uses its gradients up: after it all are None.
+    After the reduction, the gradients of parameters that this rank does not own are None, so that
+    the wrapped optimizer leaves these out. After each step all gradients are None.
     """
 
     asked = "mode='owners'"
 
-    # Each bucket goes to its owners, by messages.
+    # Buckets go to their owners by messages, not through shared memory.
     placed = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.owners: dict[Tensor, int] = {}
-        # The parameters that were reduced in any step, so that their owners may change them.
+        # Parameters that were reduced in any step so far: their owners may change them.
         self._reduced: dict[Tensor, None] = {}
-        # Every parameter's state by number, from its gathering until the next step.
+        # Every parameter's state by number, once gathered, until the next step.
         self._whole_state: Mapping[int, Any] | None = None
         # Whether ranks have states that others lack.
         self._is_scattered = bool(self.optimizer.state)
-        # An element of a gradient that shows an overflow: it, its value, and whether it is NaN.
+        # A gradient's element that shows an overflow, its former value, and whether it is NaN now.
         self._mark: tuple[Tensor, Tensor, Tensor] | None = None
-        # A parameter of another rank that has a gradient of zeros, for GradScaler to see.
+        # Another rank's parameter that got a gradient of zeros, for GradScaler to see.
         self._substitute: Tensor | None = None
         reducer = self.settings.reducer
         self._to_owners = reduces_to_owners(reducer.op, reducer.algorithm)
         if self._to_owners and (reducer.op.associative or reducer.op.ordered):
-            # While an observer watches, gradients are all-reduced, to the same bits.
+            # With an observer, gradients are all-reduced: by the algorithm with the same bits.
             reducer.algorithm = "direct" if Needs.ALL_OPERANDS in reducer.op.needs else "rechd"
         self._assign(parameters_of(self.optimizer), [])
 
     def _assign(self, new: Sequence[Tensor], states: Sequence[bytes]) -> None:
-        """Give parameters owners, and drop the states of other ranks' ones.
+        """Give parameters owners, and drop the states of parameters that other ranks own.
 
-        Trainable ones first, each to the rank that owns the fewest bytes: then no rank has more
-        than an n-th of all state plus the largest one. `states` has for each rank a byte for each
-        parameter, whether it has a state of it: what some ranks have is the first one's of them,
-        since only the owner of a parameter that was replaced can have moved its state.
+        Trainable parameters come first, each to the rank that owns the fewest bytes: then no rank
+        has more than an n-th of all state plus the largest one. `states` has one entry per rank,
+        with a byte 0 or 1 per parameter: whether the rank has its state. If only some ranks do, the
+        first of them becomes the owner: the user has replaced a parameter and moved its state,
+        which only the old owner had.
         """
         loads = [0] * self.group.size
         for parameter, rank in self.owners.items():
@@ -95,7 +96,7 @@ class OwnersMethod(GradientMethod):
 
     @outside_modes()
     def _own_new(self) -> None:
-        """Give owners to the parameters that have come; collective if any have."""
+        """Give owners to new parameters; collective if there are any."""
         new = [each for each in parameters_of(self.optimizer) if each not in self.owners]
         if new:
             mine = b"".join(b"1" if self.optimizer.state.get(each) else b"0" for each in new)
@@ -103,7 +104,7 @@ class OwnersMethod(GradientMethod):
             self._assign(new, self.group.all_gather_bytes(mine, name=name))
 
     def follow(self, new: Sequence[Named], gone: Sequence[Tensor]) -> None:
-        """Take other parameters."""
+        """Reduce other parameters from now on, and forget the owners of old ones."""
         super().follow(new, gone)
         for parameter in gone:
             self.owners.pop(parameter, None)
@@ -111,7 +112,7 @@ class OwnersMethod(GradientMethod):
         self._whole_state = None
 
     def check_parameters(self) -> None:
-        """Compare the parameters that are new, and give them owners."""
+        """Compare new parameters, and give them owners."""
         super().check_parameters()
         if len(self.owners) != len(self.backward.records):
             self._own_new()
@@ -119,14 +120,14 @@ class OwnersMethod(GradientMethod):
     # Gradients.
 
     def sorted(self, members: list[Member]) -> list[Member]:
-        """Return the members of a bucket as reduce_to_owners needs them in memory."""
+        """Return the bucket's members in the order that reduce_to_owners needs in memory."""
         if not self._to_owners:
-            # All-reduced: where a tensor lies may decide its bits.
+            # Keep the order: in an all-reduce a tensor's place may decide its bits.
             return members
         return sorted(members, key=lambda each: self.owners[each[1]])
 
     def owners_of(self, members: Sequence[Member]) -> tuple[int, ...] | None:
-        """Return the members' owners; None if all ranks get the gradients, as for an observer."""
+        """Return the members' owners; None if all ranks get the gradients."""
         if not self._to_owners or self.settings.reducer.observer is not None:
             return None
         return tuple(self.owners[parameter] for _, parameter in members)
@@ -134,7 +135,7 @@ class OwnersMethod(GradientMethod):
     @outside_modes()
     @torch.no_grad()
     def finish(self) -> None:
-        """Keep this rank's own gradients, but those that no rank had, and share overflows."""
+        """Drop gradients of others' parameters and those that no rank had; share overflows."""
         self._unmark()
         records = self.backward.records
         reduced = [p for p, record in records.items() if record.active]
@@ -147,7 +148,7 @@ class OwnersMethod(GradientMethod):
             parameter.grad = None
         had = torch.tensor([records[p].had for p in reduced], dtype=torch.float32, device="cpu")
         if reduced[0].is_cuda:
-            # The host does not wait for the GPU, unless it has to read the answer.
+            # The host waits for the GPU only if it must read the counts.
             had = had.pin_memory().to(reduced[0].device, non_blocking=True)
         overflowed = ~super().total_norm(math.inf, None).isfinite()
         counts = torch.cat([had, overflowed.to(had).reshape(1)])
@@ -159,9 +160,9 @@ class OwnersMethod(GradientMethod):
         self._show_overflow(counts[-1] > 0, mine, others)
 
     def _show_overflow(self, overflowed: Tensor, mine: list[Tensor], others: list[Tensor]) -> None:
-        """Put a NaN into a gradient of this rank's if any rank's is not finite, until `_unmark`.
+        """Put a NaN into one of this rank's gradients if any rank has overflowed, until `_unmark`.
 
-        GradScaler looks at this rank's gradients alone, and wants to see one; its next scale must
+        GradScaler looks only at this rank's gradients, and needs at least one; its next scale must
         be the same on all ranks. Nothing here waits for a GPU.
         """
         gradients = [p.grad for p in mine if p.grad is not None and _is_writable(p.grad)]
@@ -171,17 +172,17 @@ class OwnersMethod(GradientMethod):
             self._substitute.grad = zeros
             gradients = [zeros] if _is_writable(zeros) else []
         if gradients:
-            # By way of `data`, since what torch counts as a change of a gradient is the user's.
+            # Through `data`, since torch's count of changes is for changes by the user.
             element = gradients[0].data[(0,) * gradients[0].dim()]
             self._mark = element, element.clone(), overflowed.to(element.device)
             element.masked_fill_(self._mark[2], float("nan"))
 
     @torch.no_grad()
     def _unmark(self) -> None:
-        """Give the marked gradient its element back, and drop the substitute's gradient."""
+        """Restore the marked element, and drop the substitute's gradient."""
         if self._mark is not None:
             element, value, overflowed = self._mark
-            # What is not NaN may have been clipped or unscaled since.
+            # Without an overflow the element may have been clipped or unscaled since: keep it.
             element.copy_(torch.where(overflowed, value, element))
         if self._substitute is not None:
             self._substitute.grad = None
@@ -199,13 +200,13 @@ class OwnersMethod(GradientMethod):
         return super().between_hooks(step, closure, options)
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Evaluate the closure of a step, and reduce its gradients and its loss."""
+        """Evaluate the step's closure, and reduce its gradients and its loss."""
         loss = super().evaluate(closure)
         self._unmark()
         return loss
 
     def local_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Step what this rank owns, and give every rank the parameters."""
+        """Step the parameters that this rank owns, and broadcast parameters from their owners."""
         self._whole_state, self._is_scattered = None, True
         result = super().local_step(closure, **options)
         self._broadcast_parameters()
@@ -235,13 +236,13 @@ class OwnersMethod(GradientMethod):
                     target.copy_(result)
 
     def end_step(self) -> None:
-        """Begin a new step, for which no gradients are left."""
+        """Set all gradients to None, and begin a new step."""
         for parameter in self.backward.records:
             parameter.grad = None
         super().end_step()
 
     def zero_grad(self) -> None:
-        """Count backward passes anew."""
+        """Restart the count of backward passes."""
         super().zero_grad()
         self._unmark()
 
@@ -252,7 +253,7 @@ class OwnersMethod(GradientMethod):
         parameters = parameters_of(self.optimizer)
         if not parameters:
             return mine
-        # A rank without gradients has a zero on the CPU.
+        # Without gradients on this rank, the norm is a zero on the CPU.
         total = mine.to(parameters[0].device, torch.float64).reshape(1)
         if norm_type == math.inf:
             self.group.all_reduce(total, Max, name="norm of the gradients")
@@ -267,7 +268,7 @@ class OwnersMethod(GradientMethod):
 
     @outside_modes()
     def consolidate_state_dict(self, to: int | None) -> None:
-        """Gather every parameter's state to a rank, or to all for None; collective."""
+        """Gather every parameter's state to rank `to`, or to all for None; collective."""
         self.follow_groups()
         self._own_new()
         group, parameters = self.group, parameters_of(self.optimizer)
@@ -285,7 +286,7 @@ class OwnersMethod(GradientMethod):
                 sent = objects.encode(dict(state)) if self.is_mine(parameter) and state else b""
                 received = objects.broadcast_bytes(group, owner, sent, f"state {number}")
                 if received:
-                    # By ranks that do not want it, too: all raise if it cannot be sent.
+                    # Decoded on every rank, so that all raise if it cannot be sent.
                     what = f"the state of parameter {number} on rank {owner}"
                     found[number] = objects.decode(received, what)
             gathered = found
@@ -293,7 +294,7 @@ class OwnersMethod(GradientMethod):
             self._whole_state = gathered
 
     def state_dict(self, packed: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of all parameters; RuntimeError: this rank has not the others'."""
+        """Return the state of all parameters; raise RuntimeError if others' states are missing."""
         whole = self._all_states(packed["state"])
         if whole is not None:
             packed["state"] = whole
@@ -306,9 +307,9 @@ class OwnersMethod(GradientMethod):
         return packed
 
     def _all_states(self, mine: Mapping[int, Any]) -> Mapping[int, Any] | None:
-        """Return the states of all parameters, this rank's as they are now.
+        """Return the states of all parameters, with the present states of this rank's.
 
-        None if this rank has not the others', or its own were taken out since it had.
+        None if this rank lacks the others' states, or one of its own was removed since.
         """
         whole = self._whole_state
         if whole is None:
@@ -320,18 +321,18 @@ class OwnersMethod(GradientMethod):
         return {**whole, **copy.deepcopy(mine)}
 
     def part_of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a whole state_dict, of any number of ranks."""
+        """Return this rank's part of a whole state_dict, saved with any number of ranks."""
         states = state_dict["state"]
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         pairs = zip(saved, parameters_of(self.optimizer), strict=False)
         foreign = {number for number, parameter in pairs if not self.is_mine(parameter)}
         mine = {key: value for key, value in states.items() if key not in foreign}
-        # For a state_dict() or a broadcast before the next step.
+        # Kept for a state_dict() or a broadcast before the next step.
         self._whole_state = {i: states[key] for i, key in enumerate(saved) if key in states}
         self._is_scattered = bool(states)
         return {**state_dict, "state": mine}
 
 
 def _is_writable(gradient: Tensor) -> bool:
-    """Return whether an element can be overwritten: one that autograd records must not be."""
+    """Return whether an element can be overwritten: not if autograd records the gradient."""
     return gradient.layout is torch.strided and gradient.numel() > 0 and not gradient.requires_grad

@@ -17,8 +17,8 @@ Named: TypeAlias = tuple[str, Tensor]
 PlanBuckets: TypeAlias = Callable[[Sequence[Named]], list[list[Named]]]
 Groups: TypeAlias = int | Sequence[Sequence[Tensor]] | None
 
-# The size that torch's DistributedDataParallel uses: large enough that a message's latency is small
-# beside it, small enough that the first bucket is sent early in backward.
+# The size in torch's DistributedDataParallel: large enough to make a message's latency small in
+# comparison, small enough to send the first bucket early in backward.
 BUCKET_MIB = 25.0
 
 
@@ -27,10 +27,10 @@ def name_parameters(
 ) -> list[Named]:
     """Return (name, parameter) of every parameter of the optimizer, in registration order.
 
-    Registration order is that of `named_parameters`, else of the optimizer's groups. A parameter
-    under two names (tied weights) has the first one. Named parameters that are not in the optimizer
-    are left out, so that two optimizers may share one model. ValueError names what is repeated, has
-    no name, or is no pair of a name and a parameter.
+    Registration order is the order of `named_parameters` or, without them, of the optimizer's
+    groups. A parameter with two names (tied weights) gets the first one. Named parameters that are
+    not in the optimizer are left out, so that two optimizers may share one model. Raises ValueError
+    for repeated names, parameters without a name, and entries that are not (name, parameter).
     """
     owned = {
         id(parameter): (i, j, parameter)
@@ -76,10 +76,10 @@ def name_new(
     before: Sequence[Sequence[Tensor]],
     now: Sequence[Sequence[Tensor]],
 ) -> list[Named]:
-    """Return (name, parameter) of what has come into an optimizer's groups.
+    """Return (name, parameter) of new parameters in an optimizer's groups.
 
-    `names` are the names of the parameters that were there. One at the place of another that has
-    gone has its name.
+    `names` are the names of the former parameters. A new parameter in the place of one that is gone
+    gets its name.
     """
     taken = {names[p] for group in now for p in group if p in names}
     held = {(i, j): p for i, group in enumerate(before) for j, p in enumerate(group)}
@@ -105,15 +105,15 @@ def plan_buckets(
     memory_size: float | None = None,
     groups_size: int | None = None,
 ) -> list[list[Named]]:
-    """Divide parameters into buckets, in the order in which they are reduced on every rank.
+    """Divide parameters into buckets, in the order of their reduction, the same on every rank.
 
-    Parameters are taken in reverse registration order, which is about the order in which backward
-    produces their gradients. A bucket holds one dtype and one device, and closes before it grows
-    past `memory_size` MiB, 25 where no size is given, or `groups_size` parameters; a parameter
-    larger than that has a bucket to itself. An int k for `groups` makes k buckets of about equally
-    many parameters instead. A list of lists of parameters makes each a bucket, and divides the rest
-    by size. Such buckets are split where dtype or device changes. ValueError: k < 1, an entry is
-    not a parameter of the optimizer, or a parameter is listed twice.
+    Parameters come in reverse registration order, roughly the order of backward. Each bucket has
+    one dtype and one device, and closes before it exceeds `memory_size` MiB (25 if no size is
+    given) or `groups_size` parameters; a larger parameter has its own bucket. With an int k for
+    `groups` there are k buckets with about equal numbers of parameters. With a list of lists of
+    parameters, each list is a bucket, and the rest is divided by size. Such buckets are split by
+    dtype and device. Raises ValueError if k < 1, an entry is not a parameter of the optimizer, or a
+    parameter is listed twice.
     """
     backwards = list(reversed(named))
     if memory_size is None and groups_size is None:
@@ -143,7 +143,7 @@ def plan_buckets(
 def _listed(
     backwards: list[Named], groups: Sequence[Sequence[Tensor]]
 ) -> tuple[list[list[Named]], list[Named]]:
-    """Return (the buckets asked for, the parameters in none of them)."""
+    """Return (the listed buckets, the parameters in none of them)."""
     names = {id(parameter): name for name, parameter in backwards}
     taken: set[int] = set()
     buckets: list[list[Named]] = []
@@ -170,7 +170,7 @@ def by_kind(
     entries: Iterable[tuple[Entry, Tensor]],
     dtype_of: Callable[[Tensor], torch.dtype] = lambda each: each.dtype,
 ) -> list[list[tuple[Entry, Tensor]]]:
-    """Split by dtype, the parameters' own unless given, and device; by the first of each kind."""
+    """Split entries by dtype and device, in the order of each kind's first entry."""
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Entry, Tensor]]] = {}
     for entry in entries:
         kinds.setdefault((dtype_of(entry[1]), entry[1].device), []).append(entry)
@@ -178,7 +178,7 @@ def by_kind(
 
 
 def _in_order(buckets: list[list[Named]], backwards: Sequence[Named]) -> list[list[Named]]:
-    """Sort buckets by the member that completes them: the last one in backward's order."""
+    """Sort buckets by the member that completes them: the last in the order of backward."""
     position = {id(parameter): i for i, (_, parameter) in enumerate(backwards)}
     return sorted(
         (bucket for bucket in buckets if bucket),

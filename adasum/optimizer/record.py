@@ -1,8 +1,8 @@
-"""What happens to a gradient between backward and step: a record a parameter, a table of states.
+"""The states of a gradient between backward and step, with one record per parameter.
 
-A parameter's record counts the backward passes that have reached it since the last `restart`. That
-count and its bucket's turn say in which of four states the gradient is. Every hook and every call
-of the optimizer is a row of this table:
+The record counts the backward passes that have reached the parameter since the last `restart`. This
+count and the start of its bucket put the gradient in one of four states. Each hook and call of the
+optimizer has a row in this table:
 
 =====================  ==============  ===============  ====================  =============
 event                  waiting         complete         under way             reduced
@@ -10,24 +10,24 @@ event                  waiting         complete         under way             re
 a backward adds to     one pass more,  error: too many  error: too late       error: too
 the gradient (hook)    at `passes`     passes                                 late
                        complete
-its bucket's turn: it  -               packed, with     -                     -
+its bucket starts: it  -               packed, with     -                     -
 and all before it are                  its bucket:
 complete (hook)                        under way
 backward ends          -               -                awaited; unpacked     -
                                                         to p.grad: reduced
 synchronize(), step()  packed as it    packed           awaited; an error if  -
-without it             is, a missing                    p.grad was changed;
-                       one as zeros                     unpacked: reduced
+without it             is; zeros if                     p.grad was changed;
+                       missing                          unpacked: reduced
 zero_grad()            as synchronize() if another rank's backward may wait for this one's
                        gradients; then waiting, with no passes; an error while under way
-step() has stepped     waiting, with no passes; what p.grad holds is `left`: without another
-                       backward it is not reduced again
+step() has ended       waiting, with no passes; p.grad is `left`: without another backward it is
+                       not reduced again
 =====================  ==============  ===============  ====================  =============
 
-The delta method reduces steps, not gradients: its buckets have their turn in `step()`, or with
-step_in_backward as above. A parameter takes part in a step (`active`) if it is trainable, or has
-been given a gradient, when a backward of the step begins; what changes later counts from the next
-step. Buckets have their turns in one order on every rank.
+The delta method reduces steps, not gradients: its buckets start in `step()`, or as above with
+step_in_backward. Parameters take part in the step (`active`) if they are trainable, or have a
+gradient, when one of its backwards begins; later changes count from the next step on. Buckets start
+in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from torch import Tensor
 
 
 class Record:
-    """What is known of a parameter. It holds no tensor: hooks keep it alive.
+    """The state of one parameter. It holds no tensor, since hooks keep it alive.
 
     Attributes:
-        name: The parameter's.
+        name: The parameter's name.
         bucket: The number of its bucket.
         handle: Removes the hook on its gradient.
-        seen: How many backward passes have reached it since `restart`.
+        seen: The number of backward passes that have reached it since `restart`.
         active: Whether it takes part in this step's reduction.
-        newer: The hooks of an optimizer made later that has the parameter, too.
-        had: With mode="owners", whether it had a gradient when its bucket was packed.
-        left: The gradient that the last step has left and torch's count of its changes then, until
-            a backward reaches it; None for one made in inference mode, of which torch counts none.
-        sparse: Whether its last gradient was sparse: (sparse dimensions, dtype), or None.
+        newer: The hooks of a later optimizer that also has the parameter.
+        had: Whether it had a gradient when its bucket was packed.
+        left: The gradient that remained after the last step, and torch's count of its changes then;
+            None once a backward reaches it, or if it was made in inference mode (no count).
+        sparse: (sparse dimensions, dtype) if its last gradient was sparse, or None.
     """
 
     __slots__ = (*("name", "bucket", "handle", "seen", "active", "newer", "had", "sparse", "left"),)
@@ -67,7 +67,7 @@ class Record:
         self.left: tuple[weakref.ref[Tensor], int] | None = None
 
     def is_left(self, gradient: Tensor | None) -> bool:
-        """Return whether the gradient is the one that the last step has left, unchanged."""
+        """Return whether the gradient remains, unchanged, from the last step."""
         if self.left is None or gradient is None:
             return False
         left, version = self.left

@@ -23,11 +23,11 @@ from collectives.schedules.levels import runs_on_nodes
 
 @dataclass
 class Reduction:
-    """A started reduction of a bucket, or of a part of one.
+    """A started reduction of a whole bucket or a part of it.
 
-    `wait` blocks until the reduction is done, so that nothing uses the memory that was sent, or
-    raises what went wrong; `install` puts the result where it belongs; `show` shows it to the
-    observer, in one order on all ranks. Both take what `wait` returned.
+    `wait` blocks until the reduction has ended and no longer uses the sent memory, or raises its
+    error; `install` copies the result to its destination; `show` shows it to the observer, in one
+    order on all ranks. The argument of both is the value that `wait` returned.
     """
 
     wait: Callable[[], Any]
@@ -37,10 +37,10 @@ class Reduction:
 
 @dataclass
 class BucketReducer:
-    """Reduces an optimizer's buckets: what all its reductions have in common.
+    """Reduces an optimizer's buckets, with settings that all its reductions share.
 
-    `algorithm` is as `collectives` takes it; `prescale` multiplies what is packed, `postscale` what
-    is unpacked.
+    `algorithm` is an algorithm of `collectives`; `prescale` multiplies tensors when they are
+    packed, `postscale` when they are unpacked.
     """
 
     group: Group
@@ -54,14 +54,15 @@ class BucketReducer:
 
     @property
     def casts(self) -> bool:
-        """Whether packing does what the compression does: nothing, or a cast."""
+        """Whether packing can do the compression: at most a cast."""
         return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
 
     @property
     def counts(self) -> Counts | None:
-        """How counts of ranks go with the tensors, if their reduction is 0 only for zeros.
+        """A function that divides a vector of counts for the reduction; None if ranks cannot count.
 
-        That holds for sums and averages, and for Adasum of single numbers that are not negative.
+        A count's reduction must be 0 only if all counts are zero. That holds for sums and averages,
+        and for Adasum of single numbers that are not negative.
         """
         if not self.casts:
             return None
@@ -70,9 +71,9 @@ class BucketReducer:
         return (lambda counts: [counts]) if self.op in (Sum, Average) or self.op.ordered else None
 
     def buffer(self, nbytes: int, like: Tensor) -> Tensor | None:
-        """Return memory in which buckets of such tensors are reduced; None if any does: collective.
+        """Return memory that all ranks' GPUs share, for buckets of tensors like this; collective.
 
-        It is memory that all ranks' GPUs share, if this reduction has a kernel for it.
+        None if this reduction has no kernel for shared memory, or the GPUs cannot share any.
         """
         free = self.casts and self.algorithm in (None, "auto")
         if not free or not runs_on_nodes(self.op, like.dtype, self.group.topology):
@@ -80,7 +81,7 @@ class BucketReducer:
         return self.group.buffer(nbytes, like.device)
 
     def start(self, part: Part, install: Callable[[Any], None]) -> Reduction:
-        """Start reducing a part that is packed."""
+        """Start reducing a packed part."""
         options: dict[str, Any] = {"packed": True, "algorithm": self.algorithm}
         size = len(part.records)
         gives = self.observer is not None and part.owners is None
@@ -91,8 +92,7 @@ class BucketReducer:
         return Reduction(started.wait, install, lambda gram: show(_of_first(size, gram)))
 
     def _request(self, part: Part, options: dict[str, Any], *, observed: bool) -> Request[Any]:
-        # Not negotiated with the other ranks, which may have joined, or see the memory for the
-        # first time.
+        # Without negotiation: other ranks may have joined, or already have a request for theirs.
         if part.owners is not None:
             return self.group.reduce_to_owners_init(
                 part.slots, self.op, owners=part.owners, name=part.name, negotiate=False
@@ -109,7 +109,7 @@ class BucketReducer:
         bucket: str,
         install: Callable[[Any], None],
     ) -> Reduction:
-        """Start reducing tensors that a user's class compresses, each by itself, in place."""
+        """Start reducing tensors in place, with each compressed by a user's class."""
         show = observe(self.observer, names, tensors, by_gram=False)
         compressed = [self.compression.compress(tensor) for tensor in tensors]
         sent = [each.contiguous() for each, _ in compressed]
@@ -131,7 +131,7 @@ class BucketReducer:
     ) -> Reduction:
         """Start reducing a sparse gradient, which is sent uncompressed; `wait` returns the result.
 
-        NotImplementedError: `op` is Adasum.
+        Raises NotImplementedError unless `op` is Sum or Average without an order.
         """
         if self.op not in (Sum, Average):
             asked, other = f"{self.op} is not defined", ", or method='delta'"
@@ -143,7 +143,7 @@ class BucketReducer:
             )
         if self.prescale != 1.0:
             gradient = gradient * self.prescale
-        # Ranks compare names: if one has no gradient, this one is in the error.
+        # Ranks compare names: if another rank has no gradient, the error contains this name.
         call = (
             f"{bucket}: sparse gradient of {name} (a rank without one needs sparse_as_dense=True)"
         )
@@ -161,7 +161,7 @@ def empty_sparse(parameter: Tensor, sparse_dim: int, dtype: torch.dtype) -> Tens
 
 
 def _of_first(count: int, gram: ObservedGram | None) -> ObservedGram | None:
-    """Return the Gram matrices of the tensors alone, without those of the counts behind them."""
+    """Return the Gram matrices of the first `count` tensors, without the counts behind them."""
     return gram and gram._replace(
         products=gram.products[:count],
         coefficients=gram.coefficients[:count],

@@ -1,4 +1,4 @@
-"""The class of what DistributedOptimizer makes: a subclass of it and of the given optimizer's."""
+"""The class of wrapped optimizers: a subclass of DistributedOptimizer and the given class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from adasum.optimizer.errors import OptimizerOrderError
 from collectives.modes import untraced
 
-# The methods in which ranks may wait for each other, or which change what hooks do.
+# Methods that may wait for other ranks, or that change the state of hooks.
 _COLLECTIVE = (
     *("step", "zero_grad", "synchronize", "clip_grad_norm_", "add_param_group"),
     "consolidate_state_dict",
@@ -24,7 +24,7 @@ _RIGHT = (
 
 
 def class_of(cls: type, base: type[torch.optim.Optimizer]) -> Any:
-    """Return a subclass of both; TypeError if instances of `base` keep more than a __dict__."""
+    """Return a subclass of both; raise TypeError if instances of `base` have slots."""
     if any(getattr(each, "__slots__", ()) for each in base.__mro__):
         raise TypeError(
             f"optimizer must keep all attributes in its __dict__, which {base.__name__} does not: "
@@ -40,9 +40,9 @@ def class_of(cls: type, base: type[torch.optim.Optimizer]) -> Any:
 
 
 def keep_scheduler_patch(wrapper: Any) -> None:
-    """Patch the wrapper's step as a scheduler that was made before has patched the optimizer's.
+    """Patch the wrapper's step if an earlier scheduler has patched the optimizer's.
 
-    By the two attributes that torch's schedulers look for, which are private to torch.
+    It sets the two attributes that torch's schedulers look for, which are private to torch.
     """
     if wrapper.__dict__.pop("step", None) is None:
         return
@@ -59,15 +59,14 @@ def keep_scheduler_patch(wrapper: Any) -> None:
 
 
 def guard_methods(both: type, kind: type[torch.optim.Optimizer], method: str) -> None:
-    """Guard the public methods of `kind` that torch's optimizers do not have, in the class `both`.
+    """Guard, in the class `both`, the public methods of `kind` that torch's optimizers lack.
 
     SAM has first_step() and second_step(), schedule-free optimizers eval() and train(): they change
-    parameters outside of step(). With gradients that are reduced in backward they are right as they
-    are. Otherwise, where a step's difference is reduced, or each rank steps a part, what they do is
-    this rank's alone, and is refused.
+    parameters outside of step(). That is correct if gradients are reduced in backward. If steps are
+    reduced, or each rank steps a part, such a change would affect only this rank, and is refused.
 
-    ValueError: the optimizer trains at other parameters than it evaluates at. `method` is what the
-    optimizer was asked to do, for errors.
+    Raises ValueError if the optimizer has train() and eval(), which change parameters. `method` are
+    the arguments that select the method, for errors.
     """
     functions = {
         name: function

@@ -1,1 +1,1 @@
-"""Whether ranks agree: on parameters, settings, and which parameters there are."""
+"""Checks that all ranks have the same parameters and settings."""

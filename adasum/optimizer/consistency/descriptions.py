@@ -1,4 +1,4 @@
-"""Parameters and settings in a few words, for ranks to compare: equal words for equal bits."""
+"""Short descriptions of parameters and settings, for ranks to compare: equal for equal bits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from adasum.optimizer.planning import Named
 
 Setting: TypeAlias = tuple[str, str]
 
-# Words of a row. A prime: what two layers, rows or columns of a matrix have exchanged comes into
-# other columns, since no usual width is a multiple of it.
+# Words per row. A prime, so that no usual width is a multiple of it: if two layers, rows or columns
+# of a matrix are exchanged, their words come into other columns.
 _WIDTH = 509
-# Rows that are summed at once: on the CPU those whose copies stay in its cache, and for which torch
-# starts no other thread; on a GPU those whose copies take 16 MiB.
+# Rows that are summed at once. On the CPU few enough that their copies stay in its cache, and that
+# torch starts no other thread; on a GPU their copies take 16 MiB.
 _CPU_ROWS, _GPU_ROWS = 64, 4096
-# Of lists and dicts within each other: deeper than any optimizer's, since one may hold itself.
+# Nesting of lists and dicts: deeper than any optimizer's. A limit, since a list may hold itself.
 _MAX_DEPTH = 8
 
 
@@ -51,7 +51,7 @@ def describe_shape(tensor: Tensor) -> str:
 
 
 def has_bits(parameter: Tensor) -> bool:
-    """Return whether it has memory of its own: no lazy, sparse or fake one, and no DTensor."""
+    """Return whether it is a plain tensor with memory: not lazy, sparse, fake or a DTensor."""
     return type(parameter) in (Tensor, torch.nn.Parameter) and (
         parameter.layout is torch.strided and not parameter.is_meta
     )
@@ -60,10 +60,10 @@ def has_bits(parameter: Tensor) -> bool:
 def _shorten(tensor: Tensor) -> Tensor:
     """Return a few KiB that depend on every bit of a tensor, on its device: uint8 [n].
 
-    The bytes as int64 words, in rows of `_WIDTH`: the columns' sums modulo 2**64, and those of the
-    words' upper halves, as two changes of the top bit cancel out in the first. What is left behind
-    the last row, so all of a small tensor, stays as it is. Integer sums do not depend on the
-    device, the number of threads or the order.
+    The bytes are int64 words in rows of `_WIDTH`. The result has the sums of the columns modulo
+    2**64, and of the words' upper halves, as two changes of the top bit cancel out in the former.
+    The bytes after the last row, so all of a small tensor, are appended unchanged. Integer sums do
+    not depend on the device, the number of threads or the order.
     """
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
     raw = tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
@@ -72,7 +72,7 @@ def _shorten(tensor: Tensor) -> Tensor:
         return raw
     head, tail = raw[: count * 8 * _WIDTH], raw[count * 8 * _WIDTH :]
     if head.data_ptr() % 8:
-        # A view of words has to begin at one.
+        # A view of words must be aligned.
         head = head.clone()
     sums = torch.zeros(2, _WIDTH, dtype=torch.int64, device=raw.device)
     whole, upper = sums
@@ -84,14 +84,14 @@ def _shorten(tensor: Tensor) -> Tensor:
 
 
 def setting_name(key: str, group: int) -> str:
-    """Return what an entry of a parameter group is called."""
+    """Return the name of an entry of a parameter group."""
     return f"{key} of group {group}"
 
 
 def describe_hyperparameters(optimizer: torch.optim.Optimizer, kind: type) -> list[Setting]:
-    """Return (name, value) of the optimizer's class and of all in its groups but parameters.
+    """Return (name, value) of the optimizer's class, and of its groups' entries but parameters.
 
-    Numbers, strings and tensors by their value, other objects by their class. `kind` is the
+    Numbers, strings and tensors are described by value, other objects by class. `kind` is the
     optimizer's class before it was wrapped.
     """
     rows = [("the optimizer's class", f"{kind.__module__}.{kind.__qualname__}")]
@@ -104,9 +104,9 @@ def describe_hyperparameters(optimizer: torch.optim.Optimizer, kind: type) -> li
 
 
 def describe_value(value: Any, depth: int = 0) -> str:
-    """Return a value in words, the same for equal ones on every rank.
+    """Return a text for a value, the same for equal values on every rank.
 
-    What lies too deep, as in a list that holds itself, has no words.
+    Values nested too deeply, as in a list that holds itself, become "...".
     """
     if depth > _MAX_DEPTH:
         return "..."
@@ -120,7 +120,7 @@ def describe_value(value: Any, depth: int = 0) -> str:
         keys = sorted(value, key=str)
         return f"{{{', '.join(f'{k!r}: {describe_value(value[k], depth + 1)}' for k in keys)}}}"
     if isinstance(value, float) or (type(value) is int and abs(value) < 2**53):
-        # 1 and 1.0 are one learning rate, and so are 0.0 and -0.0.
+        # 1 and 1.0 are the same learning rate; 0.0 and -0.0 as well.
         value = float(value) + 0.0
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same parameters and settings: a small message now and then."""
+"""The check that all ranks have the same parameters and settings: a small message at times."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from collectives import CollectiveMismatchError, Group
 from collectives.modes import outside_modes
 
 _VARIABLE = "ADASUM_CHECK_PARAMETERS"
-# What errors call the comparison: on ranks that do not agree on it, too.
+# The comparison's name in errors, also if ranks disagree on whether to compare.
 _CALL = f"check of the parameters, by check_parameters or {_VARIABLE}"
 _CALL_AGAIN = "running check of the parameters, by check_every"
 _OUT = f"check_parameters=False or {_VARIABLE}=0 leaves this check out"
-# Of a running check, so that it takes some milliseconds; of models larger than that each compares
-# the next parameters.
+# Bytes per running check, so that it takes some milliseconds; with larger models each check
+# compares the next parameters.
 _PART_BYTES = 16 * 2**20
-# Of a setting that the optimizer writes itself.
+# The value of a setting that the optimizer writes itself.
 WRITTEN = "written by the optimizer"
 _CAUSES = (
     "a checkpoint loaded on one rank alone, a schedule that follows a rank's own loss "
@@ -47,9 +47,9 @@ _COMPARED_BEFORE = (
 
 
 def checks_parameters(asked: bool | None) -> bool:
-    """Return whether ranks compare: as asked, else as ADASUM_CHECK_PARAMETERS says, 1 unless set.
+    """Return whether ranks compare: the argument or else ADASUM_CHECK_PARAMETERS, 1 by default.
 
-    ValueError: the variable is neither 0 nor 1, and nothing was asked.
+    Raises ValueError if the argument is None and the variable is neither 0 nor 1.
     """
     if asked is not None:
         return asked
@@ -72,13 +72,13 @@ def require_equal_parameters(
     when: str = "before their first reduction",
     call: str = _CALL,
 ) -> bool:
-    """Raise on every rank where ranks have not the same parameters, bit for bit; collective.
+    """Raise on every rank unless ranks have the same parameters, bit for bit; collective.
 
-    Returns whether all ranks took part: those that have joined do not. `named` is in an order that
-    is the same on all ranks; `fix` says in errors what can be done; `settings` are (name, value) of
-    what else must be the same, unless the value is `WRITTEN` on a rank; `when` and `call` say, for
-    errors, when they differ and what the comparison is called.
-    CollectiveMismatchError: names the first setting or parameter that differs.
+    Returns whether all ranks took part; ranks that have joined do not. `named` must be in the same
+    order on all ranks; `settings` are further (name, value) that must be the same, unless the value
+    is `WRITTEN` on some rank. For errors: `fix` is advice, `when` the time of the difference, and
+    `call` the name of the comparison. The CollectiveMismatchError names the first setting or
+    parameter that differs.
     """
     rows = describe_parameters(named)
     mine = json.dumps([settings, rows]).encode()
@@ -99,7 +99,7 @@ def require_equal_parameters(
 
 
 def _differing_setting(by_rank: dict[int, list[list[str]]], when: str) -> str:
-    """Return how the ranks' settings differ, or nothing."""
+    """Return a text on the first setting that differs between ranks, or an empty one."""
     first, *others = by_rank
     mine = dict(by_rank[first])
     for rank in others:
@@ -117,7 +117,7 @@ def _differing_setting(by_rank: dict[int, list[list[str]]], when: str) -> str:
 
 
 def _differing_parameter(by_rank: dict[int, list[list[str]]], when: str, fix: str) -> str:
-    """Return how the ranks' parameters differ, as `describe_parameters` describes them."""
+    """Return a text on the difference between the ranks' rows of `describe_parameters`."""
     first, *others = by_rank
     rows = by_rank[first]
     for rank in others:
@@ -155,9 +155,9 @@ def _differing_parameter(by_rank: dict[int, list[list[str]]], when: str, fix: st
 class ParameterCheck:
     """Compares an optimizer's parameters and settings between the ranks.
 
-    All of them once, before they are first reduced, and then a part of the parameters now and then:
-    every so many steps, 0 for never. `settings` returns (name, value) of the settings as they are;
-    `compares` False leaves all of it out.
+    All of them are compared once, before their first reduction, and then a part of the parameters
+    after each `every` steps, 0 for never. `settings` returns (name, value) of the present settings;
+    with `compares=False` nothing is compared.
     """
 
     def __init__(
@@ -176,25 +176,25 @@ class ParameterCheck:
         self._compared: dict[Tensor, str] = {}
         self._written: set[str] = set()
         self._steps = self._due = 0
-        # The number of the parameter with which the next running check begins.
+        # The number of the first parameter in the next running check.
         self._next = 0
 
     def add(self, named: Sequence[Named]) -> None:
-        """Have parameters compared at the next reduction."""
+        """Add parameters, to be compared at the next reduction."""
         if self._compares:
             self._new.update((parameter, name) for name, parameter in named)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Leave parameters out from now on."""
+        """Stop comparing these parameters."""
         for parameter in parameters:
             self._new.pop(parameter, None)
             self._compared.pop(parameter, None)
 
     def run(self) -> bool:
-        """Compare what is new, and the settings; collective if anything is new.
+        """Compare new parameters and the settings; collective if there are new parameters.
 
-        Returns whether it was, and all ranks took part.
-        CollectiveMismatchError: on every rank, if parameters or settings differ.
+        Returns whether there were any, and all ranks took part. Raises CollectiveMismatchError on
+        every rank if parameters or settings differ.
         """
         if not self._new or _is_capturing(self._new):
             return False
@@ -203,14 +203,14 @@ class ParameterCheck:
         everywhere = require_equal_parameters(
             self._group, named, fix=fix, settings=self._described()
         )
-        # A rank that has joined compares at its own first step, for which it needs all others.
+        # A rank that has joined compares at its own first step, and needs all others for it.
         if everywhere:
             self._compared.update(self._new)
             self._new = {}
         return everywhere
 
     def note_settings(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """Return what is in the optimizer's groups besides parameters, before its step."""
+        """Return the entries of the optimizer's groups, except parameters, before its step."""
         if not self._compares:
             return []
         return [
@@ -221,7 +221,7 @@ class ParameterCheck:
     def note_written(
         self, optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Compare no setting from now on that the optimizer's own step has written, as its rate."""
+        """Stop comparing settings, such as the rate, that the optimizer's own step has written."""
         for i, (group, old) in enumerate(zip(optimizer.param_groups, before, strict=False)):
             for key, value in old.items():
                 if group.get(key) is not value:
@@ -233,9 +233,9 @@ class ParameterCheck:
         ]
 
     def run_again(self) -> None:
-        """Count a step, and compare a part of the parameters if it is time; collective then.
+        """Count one step, and compare a part of the parameters if it is time; collective then.
 
-        CollectiveMismatchError: on every rank, if they differ.
+        Raises CollectiveMismatchError on every rank if parameters or settings differ.
         """
         self._steps += 1
         self._due += 1
@@ -253,7 +253,7 @@ class ParameterCheck:
         )
 
     def _next_part(self) -> list[Named]:
-        """Return the parameters that are compared this time."""
+        """Return the parameters for this comparison."""
         named = [(name, p.detach()) for p, name in self._compared.items() if has_bits(p)]
         part: list[Named] = []
         while len(part) < len(named) and sum(p.nbytes for _, p in part) < _PART_BYTES:
@@ -263,5 +263,5 @@ class ParameterCheck:
 
 
 def _is_capturing(parameters: Iterable[Tensor]) -> bool:
-    """Return whether a CUDA graph is being captured, which can hold no copy to the host."""
+    """Return whether a CUDA graph is being captured, which cannot contain a copy to the host."""
     return any(each.is_cuda for each in parameters) and torch.cuda.is_current_stream_capturing()
