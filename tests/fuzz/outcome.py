@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
-from tests.fuzz.values import Arg, Memory
+from collectives import CollectiveMismatchError
+from tests.fuzz.values import ODD_TENSORS, ODD_VALUES, Look
 
 EXAMPLES = os.environ.get("FUZZ_EXAMPLES")
 # The same few examples in every run, so that CI does not change its mind; FUZZ_EXAMPLES=1000 looks
@@ -22,40 +25,88 @@ SETTINGS = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-REJECTIONS = (TypeError, ValueError)
+REJECTIONS = (TypeError, ValueError, NotImplementedError, CollectiveMismatchError)
 
 
-class Recipe(NamedTuple):
-    """A call that can be made any number of times."""
+@dataclass
+class Call:
+    """The arguments of a call that is right."""
 
-    function: Callable[..., Any]
-    args: tuple[Arg, ...]
-    kwargs: dict[str, Arg]
+    args: list[Any] = field(default_factory=list)
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        shown = [*map(repr, self.args), *(f"{key}={arg}" for key, arg in self.kwargs.items())]
-        return f"{getattr(self.function, '__name__', self.function)}({', '.join(shown)})"
+    def get(self, key: int | str) -> Any:
+        """Return an argument, by its place or its name."""
+        return self.args[key] if isinstance(key, int) else self.kwargs[key]
 
-    def build(self, memory: Memory) -> tuple[list[Any], dict[str, Any]]:
-        args = [arg.make(memory) for arg in self.args]
-        return args, {key: arg.make(memory) for key, arg in self.kwargs.items()}
+    def put(self, key: int | str, value: Any) -> None:
+        """Replace an argument."""
+        into: Any = self.args if isinstance(key, int) else self.kwargs
+        into[key] = value
 
 
-class Snapshot:
-    """The bits of everything that a call was given, and how often each tensor was written."""
+def right(*args: Any, **kwargs: Any) -> Call:
+    """Return a right call: optional arguments are passed, too, so that each has its turn."""
+    return Call(list(args), kwargs)
 
-    def __init__(self, memory: Memory) -> None:
-        self._tensors = [*memory.slots.values(), *memory.made]
-        self._before = [_bits(tensor) for tensor in self._tensors]
 
-    def changed(self) -> list[str]:
-        """What differs now."""
-        after = map(_bits, self._tensors)
-        return [
-            f"{tuple(t.shape)} {t.dtype}"
-            for t, a, b in zip(self._tensors, after, self._before, strict=True)
-            if a != b
-        ]
+def wrong_calls(
+    name: str, make: Callable[[], Call], *, huge: bool = True
+) -> Iterator[tuple[str, Call]]:
+    """Yield the right call, and others with one odd argument each, the same ones on every rank.
+
+    Odd tensors stand in the place of tensors, and of one in a list; odd values in any.
+
+    huge: whether numbers beyond what memory holds are among them.
+    """
+    yield "as it is", make()
+    draw, many = random.Random(name), int(EXAMPLES or 12)
+    values = [v for v in ODD_VALUES if huge or type(v) is not int or abs(v) < 2**31]
+    keys: list[int | str] = [*range(len(make().args)), *make().kwargs]
+    for key in keys:
+        for value in draw.sample(values, min(many, len(values))):
+            call = make()
+            call.put(key, value)
+            yield f"{key}={value!r}", call
+        for kind in draw.sample(list(ODD_TENSORS), min(many, len(ODD_TENSORS))):
+            call = make()
+            old = call.get(key)
+            first = old[0] if isinstance(old, list) and old else old
+            if not isinstance(first, Tensor):
+                break
+            odd = ODD_TENSORS[kind](Look(tuple(first.shape), first.dtype))
+            call.put(key, odd if first is old else [*old[:-1], odd])
+            yield f"{key}={kind}", call
+
+
+def attempt(function: Callable[..., Any], call: Call, *, reads_only: bool = False) -> Any:
+    """Make the call: (its answer, None) or (None, a documented error that changed nothing).
+
+    reads_only: an answer must have changed nothing either.
+    """
+    tensors = list(_tensors_in([call.args, call.kwargs]))
+    before = [_bits(tensor) for tensor in tensors]
+    try:
+        answer = function(*call.args, **call.kwargs)
+        answer = answer.wait() if hasattr(answer, "wait") else answer
+        rejection = None
+    except REJECTIONS as error:
+        answer, rejection = None, error
+    assert rejection is None or str(rejection), f"{type(rejection).__name__} without a text"
+    if rejection is not None or reads_only:
+        changed = [t.shape for t, bits in zip(tensors, before, strict=True) if _bits(t) != bits]
+        assert not changed, f"{rejection or 'answered'}, but changed: {changed}"
+    return answer, rejection
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
 
 
 def _bits(tensor: Tensor) -> Any:
@@ -74,31 +125,3 @@ def _bits(tensor: Tensor) -> Any:
 def _raw(tensor: Tensor) -> bytes:
     """All of the memory that the tensor lies in."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()
-
-
-def attempt(
-    recipe: Recipe,
-    rejections: Sequence[type[BaseException]] = REJECTIONS,
-    *,
-    reads_only: bool = False,
-    seed: int = 0,
-) -> tuple[Any, BaseException | None]:
-    """Make the call: (its answer, None) or (None, a documented error that changed nothing).
-
-    reads_only: an answer must have changed nothing either.
-    """
-    memory = Memory(seed)
-    args, kwargs = recipe.build(memory)
-    before = Snapshot(memory)
-    answer: Any = None
-    rejection: BaseException | None = None
-    try:
-        answer = recipe.function(*args, **kwargs)
-    except tuple(rejections) as error:
-        rejection = error
-    if rejection is not None:
-        assert str(rejection), f"{type(rejection).__name__} without a text"
-    if rejection is not None or reads_only:
-        changed = before.changed()
-        assert not changed, f"{rejection or 'answered'}, but changed: {changed}"
-    return answer, rejection

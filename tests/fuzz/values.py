@@ -1,87 +1,24 @@
-"""What the fuzzers pass: arguments that are right, nearly right, and not right at all.
-
-An `Arg` is a recipe: `make(memory)` builds the value anew, so that every rank gets its own and what
-was passed can be told from what is there afterwards. Tensors are cut from a few slots of one
-memory, so that arguments alias and overlap.
-"""
+"""Arguments that are nearly right, and not right at all."""
 
 from __future__ import annotations
 
 import fractions
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
-SLOT_BYTES = 1024
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
-SHAPES = ((6,), (2, 3), (1,), (), (0,), (3, 0), (7,), (13,))
 SPECIAL = (0.0, -0.0, 1.0, math.nan, math.inf, 1e-45, 1e-38, 6.5e4, -3.0, 1e19)
 
 
 class Look(NamedTuple):
-    """Shape and dtype that the tensors of one call mostly share."""
+    """The shape and dtype of the right tensor that an odd one stands for."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-@dataclass
-class Memory:
-    """What the tensors of one call lie in."""
-
-    seed: int = 0
-    slots: dict[int, Tensor] = field(default_factory=dict)
-    made: list[Tensor] = field(default_factory=list)
-
-    def slot(self, number: int) -> Tensor:
-        """SLOT_BYTES bytes that hold small float32 numbers."""
-        if number not in self.slots:
-            values = torch.arange(SLOT_BYTES // 4, dtype=torch.float32) - 100.0 * number + self.seed
-            self.slots[number] = values.view(torch.uint8)
-        return self.slots[number]
-
-    def add(self, tensor: Tensor) -> Tensor:
-        self.made.append(tensor)
-        return tensor
-
-
-@dataclass(frozen=True)
-class Arg:
-    """How one argument is made; `text` is what a failure shows."""
-
-    text: str
-    make: Callable[[Memory], Any]
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def constant(value: Any) -> Arg:
-    """The same object for every call."""
-    return Arg(repr(value), lambda memory: value)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return math.prod(shape)
-
-
-def plain(look: Look, slot: int, shift: int = 0) -> Arg:
-    """A contiguous tensor `shift` elements into a slot."""
-
-    def make(memory: Memory) -> Tensor:
-        size = look.dtype.itemsize
-        start = 64 + shift * size
-        part = memory.slot(slot)[start : start + _numel(look.shape) * size]
-        return memory.add(part.view(look.dtype).view(look.shape))
-
-    return Arg(f"<{look.shape} {look.dtype} slot {slot}+{shift}>", make)
 
 
 class Subclass(Tensor):
@@ -89,9 +26,9 @@ class Subclass(Tensor):
 
 
 def _fresh(look: Look) -> Tensor:
-    values = torch.tensor(SPECIAL, dtype=torch.float64).repeat(2)[: _numel(look.shape)]
+    values = torch.tensor(SPECIAL, dtype=torch.float64).repeat(10)[: math.prod(look.shape)]
     if not (look.dtype.is_floating_point or look.dtype.is_complex):
-        values = torch.arange(_numel(look.shape), dtype=torch.float64)
+        values = torch.arange(math.prod(look.shape), dtype=torch.float64)
     return values.to(look.dtype).reshape(look.shape)
 
 
@@ -209,85 +146,3 @@ ODD_VALUES: tuple[Any, ...] = (
     NotImplemented,
     ...,
 )
-
-
-def _odd_tensor(name: str, look: Look) -> Arg:
-    return Arg(
-        f"<{name} {look.shape} {look.dtype}>", lambda memory: memory.add(ODD_TENSORS[name](look))
-    )
-
-
-looks = st.builds(
-    Look,
-    st.sampled_from((*SHAPES[:2], *SHAPES)),
-    st.sampled_from((*FLOATS, torch.float32, *DTYPES)),
-)
-float_looks = st.builds(Look, st.sampled_from((*SHAPES[:2], *SHAPES)), st.sampled_from(FLOATS))
-
-
-def sometimes(
-    rarely: st.SearchStrategy[Arg], mostly: st.SearchStrategy[Arg], one_in: int = 12
-) -> st.SearchStrategy[Arg]:
-    """`rarely` in one draw of so many."""
-    return st.integers(0, one_in - 1).flatmap(lambda n: rarely if n == one_in - 1 else mostly)
-
-
-def odd(look: Look) -> st.SearchStrategy[Arg]:
-    """Anything: half of it tensors."""
-    tensors = st.sampled_from([_odd_tensor(name, look) for name in ODD_TENSORS])
-    return tensors | st.sampled_from([constant(value) for value in ODD_VALUES])
-
-
-def tensor(look: Look) -> st.SearchStrategy[Arg]:
-    """Mostly a tensor of this look; else one of another dtype or an odd thing."""
-    places = st.builds(plain, st.just(look), st.integers(0, 3), st.sampled_from((0, 0, 0, 1)))
-    other = st.builds(plain, looks, st.integers(0, 3))
-    return sometimes(odd(look) | other, places)
-
-
-def optional(look: Look) -> st.SearchStrategy[Arg]:
-    """An output: often None."""
-    return st.just(constant(None)) | tensor(look)
-
-
-def _listed(kind: type, parts: Sequence[Arg]) -> Arg:
-    return Arg(repr(kind(parts)), lambda memory: kind(part.make(memory) for part in parts))
-
-
-def tensors(look: Look) -> st.SearchStrategy[Arg]:
-    """Mostly a list of tensors of this look, in slots of their own; else an odd thing."""
-    apart = st.lists(st.integers(0, 5), unique=True, max_size=4).flatmap(
-        lambda slots: st.just([plain(look, slot) for slot in slots])
-    )
-    mixed = st.lists(tensor(look), max_size=4)
-    kinds = st.sampled_from((list, list, list, tuple))
-    lists = st.builds(_listed, kinds, apart) | st.builds(_listed, kinds, mixed)
-    return sometimes(odd(look), lists)
-
-
-def value(*good: Any) -> st.SearchStrategy[Arg]:
-    """Mostly one of these constants; else an odd thing."""
-    return sometimes(
-        odd(Look((6,), torch.float32)), st.sampled_from([constant(each) for each in good])
-    )
-
-
-def flag() -> st.SearchStrategy[Arg]:
-    """`found_inf`: None, one float32, or wrong."""
-    right = plain(Look((), torch.float32), 5, 30)
-    return sometimes(
-        odd(Look((), torch.float32)), st.sampled_from([constant(None), constant(None), right])
-    )
-
-
-def segments(look: Look) -> st.SearchStrategy[Arg]:
-    """Boundaries over the elements of a tensor, and boundaries that are not."""
-    numel = _numel(look.shape)
-    inner = st.lists(st.integers(0, max(numel, 1)), max_size=3)
-    made = st.builds(
-        lambda cuts, end, kind: constant(kind([0, *sorted(cuts), end])),
-        inner.map(lambda cuts: [min(cut, numel) for cut in cuts]),
-        st.sampled_from((numel, numel, numel, numel, numel + 1)),
-        st.sampled_from((list, tuple)),
-    )
-    return sometimes(odd(look), st.just(constant(None)) | made, 6)
