@@ -53,9 +53,7 @@ NIGHTLY = (
     "accuracy",
     "adasum/check",
     "adasum/gradient_recorder",
-    "adasum/horovod/test_functions_in_processes.py",
     "adasum/optimizer/test_mutations.py",
-    "adasum/optimizer/test_soak.py",
     "adasum/optimizer/test_trainings.py",
     "adasum/optimizer/test_tree_order.py::test_trainings_on_any_number",
     "adasum/test_ddp_fsdp.py",
@@ -132,7 +130,6 @@ FOR_CI = (
     "processes/test_conformance.py::test_transport[mixed",
     "processes/test_limits.py::test_rank_without_memory_in_init",
     "processes/test_one_process.py::test_adasum_log_info",
-    "processes/test_specs.py::test_sum_and_average[6",
     "processes/test_subgroups.py::test_processes[gloo",
 )
 

@@ -155,25 +155,6 @@ def test_direct_has_the_same_bits_by_every_way_and_in_every_run(size: int) -> No
 
 
 @pytest.mark.usefixtures("by_messages")
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_complex_vectors_count_as_their_reals(size: int) -> None:
-    twice = tuple(2 * bound for bound in BOUNDS)
-    inputs = [torch.complex(v, v.flip(0)) for v in vectors("common", size, torch.float32)]
-
-    def work(group: Group) -> list[Tensor]:
-        mine, reals = (inputs[group.rank].clone() for _ in range(2))
-        group.all_reduce(mine, Adasum, algorithm="direct", segments=BOUNDS)
-        # Another number of slices' elements, so that only the values are alike.
-        flat = torch.view_as_real(reals).view(-1)
-        group.all_reduce(flat, Adasum, algorithm="direct", segments=twice)
-        return [mine, reals]
-
-    for one, other in run_threads(size, work):
-        bound = torch.finfo(torch.float32).eps * other.abs()
-        assert ((one - other).abs() <= bound).all()
-
-
-@pytest.mark.usefixtures("by_messages")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_float64_takes_the_steps_and_bits_of_vhdd(dtype: torch.dtype) -> None:
     def work(group: Group) -> None:
@@ -187,79 +168,6 @@ def test_float64_takes_the_steps_and_bits_of_vhdd(dtype: torch.dtype) -> None:
         assert answers[0] == answers[1] and steps[0] == steps[1]
 
     run_threads(5, work)
-
-
-@pytest.mark.usefixtures("by_messages")
-@pytest.mark.parametrize(
-    ("op", "kind", "steps"),
-    [
-        (Sum, "common", 2),
-        (Max, "common", 2),
-        (Adasum, "common", 3),
-        (Adasum, "opposed 1e-06", 3),
-    ],
-    ids=str,
-)
-def test_steps_are_two_and_an_exchange_of_tables(op: Reducer, kind: str, steps: int) -> None:
-    def work(group: Group) -> None:
-        mine = vectors(kind, 4, torch.float32)[group.rank].clone()
-        before = group.transport.steps
-        group.all_reduce(mine, op, algorithm="direct", segments=BOUNDS)
-        assert group.transport.steps - before == steps
-
-    run_threads(4, work)
-
-
-@pytest.mark.usefixtures("by_messages")
-@pytest.mark.parametrize("numel", [0, 1, 2, 3, 7])
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_fewer_elements_than_ranks_are_the_tree(size: int, numel: int) -> None:
-    inputs = [vector[200:][:numel] for vector in vectors("common", size, torch.float32)]
-
-    def work(group: Group) -> list[Tensor]:
-        found = []
-        for name in ("direct", "direct#3", "rd"):
-            found.append(group.all_reduce(inputs[group.rank].clone(), Adasum, algorithm=name))
-        return found
-
-    for one, shards, other in run_threads(size, work):
-        assert torch.equal(one, shards)
-        # Each of both is within the contract's 100 eps of the tree.
-        assert (one - other).norm() <= 200 * torch.finfo(torch.float32).eps * other.norm()
-
-
-@pytest.mark.usefixtures("by_messages")
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_segment(poison: float) -> None:
-    def work(group: Group) -> None:
-        clean, poisoned = (vectors("common", 5, torch.float32)[group.rank] for _ in range(2))
-        if group.rank == 2:
-            poisoned[500] = poison
-        for tensor in (clean, poisoned):
-            group.all_reduce(tensor, Adasum, algorithm="direct", segments=BOUNDS)
-        assert poisoned[130:900].isnan().all()
-        for here in (slice(130), slice(900, None)):
-            assert torch.equal(poisoned[here], clean[here])
-
-    run_threads(5, work)
-
-
-@everywhere
-def test_zero_vectors_are_the_identity_and_a_joined_rank_counts(way: str) -> None:
-    (vector,) = vectors("apart", 1, torch.float32)
-
-    def work(group: Group) -> None:
-        if group.rank == 1:
-            group.join((Adasum,))
-            return
-        mine = (1 + group.rank) * vector
-        group.all_reduce(mine, Adasum, algorithm="direct", segments=BOUNDS)
-        # The first pair stands for two ranks, one of which has joined: (2 · 1 + 1 · 3) / 3.
-        # The coefficients and the sum round three times, half an eps each, once to the dtype.
-        assert ((mine - vector * (5 / 3)).abs() <= 2 * 2.0**-23 * mine.abs()).all()
-        group.join((Adasum,))
-
-    run(way, 3, work)
 
 
 class Pairs(AdasumReducer):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adasum import Adasum
-from collectives import Average, Group, run_threads
+from collectives import Group, run_threads
 from collectives.schedules import direct
 from collectives.schedules.topology import Topology
 from tests.adasum.test_direct import (
@@ -89,20 +89,6 @@ def test_nodes_that_average_inside_are_joined_by_direct() -> None:
     assert (first - other).norm() <= 200 * torch.finfo(torch.float32).eps * other.norm()
 
 
-@pytest.mark.parametrize("numel", [0, 1, 3, 7])
-def test_fewer_elements_than_ranks_are_the_tree(numel: int) -> None:
-    inputs = [vector[200:][:numel] for vector in vectors("common", 8, torch.float32)]
-
-    def work(group: Group) -> list[Tensor]:
-        names = ("direct", "direct#3", "rd")
-        return [group.all_reduce(inputs[group.rank].clone(), Adasum, algorithm=n) for n in names]
-
-    for one, shards, other in run_threads(8, work, local_size=2):
-        assert torch.equal(one, shards)
-        # Each of both is within the contract's 100 eps of the tree.
-        assert (one - other).norm() <= 200 * torch.finfo(torch.float32).eps * other.norm()
-
-
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_node_whose_vectors_leave_nothing_is_the_identity(dtype: torch.dtype) -> None:
     """The answer is the other node's ranks'."""
@@ -115,46 +101,3 @@ def test_a_node_whose_vectors_leave_nothing_is_the_identity(dtype: torch.dtype) 
     first, *rest = run_threads(8, work, local_size=4)
     assert {bits(each) for each in rest} == {bits(first)}
     check(first, defined(others), dtype)
-
-
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_segment(poison: float) -> None:
-    def work(group: Group) -> None:
-        clean, poisoned = (vectors("common", 16, torch.float32)[group.rank] for _ in range(2))
-        if group.rank == 11:
-            poisoned[500] = poison
-        for tensor in (clean, poisoned):
-            group.all_reduce(tensor, Adasum, algorithm="direct", segments=BOUNDS)
-        assert poisoned[130:900].isnan().all()
-        for here in (slice(130), slice(900, None)):
-            assert torch.equal(poisoned[here], clean[here])
-
-    run_threads(16, work, local_size=2)
-
-
-def test_a_joined_rank_counts_and_is_the_identity() -> None:
-    (vector,) = vectors("apart", 1, torch.float32)
-
-    def work(group: Group) -> None:
-        if group.rank == 1:
-            group.join((Adasum,))
-            return
-        mine = (1 + group.rank) * vector
-        group.all_reduce(mine, Adasum, algorithm="direct", segments=BOUNDS)
-        # (1 and nothing, then 3 and 4): (1 + 3.5) / 2.
-        assert ((mine - vector * 2.25).abs() <= 3 * 2.0**-23 * mine.abs()).all()
-        group.join((Adasum,))
-
-    run("threads", 4, work, topology=Topology(4, 2))
-
-
-def test_average_over_nodes_is_one_pass_in_rank_order() -> None:
-    def work(group: Group) -> None:
-        inputs = vectors("common", 4, torch.float16)
-        answers = [
-            group.all_reduce(inputs[group.rank].clone(), Average, algorithm=name)
-            for name in ("direct", "direct#2", "psgpu#2")
-        ]
-        assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
-
-    run_threads(4, work, local_size=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -182,41 +181,6 @@ def test_orthogonality_of_what_goes_by_direct_takes_no_norms(
     assert results[1] == results[0] == results[2]
 
 
-def test_a_segment_that_is_not_finite_has_nan_alone() -> None:
-    def run(group: Group) -> tuple[ObservedGram | None, list[float]]:
-        mine = [torch.tensor([math.inf if group.rank else 1.0, 1.0]), torch.eye(3)[group.rank]]
-        ratios = orthogonality.orthogonality(mine).tolist()
-        return reduce(group, adasum.Adasum, mine, algorithm="direct"), ratios
-
-    for gram, ratios in run_threads(3, run):
-        assert gram is not None
-        assert gram.result_norms[0].isnan() and math.isnan(ratios[0])
-        assert gram.result_norms[1].item() == pytest.approx(math.sqrt(3), rel=1000 * EPS)
-
-
-@pytest.mark.parametrize("algorithm", ["auto", "direct"])
-def test_a_rank_that_has_joined_has_rows_of_zeros(algorithm: str) -> None:
-    """By `auto`, too, which takes other algorithms by messages than in shared memory."""
-
-    def run(group: Group) -> ObservedGram | None:
-        if group.rank == 1:
-            group.join([adasum.Adasum])
-            return None
-        mine = [torch.full((100_000,), float(group.rank + 1)), torch.ones(2)]
-        gram = reduce(group, adasum.Adasum, mine, algorithm=algorithm)
-        group.join()
-        return gram
-
-    for rank, gram in enumerate(run_threads(4, run)):
-        if rank == 1:
-            continue
-        assert gram is not None
-        assert gram.norms[1].tolist() == pytest.approx(
-            [math.sqrt(2), 0, math.sqrt(2), math.sqrt(2)]
-        )
-        assert gram.products[0, 0, 3].item() == 4e5 and gram.products[0, 1].count_nonzero() == 0
-
-
 def train(group: Group, observer: object, steps: int, **options: Any) -> list[list[Tensor]]:
     """Train with the observer; return each step's gradients of this rank before the reduction."""
     model, sent = make_model(), []
@@ -303,29 +267,3 @@ def test_recorder_of_copies_has_adasums_ratio_of_unweighted_reductions() -> None
         for ratio, weighted in zip(found, (False, True), strict=True):
             want = tree([one, two, three], weighted=weighted).square().sum().item() / (14 * 8)
             assert ratio == pytest.approx(want, rel=1000 * EPS)
-
-
-def test_process_set_and_a_change_of_observer_between_steps_work() -> None:
-    def run(group: Group) -> int | None:
-        part = adasum.add_process_set([0, 2, 3])
-        if group.rank == 1:
-            return None
-        model = make_model()
-        optimizer = adasum.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            model.named_parameters(),
-            op=adasum.Adasum,
-            process_set=part,
-            algorithm="direct",
-        )
-        observer = Keeps()
-        for step in range(4):
-            optimizer.set_observer(observer if step % 2 else None)  # type: ignore[arg-type]
-            optimizer.zero_grad()
-            model(torch.randn(4, 5)).square().mean().backward()
-            optimizer.step()
-        assert all(gram.norms.shape[1] == 3 for _, gram in observer.seen)
-        return len(observer.seen)
-
-    counts = [count for count in run_threads(4, run) if count is not None]
-    assert len(counts) == 3 and counts[0] > 0 and len(set(counts)) == 1

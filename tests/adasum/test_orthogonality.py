@@ -14,7 +14,6 @@ import adasum
 import collectives
 from adasum.orthogonality import Recorder, Row, orthogonality
 from tests.adasum.definition import OPTIMIZERS, loss_of, make_model, tolerance, tree
-from tests.adasum.trainings import WAYS
 
 # One per layer: 0-d, matrix, more than a cache line, and none of them a multiple of a slot.
 SHAPES = [(), (3, 5), (1000,), (7,)]
@@ -149,23 +148,6 @@ def test_recorder_with_copies_records_adasums_ratio_under_any_op(op: collectives
         assert_close(ratios, [d, c, b, a], torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("op", "orthogonal", "equal"),
-    [(collectives.Sum, 1.0, 4.0), (collectives.Average, 1 / 16, 1 / 4)],
-)
-def test_recorder_without_copies_records_the_ratio_of_the_observed_reduction(
-    op: collectives.Reducer, orthogonal: float, equal: float
-) -> None:
-    def run(group: collectives.Group) -> list[float]:
-        recorder = Recorder()
-        tensors = [torch.eye(4)[group.rank], torch.ones(3)]
-        token = recorder.before_reduction(["orthogonal", "equal"], tensors)
-        recorder.after_reduction(token, group.grouped_all_reduce(tensors, op))
-        return [row.ratio for row in recorder.rows]
-
-    assert collectives.run_threads(4, run) == [[orthogonal, equal]] * 4
-
-
 def test_recorder_under_two_levels_divides_by_the_square_of_the_local_size() -> None:
     def run(group: collectives.Group) -> list[float]:
         recorder = Recorder()
@@ -177,16 +159,6 @@ def test_recorder_under_two_levels_divides_by_the_square_of_the_local_size() -> 
 
     for ratios in collectives.run_threads(4, run, local_size=2):
         assert_close(ratios, [1 / 4, 1 / 4], torch.float32)
-
-
-def test_recorder_of_a_tensor_absent_in_some_steps_counts_its_own_steps() -> None:
-    recorder = Recorder(every=2, group=collectives.run_threads(1, lambda group: group)[0])
-    for names in (["a", "b"], ["a"], ["a", "b"], ["b"]):
-        recorder.before_reduction(names, [torch.ones(1)] * len(names))
-    assert recorder.before_reduction(["a"], [torch.ones(1)]) is None
-    token = recorder.before_reduction(["a", "b"], [torch.ones(1)] * 2)
-    assert token is not None
-    assert token[0] == [(4, "a")]
 
 
 def of_step(rank: int, method: str) -> list[Tensor]:
@@ -238,39 +210,3 @@ def test_recorder_set_on_an_optimizer_records_its_reductions(
     names = [name for name, _ in make_model().named_parameters()]
     want = definition(size, lambda rank: of_step(rank, method))
     assert_close([first[name] for name in names], want, torch.float64)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_recorder_on_ranks_with_different_backward_paths_records_the_same_rows(way: str) -> None:
-    """One rank starts every bucket in backward, the other starts the rest in step()."""
-
-    def run(group: collectives.Group) -> list[Row]:
-        model = make_model()
-        op, options = WAYS[way]
-        optimizer = adasum.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            model.named_parameters(),
-            op=getattr(adasum, op),
-            groups=4,
-            **options,
-        )
-        recorder = Recorder(every=1)
-        optimizer.set_observer(recorder)
-        for step in range(2):
-            optimizer.zero_grad()
-            if (group.rank + step) % 2:
-                loss_of(model, group.rank, step).backward()
-            else:
-                model[2](torch.ones(1, 5, dtype=torch.float64)).sum().backward()
-            optimizer.step()
-        return recorder.rows
-
-    results = collectives.run_threads(2, run)
-    assert results[0] == results[1]
-    assert [row.step for row in results[0]] == [0] * 4 + [1] * 4
-
-
-@pytest.mark.parametrize("every", [0, -1, 1.5, True])
-def test_recorder_with_every_not_a_positive_int_raises(every: object) -> None:
-    with pytest.raises(ValueError, match="every must be an int >= 1"):
-        Recorder(every)  # type: ignore[arg-type]

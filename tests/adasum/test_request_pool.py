@@ -6,12 +6,11 @@ import gc
 import weakref
 from functools import partial
 
-import pytest
 import torch
 
 from adasum import Adasum, Average, Sum
 from adasum.request_pool import RequestPool, StartedRequest
-from collectives import CollectiveMismatchError, Group, Reducer, run_threads
+from collectives import Group, Reducer, run_threads
 from collectives.requests import Request
 
 NUMEL = 1000
@@ -70,34 +69,6 @@ def test_pool_with_two_equal_reductions_in_flight_keeps_them_apart() -> None:
             for reduction in [start(pool, group, buffer) for buffer in buffers]:
                 reduction.wait()
             assert [buffer[0].item() for buffer in buffers] == [0.0, 2.0]
-
-    run_threads(2, run)
-
-
-def test_pool_of_ranks_with_different_histories_matches_the_direct_call() -> None:
-    def run(group: Group) -> None:
-        pool = RequestPool()
-        for step in range(3):
-            buffer = torch.ones(NUMEL)
-            if group.rank == 0 or step == 2:
-                start(pool, group, buffer).wait()
-            else:
-                group.all_reduce(buffer, Sum, name="bucket", segments=[0, 10, NUMEL])
-            assert torch.equal(buffer, torch.full((NUMEL,), 2.0))
-
-    run_threads(2, run)
-
-
-def test_pool_after_a_mismatch_works_again() -> None:
-    def run(group: Group) -> None:
-        pool = RequestPool()
-        buffer = torch.ones(NUMEL)
-        start(pool, group, buffer).wait()
-        with pytest.raises(CollectiveMismatchError, match="ranks disagree"):
-            start(pool, group, buffer, name=f"bucket of {group.rank}").wait()
-        assert torch.equal(buffer, torch.full((NUMEL,), 2.0))
-        start(pool, group, buffer).wait()
-        assert torch.equal(buffer, torch.full((NUMEL,), 4.0))
 
     run_threads(2, run)
 

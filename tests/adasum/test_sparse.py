@@ -92,17 +92,6 @@ def test_sparse_allreduce_async_on_a_process_set_reduces_over_its_ranks() -> Non
     run_threads(3, run)
 
 
-def test_sparse_all_reduce_with_joined_ranks_adds_nothing_for_them() -> None:
-    def run(group: Group) -> None:
-        tensor = torch.sparse_coo_tensor([[group.rank]], [6.0], (3,))
-        if group.rank:
-            answer = sparse_all_reduce_async(group, tensor, hvd.Average).wait()
-            assert answer.to_dense().tolist() == [0.0, 2.0, 2.0]
-        hvd.join()
-
-    run_threads(3, run)
-
-
 def test_sparse_all_reduce_with_bad_arguments_raises() -> None:
     def run(group: Group) -> None:
         entry = torch.sparse_coo_tensor([[0]], [1.0], (3 + group.rank,))
@@ -114,13 +103,3 @@ def test_sparse_all_reduce_with_bad_arguments_raises() -> None:
             sparse_all_reduce_async(group, entry, hvd.Sum, "e").wait()
 
     run_threads(2, run)
-
-
-def test_sparse_average_of_integers_truncates_as_the_dense_one() -> None:
-    def run(group: Group) -> tuple[list[int], list[int]]:
-        values = torch.tensor([3 + group.rank, -3 - group.rank])
-        entries = torch.sparse_coo_tensor([[0, 2]], values, (3,))
-        sparse = sparse_all_reduce_async(group, entries, hvd.Average).wait().to_dense()
-        return sparse.tolist(), group.all_reduce(entries.to_dense(), hvd.Average).tolist()
-
-    assert run_threads(2, run) == [([3, 0, -3], [3, 0, -3])] * 2

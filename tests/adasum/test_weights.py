@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,7 +14,7 @@ import adasum as hvd
 from adasum import Adasum, AdasumReducer
 from collectives import CollectiveMismatchError, Group, calls, run_threads
 from collectives.execution.executor import CallContext, Workspace, execute
-from collectives.schedules import halving, ring
+from collectives.schedules import halving
 from collectives.schedules.algorithm import Order
 from collectives.schedules.registry import ALGORITHMS, ORDERED
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
@@ -141,29 +140,6 @@ def test_weighted_and_not_of_a_power_of_two_have_equal_bits(size: int) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_reduce_scatter_requests_and_groups_of_tensors_weigh_alike() -> None:
-    vectors = inputs(5)
-    want = tree(vectors)
-
-    def work(group: Group) -> list[Tensor]:
-        mine = vectors[group.rank].clone()
-        pieces = group.all_gather(group.reduce_scatter(mine, Adasum))
-        request = group.all_reduce_init(mine, Adasum)
-        answers = [pieces]
-        for _ in range(2):
-            mine.copy_(vectors[group.rank])
-            request.start()
-            request.wait()
-            answers.append(mine.clone())
-        both = [vectors[group.rank].clone(), torch.ones(3)]
-        answers.append(group.grouped_all_reduce(both, Adasum)[0])
-        return answers
-
-    for answers in run_threads(5, work):
-        for answer in answers:
-            assert relative_error(answer, want) <= tolerance(torch.float64)
-
-
 def test_a_joined_rank_counts_and_its_zeros_are_the_identity() -> None:
     """Rank 2 of a line of three ranks stands beside two, one of which has joined."""
     (vector,) = inputs(1)
@@ -221,26 +197,6 @@ def test_optimizer_steps_by_weighted_and_by_unweighted_adasum(method: str, weigh
         assert relative_error(answer, want) <= tolerance(torch.float64)
 
 
-def test_functions_and_join_take_a_reducer_that_is_not_weighted() -> None:
-    vectors = inputs(3)
-
-    def work(group: Group) -> Tensor | None:
-        if group.rank == 1:
-            hvd.join()
-            return None
-        answer = hvd.allreduce(vectors[group.rank], op=AdasumReducer(weighted=False))
-        hvd.join()
-        return answer
-
-    want = tree([vectors[0], torch.zeros_like(vectors[0]), vectors[2]], weighted=False)
-    assert relative_error(run_threads(3, work)[0], want) <= tolerance(torch.float64)
-    with pytest.raises(TypeError, match="weighted must be a bool, not int"):
-        AdasumReducer(weighted=1)  # type: ignore[arg-type]
-    # As a checkpoint of a HookState keeps it.
-    kept = pickle.loads(pickle.dumps(UNWEIGHTED))
-    assert (kept.weighted, str(kept)) == (False, "Adasum(weighted=False)")
-
-
 def test_a_schedule_of_ones_own_is_weighed_by_what_verify_derives() -> None:
     """A chain with rank 1 first: it reads as ((1 0) 2), whose weights no step says."""
 
@@ -279,10 +235,3 @@ def test_a_schedule_that_does_not_say_its_weights_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"step 0 \(rd\) of a call does not say how many ranks"):
         run_threads(2, run)
-
-
-def test_steps_of_a_thousand_ranks_say_their_weights() -> None:
-    """A rank's own steps are all that is looked at: of the longest schedule, a line of 1,024."""
-    schedule = ring.linear_all_reduce(1024)
-    reduced_by = [r for step in schedule.steps(1023) for r in step.recvs if r.leaves]
-    assert {r.leaves for r in reduced_by} == {(1, 1023)}

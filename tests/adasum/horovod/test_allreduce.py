@@ -106,23 +106,6 @@ def test_allreduce_with_compression_keeps_the_dtype(compression: Any, dtype: tor
     assert compression.compress(half)[0] is half
 
 
-def test_allgather_and_broadcast_are_right() -> None:
-    def run(rank: int) -> None:
-        gathered = hvd.allgather(torch.full((rank, 2), rank))
-        assert torch.equal(gathered, torch.tensor([[1, 1], [2, 2], [2, 2]]))
-        assert hvd.synchronize(hvd.allgather_async(torch.ones(1))).shape == (3,)
-        given = torch.tensor([rank, 10 * rank])
-        assert hvd.broadcast(given, 2).tolist() == [2, 20]
-        assert given.tolist() == [rank, 10 * rank]
-        assert hvd.synchronize(hvd.broadcast_async(given, 1)).tolist() == [1, 10]
-        assert hvd.broadcast_(given, 1) is given
-        assert given.tolist() == [1, 10]
-        hvd.synchronize(hvd.broadcast_async_(given, 0))
-        hvd.barrier()
-
-    _each(3, run)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_integers_keep_their_dtype_and_round_towards_zero(size: int) -> None:
     """As Horovod's: a factor multiplies in float64, and what it makes is truncated."""
@@ -158,23 +141,6 @@ def test_integers_keep_their_dtype_and_round_towards_zero(size: int) -> None:
         assert hvd.allreduce(apart).tolist() == [total // size, -(total // size)]
 
     _each(size, run)
-
-
-def test_min_max_and_product_are_those_of_all_ranks() -> None:
-    def run(rank: int) -> None:
-        inputs = [_draw(each, 9) for each in range(3)]
-        stacked = torch.stack(inputs)
-        for op, want in (
-            (hvd.Min, stacked.amin(0)),
-            (hvd.Max, stacked.amax(0)),
-            (hvd.Product, inputs[0] * inputs[1] * inputs[2]),
-        ):
-            # By the tree of `rd`, in which ranks 0 and 1 pair first.
-            assert torch.equal(hvd.allreduce(inputs[rank], op=op), want)
-            assert torch.equal(hvd.grouped_allreduce([inputs[rank]], op=op)[0], want)
-        assert hvd.allreduce(torch.tensor([rank == 1]), op=hvd.Max).tolist() == [True]
-
-    _each(3, run)
 
 
 def test_factors_that_differ_between_ranks_raise_on_every_rank() -> None:

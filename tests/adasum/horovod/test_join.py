@@ -12,11 +12,7 @@ import torch
 import adasum as hvd
 from collectives import CollectiveMismatchError, Group, run_threads
 from collectives.reducers import SumReducer
-from collectives.transport import Message, ThreadTransport
 from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model, tolerance, tree
-from tests.processes.harness import run_ranks
-
-KINDS = (hvd.Sum, hvd.Average, hvd.Adasum)
 
 
 def vector(rank: int, step: int, length: int = 50) -> torch.Tensor:
@@ -65,21 +61,6 @@ def uneven(rank: int, size: int, steps: Sequence[int]) -> int:
 def test_uneven_steps_on_threads_average_over_all_ranks(steps: list[int], last: int) -> None:
     size = len(steps)
     assert run_threads(size, lambda group: uneven(group.rank, size, steps)) == [last] * size
-
-
-def process(rank: int, steps: list[int]) -> list[Any]:
-    hvd.init(timeout=30.0)
-    last = uneven(rank, len(steps), steps)
-    trained = train(rank, steps, "Average", "momentum")
-    hvd.shutdown()
-    return [last, trained]
-
-
-@pytest.mark.parametrize("steps", [[1, 3, 2], [1, 2, 1, 3]])
-def test_uneven_steps_in_processes_average_over_all_ranks(steps: list[int]) -> None:
-    results = run_ranks(len(steps), process, steps)
-    most = max(steps)
-    assert [last for last, _ in results] == [steps.index(most)] * len(steps)
 
 
 OPS = {"Sum": hvd.Sum, "Average": hvd.Average, "Adasum": hvd.Adasum}
@@ -206,19 +187,3 @@ def test_rank_that_dies_ends_a_join() -> None:
                 hvd.join()
 
     run_threads(2, run, timeout=1.0)
-
-
-def test_messages_without_joined_ranks_are_no_more_than_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two ranks send two messages each for the sum, and none for the negotiation."""
-    counts = [0, 0]
-    exchange = ThreadTransport.exchange
-
-    def counted(self: ThreadTransport, sends: Sequence[Message], *rest: Any, **more: Any) -> None:
-        counts[self.rank] += len(sends)
-        exchange(self, sends, *rest, **more)
-
-    monkeypatch.setattr(ThreadTransport, "exchange", counted)
-    run_threads(2, lambda group: group.all_reduce(torch.ones(3), algorithm="xring"))
-    assert counts == [2, 2]

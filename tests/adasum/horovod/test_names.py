@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import pickle
 import threading
@@ -67,23 +66,6 @@ def test_name_that_is_under_way_is_free_elsewhere() -> None:
         for handle in handles:
             hvd.synchronize(handle)
         assert all(hvd.poll(handle) for handle in handles)
-
-    run_threads(2, run)
-
-
-def test_name_of_a_call_whose_handle_was_dropped_is_still_under_way() -> None:
-    both = threading.Barrier(2)
-
-    def run(group: Group) -> None:
-        if group.rank == 0:
-            hvd.allreduce_async(torch.ones(4), name="gradient")
-            gc.collect()
-            with pytest.raises(ValueError, match="give this one a name of its own"):
-                hvd.allreduce(torch.ones(4), name="gradient")
-        both.wait(TIMEOUT)
-        if group.rank == 1:
-            hvd.allreduce_async(torch.ones(4), name="gradient")
-        hvd.barrier()
 
     run_threads(2, run)
 

@@ -9,7 +9,6 @@ import adasum as hvd
 from adasum.horovod.process_sets import group_of
 from collectives import CollectiveMismatchError, Group, run_threads
 from tests.adasum.definition import make_model
-from tests.processes.harness import run_ranks
 
 
 def test_process_set_before_and_after_adding_tells_its_state() -> None:
@@ -156,27 +155,6 @@ def every_function(rank: int) -> None:
 
 def test_every_function_on_a_process_set_of_threads_is_right() -> None:
     run_threads(3, lambda group: every_function(group.rank))
-
-
-def process(rank: int) -> list[tuple[int, int]]:
-    even = hvd.ProcessSet([0, 2])
-    hvd.init(timeout=60.0, process_sets=[even, [1]])
-    assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1, 2], 1: [0, 2], 2: [1]}
-    place = (hvd.cross_rank(), hvd.cross_size())
-    assert hvd.is_homogeneous()
-    every_function(rank)
-    sizes = [hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=even) for _ in range(rank != 1)]
-    hvd.barrier()
-    hvd.shutdown()
-    hvd.init(timeout=60.0)
-    assert even.process_set_id is None
-    hvd.shutdown()
-    return [place, (len(sizes), sum(int(s) for s in sizes))]
-
-
-def test_every_function_on_a_process_set_of_processes_is_right() -> None:
-    results = run_ranks(3, process)
-    assert results == [[(0, 1), (1, 2)], [(0, 1), (0, 0)], [(0, 1), (1, 2)]]
 
 
 def test_process_set_across_hosts_has_its_own_local_ranks() -> None:

@@ -186,21 +186,6 @@ def test_broadcast_optimizer_state_of_different_groups_raises_everywhere() -> No
     assert "[2]" in first
 
 
-def test_objects_broadcast_and_gathered_arrive_equal() -> None:
-    thing = {"epoch": 3, "name": "späte", "best": (0.5, None, True), "w": torch.arange(4.0)}
-
-    def run(group: Group) -> None:
-        got = hvd.broadcast_object(thing if group.rank == 2 else None, root_rank=2)
-        assert torch.equal(got["w"], thing["w"])
-        assert {k: v for k, v in got.items() if k != "w"} == {
-            k: v for k, v in thing.items() if k != "w"
-        }
-        mine = "x" * (10 * group.rank)
-        assert hvd.allgather_object(mine) == ["", "x" * 10, "x" * 20]
-
-    run_threads(3, run)
-
-
 SENT = [
     np.float32(1.5),
     np.int64(-3),

@@ -99,27 +99,6 @@ def test_broadcast_parameters_writes_expanded_and_tied_and_strided_tensors() -> 
     run_threads(3, run)
 
 
-DTYPES = [
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.complex32, torch.complex64, torch.complex128),
-]
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_broadcast_parameters_of_any_dtype_gives_the_roots_bits() -> None:
-    def run(group: Group) -> None:
-        raw = torch.arange(64, dtype=torch.uint8)
-        raw = raw % 2 if group.rank else torch.zeros_like(raw)
-        tensors = {str(dtype): raw.clone().view(dtype) for dtype in DTYPES}
-        hvd.broadcast_parameters(tensors, root_rank=1)
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor.view(torch.uint8), torch.arange(64) % 2), name
-
-    run_threads(2, run)
-
-
 @pytest.mark.parametrize(
     ("entry", "text"),
     [
@@ -189,88 +168,12 @@ def test_broadcast_parameters_of_other_entries_raises_on_every_rank_and_names_th
     assert all(each == first for each in others)
 
 
-def test_broadcast_parameters_of_another_dtype_order_or_expansion_raises() -> None:
-    def run(group: Group) -> None:
-        one = group.rank == 1
-        ones, twos = torch.ones(2), torch.ones(2, dtype=torch.float64)
-        with pytest.raises(CollectiveMismatchError, match=r"w is float32 .* and float64 \(2,\)"):
-            hvd.broadcast_parameters({"w": twos if one else ones}, root_rank=0)
-        pairs = [("a", ones), ("b", twos)]
-        with pytest.raises(CollectiveMismatchError, match="the same names in another order"):
-            hvd.broadcast_parameters(pairs[::-1] if one else pairs, root_rank=0)
-        wide = torch.ones(1, 3).expand(4, 3)
-        # What rank 0 has in four rows does not fit in rank 1's one.
-        with pytest.raises(CollectiveMismatchError, match=r"expanded from \(1, 3\)"):
-            hvd.broadcast_parameters({"w": wide if one else wide.clone()}, root_rank=0)
-
-    run_threads(2, run)
-
-
-def test_broadcast_parameters_after_compile_on_one_rank_names_compile() -> None:
-    def run(group: Group) -> None:
-        model: Any = nn.Linear(2, 2)
-        if group.rank == 1:
-            model = torch.compile(model)
-        for state in (model.state_dict(), model.named_parameters()):
-            with pytest.raises(CollectiveMismatchError, match=r"torch\.compile puts before names"):
-                hvd.broadcast_parameters(state, root_rank=0)
-        # Without names, which a wrapper changes, there is nothing that differs.
-        hvd.broadcast_parameters(model.parameters(), root_rank=0)
-        weight = model.weight.detach().clone()
-        assert torch.equal(hvd.broadcast(weight, 0), weight)
-
-    run_threads(2, run)
-
-
-def test_broadcast_parameters_in_a_process_set_names_global_ranks() -> None:
-    def run(group: Group) -> None:
-        pair = hvd.add_process_set([1, 2])
-        if group.rank == 0:
-            return
-        state = {"w": torch.ones(group.rank)}
-        with pytest.raises(CollectiveMismatchError, match=r"\(1,\) on cpu on rank 1 and .* rank 2"):
-            hvd.broadcast_parameters(state, root_rank=2, process_set=pair)
-        with pytest.raises(TypeError, match="rank 2: params must be a dict or a list, not int"):
-            hvd.broadcast_parameters([] if group.rank == 1 else 3, root_rank=2, process_set=pair)
-
-    run_threads(3, run)
-
-
 def _optimizer(state: Any) -> torch.optim.Optimizer:
     parameter = nn.Parameter(torch.zeros(4, 3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     if state is not None:
         optimizer.state[parameter]["x"] = state
     return optimizer
-
-
-def test_broadcast_optimizer_state_of_expanded_strided_and_nested_state_arrives() -> None:
-    kept = {
-        "expanded": torch.arange(3.0).expand(4, 3),
-        "turned": torch.arange(12.0).view(3, 4).t(),
-        "image": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
-        "conjugate": torch.full((3,), 1 + 2j).conj(),
-        "half": torch.full((2,), 1 + 2j, dtype=torch.complex64),
-        "bits": torch.tensor([True, False]),
-        "empty": torch.empty(0, 2),
-        "list": [torch.ones(2), (torch.zeros(1), 3)],
-    }
-
-    def run(group: Group) -> dict[str, Any]:
-        optimizer = _optimizer(dict(kept) if group.rank == 1 else None)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
-        (state,) = optimizer.state.values()
-        found: dict[str, Any] = state["x"]
-        return found
-
-    for rank, found in enumerate(run_threads(3, run)):
-        for name, want in kept.items():
-            if isinstance(want, Tensor):
-                assert torch.equal(found[name].resolve_conj(), want.resolve_conj()), (rank, name)
-                assert found[name].dtype == want.dtype
-        assert torch.equal(found["list"][0], torch.ones(2))
-        assert found["list"][1][1] == 3
-        assert found["image"].is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(

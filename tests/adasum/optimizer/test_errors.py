@@ -121,20 +121,6 @@ def test_copying_or_pickling_the_wrapper_raises() -> None:
     collectives.run_threads(2, run)
 
 
-def test_gradient_method_with_adasum_of_a_sparse_gradient_raises() -> None:
-    def run(group: collectives.Group) -> None:
-        table = torch.nn.Embedding(4, 2, sparse=True)
-        hvd.broadcast_parameters(table.state_dict(), root_rank=0)
-        optimizer: Any = DistributedOptimizer(
-            _sgd(table), table.named_parameters(), op=hvd.Adasum, method="gradient"
-        )
-        with pytest.raises(NotImplementedError, match=r"of weight is sparse.*sparse_as_dense=True"):
-            table(torch.tensor([1])).sum().backward()
-        optimizer.zero_grad()
-
-    collectives.run_threads(2, run)
-
-
 def test_ranks_with_different_models_raise_the_mismatch_everywhere() -> None:
     def run(group: collectives.Group) -> str:
         parameter = torch.nn.Parameter(torch.ones(3 + group.rank))

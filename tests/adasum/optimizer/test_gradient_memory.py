@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,61 +11,12 @@ from torch import Tensor
 
 import adasum as hvd
 from collectives import CollectiveMismatchError, Group, run_threads
-from tests.adasum.definition import flat, loss_of, make_model
 
 WAYS: dict[str, dict[str, Any]] = {
     "average": {"op": hvd.Average},
     "gradient": {"op": hvd.Adasum, "method": "gradient"},
     "owners": {"op": hvd.Average, "mode": "owners"},
 }
-
-
-def wrapped(model: torch.nn.Module, way: str, **options: Any) -> Any:
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return hvd.DistributedOptimizer(sgd, model.named_parameters(), **WAYS[way], **options)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_memory_of_buckets_stays_the_same_over_steps(way: str) -> None:
-    def run(group: Group) -> None:
-        model = make_model()
-        optimizer = wrapped(model, way, groups=2)
-        found = []
-        for step in range(4):
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            loss_of(model, group.rank, step).backward()
-            optimizer.step()
-            buckets = optimizer._adasum.backward.buckets
-            found.append([part for bucket in buckets for part in bucket.parts.values()])
-        assert all(each == found[0] for each in found)
-
-    run_threads(2, run)
-
-
-@pytest.mark.parametrize("padding", [0, 3])
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_in_one_memory_of_the_users_give_the_steps_of_others(
-    way: str, padding: int
-) -> None:
-    def run(group: Group, shared: bool) -> Tensor:
-        model = make_model()
-        parameters = list(model.parameters())
-        optimizer = wrapped(model, way, groups=3)
-        numel = sum(each.numel() + padding for each in parameters)
-        memory = torch.zeros(numel, dtype=parameters[0].dtype)
-        for step in range(3):
-            optimizer.zero_grad()
-            memory.zero_()
-            parts = memory.split([each.numel() + padding for each in parameters])
-            for each, part in zip(parameters, parts, strict=True):
-                if shared:
-                    each.grad = part[: each.numel()].view_as(each)
-            loss_of(model, group.rank, step).backward()
-            optimizer.step()
-        return flat(model)
-
-    apart, together = (run_threads(2, partial(run, shared=shared)) for shared in (False, True))
-    assert all(torch.equal(each, apart[0]) for each in apart + together)
 
 
 @pytest.mark.parametrize("way", ["average", "gradient"])
@@ -96,22 +45,6 @@ def test_gradients_that_backward_has_not_made_stay_in_the_memory_that_others_wri
     # Equal gradients are their own average, and Adasum.
     steps = [[-1.0, 1.0], [1.0, -1.0], [-3.0, 3.0], [2.0, -2.0], [-7.0, 7.0], [4.0, -4.0]]
     assert run_threads(2, start) == [steps] * 2
-
-
-def test_a_gradient_object_held_without_zeroing_it_follows_as_in_torch() -> None:
-    def run(group: Group) -> None:
-        model = make_model()
-        optimizer = wrapped(model, "average")
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        held = [parameter.grad for parameter in model.parameters()]
-        for step in range(3):
-            optimizer.zero_grad(set_to_none=False)
-            loss_of(model, group.rank, step).backward()
-            optimizer.step()
-            assert all(p.grad is one for p, one in zip(model.parameters(), held, strict=True))
-
-    run_threads(2, run)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, None])
@@ -201,37 +134,6 @@ def test_a_gradient_of_another_shape_than_its_parameter_raises_and_names_it() ->
 
 
 @pytest.mark.parametrize("way", [*WAYS, "delta"])
-def test_swapped_parameters_train_on(way: str) -> None:
-    """Without hooks, which torch leaves behind: gradients are reduced in step()."""
-
-    def run(group: Group, options: dict[str, Any]) -> Tensor:
-        model = make_model()
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options
-        )
-        for step in range(3):
-            if step == 1:
-                # The gradients of the last step are referred to weakly, which torch does not swap.
-                optimizer.zero_grad()
-                model.float()
-                model.double()
-            optimizer.zero_grad()
-            loss_of(model, group.rank, step).backward()
-            optimizer.step()
-        return flat(model)
-
-    options = WAYS.get(way, {"op": hvd.Adasum})
-    plain = run_threads(2, lambda group: run(group, options))
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        swapped = run_threads(2, lambda group: run(group, options))
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
-    assert torch.equal(*swapped) and torch.equal(swapped[0], plain[0])
-
-
-@pytest.mark.parametrize("way", [*WAYS, "delta"])
 @pytest.mark.parametrize("strides", [(1, 4), (6, 1), (6, 2), (12, 3)], ids=str)
 def test_parameters_not_contiguous_train_as_a_contiguous_copy(
     way: str, strides: tuple[int, int]
@@ -283,21 +185,3 @@ def test_channels_last_gradients_keep_their_strides_and_have_to_on_all_ranks(way
 
     for alike in (True, False):
         run_threads(2, lambda group, alike=alike: run(group, alike))
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradient_with_create_graph_keeps_its_graph(size: int) -> None:
-    def run(group: Group) -> None:
-        parameter = torch.nn.Parameter(torch.ones(3))
-        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
-            (parameter**3 * (1 + 2 * group.rank)).sum().backward(create_graph=True)
-        assert parameter.grad.requires_grad
-        assert torch.equal(parameter.grad.detach(), torch.full((3,), 3.0 * size))
-        (second,) = torch.autograd.grad(parameter.grad.sum(), parameter)
-        assert torch.equal(second, torch.full((3,), 6.0 * (1 + 2 * group.rank)))
-        optimizer.step()
-        parameter.grad = None
-
-    run_threads(size, run)

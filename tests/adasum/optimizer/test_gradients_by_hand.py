@@ -172,24 +172,6 @@ def test_a_gradient_given_to_a_frozen_parameter_after_backward_raises_and_names_
     run_threads(SIZE, run)
 
 
-@pytest.mark.parametrize("way", ["average"])
-def test_a_gradient_left_on_a_frozen_parameter_is_not_reduced_again(way: str) -> None:
-    def run(group: Group) -> None:
-        model = Heads()
-        optimizer: Any = hvd.DistributedOptimizer(sgd(model), **{**WAYS[way], "op": hvd.Sum})
-        model.loss(group.rank, 0).backward()
-        optimizer.step()
-        left = model.heads[0].weight.grad.clone()
-        model.heads.requires_grad_(False)
-        for each in model.body.parameters():
-            each.grad = None
-        model.loss(group.rank, 1).backward()
-        optimizer.step()
-        assert torch.equal(model.heads[0].weight.grad, left)
-
-    run_threads(SIZE, run)
-
-
 def exchanged(model: Heads, optimizer: Any, rank: int, step: int) -> None:
     """Two gradients change places, in memory that is theirs from the second step on."""
     optimizer.zero_grad(set_to_none=False)
@@ -219,48 +201,6 @@ def test_gradients_in_odd_memory_give_the_steps_of_plain_torch(change: Step, way
     check(way, 1, change)
 
 
-@pytest.mark.parametrize("way", ["average", "sum"])
-def test_a_second_step_without_backward_steps_by_the_same_gradients(way: str) -> None:
-    def run(group: Group) -> Tensor:
-        model = Heads()
-        optimizer: Any = hvd.DistributedOptimizer(sgd(model), **WAYS[way])
-        (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
-        optimizer.step()
-        optimizer.step()
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-    models = [Heads() for _ in range(SIZE)]
-    for rank, model in enumerate(models):
-        (model.loss(rank, 0) + model.loss(rank, 0, 1)).backward()
-    plain = sgd(models[0])
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        one.grad = (one.grad + other.grad) / (1 if way == "sum" else SIZE)
-    plain.step()
-    plain.step()
-    want = torch.cat([p.detach().reshape(-1) for p in models[0].parameters()])
-    for got in run_threads(SIZE, run):
-        assert torch.equal(got, want)
-
-
-def test_a_parameter_moved_between_backward_and_step_is_stepped_where_it_is_then() -> None:
-    def run(group: Group, moved: bool) -> Tensor:
-        model = Heads()
-        optimizer: Any = hvd.DistributedOptimizer(sgd(model), op=hvd.Adasum, step_in_backward=True)
-        for step in range(2):
-            optimizer.zero_grad()
-            (model.loss(group.rank, step) + model.loss(group.rank, step, 1)).backward()
-            if moved:
-                for each in model.parameters():
-                    each.data = each.data.clone()
-            optimizer.step()
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-    moved, still = (
-        run_threads(SIZE, lambda group, how=how: run(group, how)) for how in (True, False)
-    )
-    assert torch.equal(moved[0], still[0]) and torch.equal(moved[0], moved[1])
-
-
 def test_a_scheduler_of_the_optimizer_that_was_wrapped_raises_and_says_of_which() -> None:
     def run(group: Group) -> None:
         model = Heads()
@@ -286,17 +226,6 @@ def test_gradients_that_share_memory_raise_and_name_the_bucket(way: str) -> None
             optimizer.synchronize()
 
     run_threads(SIZE, run)
-
-
-def test_a_parameter_frozen_in_backward_and_thawed_before_the_step_is_let_alone() -> None:
-    def freeze(model: Heads, optimizer: Any, rank: int, step: int) -> None:
-        optimizer.zero_grad()
-        model.body.requires_grad_(False)
-        model.loss(rank, step).backward()
-        model.body.requires_grad_(True)
-
-    for way in WAYS:
-        check(way, 1, freeze)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -374,73 +303,6 @@ def test_a_hook_put_on_later_that_changes_a_gradient_under_way_raises(way: str, 
             train()
 
     run_threads(SIZE, run)
-
-
-@pytest.mark.parametrize("how", ["replaced", "in place"])
-@pytest.mark.parametrize("way", ["average"])
-def test_a_hook_that_changes_another_parameters_gradient_too_late_raises(
-    way: str, how: str
-) -> None:
-    def run(group: Group) -> None:
-        model, first = Heads(), []
-        # A bucket each.
-        groups = [[each] for each in model.parameters()]
-        optimizer: Any = hvd.DistributedOptimizer(sgd(model), groups=groups, **WAYS[way])
-
-        def change(parameter: Tensor) -> None:
-            if first and parameter is not first[0]:
-                _halve(first[0], how)
-            first.append(parameter)
-
-        for each in model.parameters():
-            each.register_post_accumulate_grad_hook(change)
-
-        def backward_and_step() -> None:
-            (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
-            optimizer.step()
-
-        with pytest.raises(hvd.OptimizerOrderError, match="changed while it was being reduced"):
-            backward_and_step()
-
-    run_threads(SIZE, run)
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("way", [*WAYS, "tree"])
-def test_gradients_that_a_hook_has_taken_are_reduced_once_they_are_given(
-    way: str, passes: int
-) -> None:
-    """As where a model of bfloat16 adds its gradients up in float32."""
-
-    def run(group: Group) -> Tensor:
-        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-        taken = {p: torch.zeros(2) for p in parameters}
-
-        def take(p: Any) -> None:
-            taken[p] += p.grad
-            p.grad = None
-
-        options = WAYS.get(way, {"op": hvd.Average, "order": "tree"})
-        named = list(zip("ab", parameters, strict=True))
-        for p in parameters:
-            p.register_post_accumulate_grad_hook(take)
-        optimizer: Any = hvd.DistributedOptimizer(
-            torch.optim.SGD(parameters, lr=1.0), named, backward_passes_per_step=passes, **options
-        )
-        for _ in range(2):
-            for _ in range(passes):
-                (sum(p.sum() for p in parameters) * (1 + 2 * group.rank)).backward()
-            for p in parameters:
-                p.grad = taken[p].clone()
-                taken[p].zero_()
-            optimizer.step()
-            optimizer.zero_grad()
-        return torch.cat([p.detach() for p in parameters])
-
-    # A tree's average is of all passes.
-    total = 2.0 * (1 if way == "tree" else passes) * (4 if way == "sum" else 2)
-    for result in run_threads(SIZE, run, timeout=30):
-        assert (result == -total).all(), result
 
 
 @pytest.mark.parametrize("late", [False, True])

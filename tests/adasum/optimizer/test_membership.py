@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import adasum as hvd
 from collectives import CollectiveMismatchError, Group, run_threads
@@ -54,11 +51,6 @@ class Scene:
         self.optimizer.state.pop(old, None)
 
 
-def everywhere(group: Group, tensor: Tensor, name: str) -> bool:
-    rows = hvd.allgather(tensor.detach().reshape(1, -1), name=name)
-    return all(torch.equal(row, rows[0]) for row in rows)
-
-
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_parameter_replaced_on_one_rank_alone_raises_on_all(way: str, checked: bool) -> None:
@@ -73,91 +65,6 @@ def test_a_parameter_replaced_on_one_rank_alone_raises_on_all(way: str, checked:
         return str(caught.value)
 
     assert len(set(run_threads(2, run))) == 1
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_parameter_replaced_between_backward_and_step_is_stepped_from_then_on(way: str) -> None:
-    """As densification does it; what has no gradient yet is not stepped."""
-
-    def run(group: Group) -> None:
-        scene = Scene(way, groups=2)
-        for number in range(4):
-            scene.optimizer.zero_grad()
-            scene.backward(group.rank)
-            if number == 2:
-                scene.replace()
-            before = scene.points.detach().clone()
-            scene.optimizer.step()
-            assert torch.equal(before, scene.points) == (number == 2)
-        assert everywhere(group, scene.points, "points")
-        assert everywhere(group, scene.colour, "colour")
-        assert set(scene.optimizer._parameter_names.values()) == {"points", "colour"}
-
-    run_threads(3, run)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_parameters_replaced_many_times_leave_nothing_behind(way: str) -> None:
-    def run(group: Group) -> None:
-        scene = Scene(way)
-        gone: list[weakref.ref[Tensor]] = []
-        for number in range(6):
-            scene.step(group.rank)
-            gone.append(weakref.ref(scene.points))
-            scene.replace(5 + number)
-        scene.step(group.rank)
-        gc.collect()
-        assert [each() is None for each in gone] == [True] * 6
-        assert len(scene.optimizer._adasum.backward.buckets) <= 2
-
-    run_threads(2, run)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_parameter_taken_out_and_put_back_before_the_step_is_reduced(way: str) -> None:
-    def run(group: Group) -> None:
-        scene = Scene(way)
-        scene.step(group.rank)
-        for number in range(2):
-            scene.optimizer.zero_grad()
-            params = scene.optimizer.param_groups[0]["params"]
-            params.clear()
-            if number:
-                # Noticed in between.
-                scene.optimizer.zero_grad()
-            params.append(scene.points)
-            scene.backward(group.rank)
-            scene.optimizer.step()
-        assert everywhere(group, scene.points, "points")
-
-    run_threads(2, run)
-
-
-def test_parameters_that_come_with_a_state_are_owned_where_it_is() -> None:
-    def run(group: Group) -> None:
-        scene = Scene("owners")
-        scene.step(group.rank)
-        owners = scene.optimizer._adasum.owners
-        owner = owners[scene.points]
-        for _ in range(3):
-            old = scene.points
-            state = scene.optimizer.state.get(old)
-            scene.replace(len(old) + 1)
-            if state is not None:
-                assert group.rank == owner
-                wide = {
-                    key: torch.cat([value, value[:1]]) if value.dim() else value
-                    for key, value in state.items()
-                }
-                scene.optimizer.state[scene.points] = wide
-            scene.step(group.rank)
-            assert owners[scene.points] == owner
-            assert (scene.points in scene.optimizer.state) == (group.rank == owner)
-        whole = scene.optimizer.consolidate_state_dict(to=None)
-        assert whole is None
-        assert scene.optimizer.state_dict()["state"][0]["step"].item() == 4.0
-
-    run_threads(2, run)
 
 
 def test_parameters_that_differ_when_they_come_are_told_apart_from_a_forgotten_broadcast() -> None:

@@ -169,26 +169,6 @@ def test_one_rank_gives_the_bits_of_the_plain_optimizer(op: str, kind: str) -> N
     assert torch.equal(collectives.run_threads(1, run)[0], torch.stack(rows))
 
 
-@pytest.mark.parametrize("op", sorted(OPS))
-def test_one_rank_with_unused_parameters_leaves_them_without_gradient(op: str) -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        unused = torch.nn.Parameter(torch.ones(3))
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD([*model.parameters(), unused], lr=0.1, weight_decay=0.5), op=OPS[op]
-        )
-        loss_of(model, 0, 0).backward()
-        gradient = model[0].weight.grad
-        address = gradient.data_ptr()
-        optimizer.step()
-        assert unused.grad is None
-        assert torch.equal(unused, torch.ones(3))
-        assert model[0].weight.grad is gradient
-        assert gradient.data_ptr() == address
-
-    collectives.run_threads(1, run)
-
-
 class Starts:
     """An observer that lists the reductions as they start."""
 
@@ -391,36 +371,6 @@ def test_ranks_with_different_backward_paths_end_equal(op: str) -> None:
 
     results = collectives.run_threads(3, run)
     assert all(torch.equal(result, results[0]) for result in results)
-
-
-def test_missing_gradient_counts_as_zeros() -> None:
-    def run(group: collectives.Group) -> torch.Tensor:
-        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Average)
-        parameters[0 if group.rank == 0 else 1].sum().backward()
-        optimizer.step()
-        return torch.cat([p.detach() for p in parameters])
-
-    for result in collectives.run_threads(2, run):
-        assert torch.equal(result, torch.full((4,), -0.5))
-
-
-def test_channels_last_parameters_train_as_contiguous_ones() -> None:
-    def run(group: collectives.Group, op: hvd.AdasumReducer) -> torch.Tensor:
-        weight = torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last)
-        parameter = torch.nn.Parameter(weight)
-        optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=op)
-        generator = torch.Generator().manual_seed(group.rank)
-        (parameter * torch.randn(4, 3, 2, 2, generator=generator)).sum().backward()
-        optimizer.step()
-        return parameter.detach().clone()
-
-    draws = [torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(r)) for r in (0, 1)]
-    for result in collectives.run_threads(2, lambda group: run(group, hvd.Average)):
-        error = relative_error(result, 1.0 - (draws[0] + draws[1]) / 2)
-        assert error <= tolerance(torch.float32)
-    first, second = collectives.run_threads(2, lambda group: run(group, hvd.Adasum))
-    assert torch.equal(first, second)
 
 
 def test_parameters_added_or_unfrozen_later_are_reduced() -> None:

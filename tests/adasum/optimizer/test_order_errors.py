@@ -13,9 +13,8 @@ from adasum import DistributedOptimizer, OptimizerOrderError
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.reduction import Reduction
 from collectives import CollectiveTimeoutError, TransportError
-from tests.adasum.definition import flat, loss_of, make_model
+from tests.adasum.definition import loss_of, make_model
 from tests.adasum.jobs import OPS
-from tests.adasum.trainings import WAYS
 
 
 def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -80,31 +79,6 @@ def test_zero_grad_after_an_interrupted_backward_raises() -> None:
     collectives.run_threads(2, run)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_step_after_an_interrupted_backward_keeps_ranks_equal(way: str) -> None:
-    """It steps by the gradients it has, so that the models stay equal."""
-
-    def run(group: collectives.Group) -> torch.Tensor:
-        model = make_model()
-        op, options = WAYS[way]
-        optimizer: Any = DistributedOptimizer(_sgd(model), op=getattr(hvd, op), groups=4, **options)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss = loss_of(model, group.rank, step)
-            if group.rank == 0 and step == 1:
-                broken = model[0].weight.register_hook(lambda gradient: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    loss.backward()
-                broken.remove()
-            else:
-                loss.backward()
-            optimizer.step()
-        return flat(model)
-
-    results = collectives.run_threads(2, run)
-    assert torch.equal(results[0], results[1])
-
-
 def test_backward_after_the_wrapper_was_dropped_raises() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
@@ -115,28 +89,6 @@ def test_backward_after_the_wrapper_was_dropped_raises() -> None:
         plain.zero_grad()
 
     collectives.run_threads(2, run)
-
-
-def test_batch_left_out_by_zero_grad_changes_nothing() -> None:
-    """zero_grad() after backward begins the step anew, as with a plain optimizer."""
-
-    def run(group: collectives.Group, op: Any, passed_over: bool) -> torch.Tensor:
-        model = make_model()
-        optimizer: Any = DistributedOptimizer(_sgd(model), op=op)
-        if passed_over:
-            loss_of(model, group.rank, 7).backward()
-            optimizer.zero_grad()
-        loss_of(model, group.rank, 0).backward()
-        optimizer.step()
-        return flat(model)
-
-    for op in OPS.values():
-        results = [
-            collectives.run_threads(2, lambda group, op=op, over=over: run(group, op, over))
-            for over in (False, True)
-        ]
-        assert torch.equal(results[0][0], results[1][0])
-        assert torch.equal(results[1][0], results[1][1])
 
 
 def test_backward_after_synchronize_raises() -> None:
@@ -192,61 +144,6 @@ def test_grad_scaler_with_unreached_parameters_raises() -> None:
     collectives.run_threads(2, run)
 
 
-def test_step_that_raises_does_not_change_the_next_scale() -> None:
-    """GradScaler takes grad_scale and found_inf away from a step that returns, not from this one.
-
-    The scale is a power of two, so that dividing by it gives the plain step's bits.
-    """
-
-    def run(group: collectives.Group, scale: float) -> torch.Tensor:
-        model = make_model().float()
-        optimizer: Any = DistributedOptimizer(_sgd(model), op=hvd.Sum)
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
-        scaler.scale(model[0](torch.full((1, 6), group.rank + 1.0)).sum()).backward()
-        if scale > 1:
-            with pytest.raises(OptimizerOrderError, match="not all reduced yet"):
-                scaler.step(optimizer)
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
-        # Without unscale_ the step itself divides by what it finds.
-        optimizer.zero_grad()
-        scaler.scale(model(torch.full((1, 6), group.rank + 1.0)).sum()).backward()
-        scaler.step(optimizer)
-        return flat(model)
-
-    plain = collectives.run_threads(2, lambda group: run(group, 1.0))
-    scaled = collectives.run_threads(2, lambda group: run(group, 8.0))
-    assert torch.equal(plain[0], scaled[0])
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_delta_method_with_a_local_step_that_raises_leaves_parameters_alone(
-    in_backward: bool,
-) -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        start = flat(model)
-        first, *others = model.parameters()
-        # The first group is stepped before the second one's rate is found to be no number.
-        groups = [{"params": [first]}, {"params": others, "lr": "high"}]
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(groups, lr=0.1), op=hvd.Adasum, groups=1, step_in_backward=in_backward
-        )
-
-        def train() -> None:
-            loss_of(model, group.rank, 0).backward()
-            optimizer.step()
-
-        with pytest.raises(TypeError):
-            train()
-        assert torch.equal(flat(model), start)
-
-    collectives.run_threads(2, run)
-
-
 def test_bucket_that_cannot_start_raises_what_ended_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -272,27 +169,4 @@ def test_bucket_that_cannot_start_raises_what_ended_the_one_before(
             sum(parameters).backward()
 
     monkeypatch.setattr(GradientMethod, "start", start)
-    collectives.run_threads(2, run)
-
-
-def test_step_by_gradients_of_the_last_one_on_some_ranks_names_zero_grad() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        loss_of(model, group.rank, 0).backward()
-        optimizer.step()
-
-        def train() -> None:
-            if group.rank:
-                loss_of(model, group.rank, 1).backward()
-            optimizer.step()
-
-        text = r"call optimizer\.zero_grad\(\) between two steps"
-        with pytest.raises(collectives.CollectiveMismatchError, match=text):
-            train()
-        optimizer.zero_grad()
-        if group.rank:
-            loss_of(model, group.rank, 2).backward()
-        optimizer.step()
-
     collectives.run_threads(2, run)

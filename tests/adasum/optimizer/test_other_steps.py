@@ -110,25 +110,6 @@ def test_a_step_by_another_name_that_would_reduce_nothing_raises(
     run_threads(2, run)
 
 
-def test_two_steps_within_a_closure_are_reduced_as_one_by_the_delta_method() -> None:
-    def run(group: Group) -> Tensor:
-        model = make_model()
-        optimizer = wrapped(TwoSteps, model, op=hvd.Adasum)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, group.rank, 0)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        return flat(model)
-
-    results = run_threads(2, run)
-    assert torch.equal(*results)
-    assert not torch.equal(results[0], flat(make_model()))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_an_optimizer_with_train_and_eval_is_refused_where_states_differ(way: str) -> None:
     def run(group: Group) -> None:
@@ -163,53 +144,6 @@ def test_step_hooks_run_once_and_see_the_installed_parameters(way: str) -> None:
         assert torch.equal(last[0], last[1])
 
     run_threads(2, run)
-
-
-def test_global_step_hooks_run_once_and_see_the_installed_parameters() -> None:
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    def run(group: Group) -> None:
-        model = make_model()
-        optimizer = wrapped(torch.optim.SGD, model, groups=3, op=hvd.Adasum)
-        # Made once before, so that torch has wrapped this class's step by itself.
-        torch.optim.SGD(make_model().parameters())
-        seen: list[Tensor] = []
-
-        def look(stepped: Any, *_: Any) -> None:
-            if stepped is optimizer:
-                seen.append(flat(model))
-
-        handle = register_optimizer_step_post_hook(look)
-        try:
-            loss_of(model, group.rank, 0).backward()
-            optimizer.step()
-            group.barrier()
-        finally:
-            handle.remove()
-        assert len(seen) == 1 and torch.equal(seen[0], flat(model))
-
-    run_threads(2, run)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_hooks_that_clip_before_the_step_clip_what_it_takes(way: str) -> None:
-    def run(group: Group, hooked: bool) -> Tensor:
-        model = make_model()
-        optimizer = wrapped(torch.optim.SGD, model, **WAYS[way])
-
-        def clip(*_: Any) -> None:
-            optimizer.clip_grad_norm_(0.01)
-
-        if hooked:
-            optimizer.register_step_pre_hook(clip)
-        loss_of(model, group.rank, 0).backward()
-        if not hooked:
-            clip()
-        optimizer.step()
-        return flat(model)
-
-    by_hook, by_hand = (run_threads(2, lambda group, how=how: run(group, how))[0] for how in (1, 0))
-    assert torch.equal(by_hook, by_hand)
 
 
 class Scaled(torch.optim.SGD):

@@ -18,8 +18,6 @@ from tests.adasum.definition import (
     flat,
     loss_of,
     make_model,
-    relative_error,
-    trajectory_tolerance,
 )
 from tests.adasum.jobs import OPS
 
@@ -73,21 +71,6 @@ def test_owners_under_rd_and_rechd_give_the_bits_of_the_all_reduce_run(size: int
             assert torch.equal(_train(make, dtype, **owned), want)
 
     collectives.run_threads(size, job)
-
-
-@pytest.mark.parametrize("algorithm", ["xring", "pscpu", "rechd/rd"])
-def test_owners_under_another_algorithm_give_the_bits_of_its_all_reduce(algorithm: str) -> None:
-    def job(_: Any) -> list[Tensor]:
-        make = OPTIMIZERS["adam"]
-        return [
-            _train(make, algorithm=algorithm),
-            _train(make, algorithm=algorithm, mode="owners"),
-            _train(make, mode="owners"),
-        ]
-
-    for all_reduced, owned, by_default in collectives.run_threads(4, job, local_size=2):
-        assert torch.equal(owned, all_reduced)
-        assert relative_error(by_default, all_reduced) <= trajectory_tolerance(STEPS)
 
 
 # Those that clip need optimizer.clip_grad_norm_, and a checkpoint needs consolidate_state_dict.
@@ -162,37 +145,6 @@ def _owned(model: torch.nn.Module, kind: str = "adam", **options: Any) -> Any:
     return DistributedOptimizer(
         OPTIMIZERS[kind](model.parameters()), model.named_parameters(), mode="owners", **options
     )
-
-
-def test_observer_sees_the_whole_gradients_and_changes_no_bits() -> None:
-    class Sees:
-        def __init__(self) -> None:
-            self.rows: list[Tensor] = []
-
-        def before_reduction(self, names: Any, tensors: Any) -> None:
-            pass
-
-        def after_reduction(self, token: Any, tensors: Any) -> None:
-            self.rows.append(torch.cat([each.reshape(-1) for each in tensors]).clone())
-
-    def job(group: collectives.Group, watched: bool) -> tuple[Tensor, list[Tensor]]:
-        model = make_model()
-        optimizer, observer = _owned(model), Sees()
-        for step in range(STEPS):
-            # On and off between steps.
-            optimizer.set_observer(observer if watched and step != 1 else None)
-            optimizer.zero_grad()
-            loss_of(model, group.rank, step).backward()
-            optimizer.step()
-        return flat(model), observer.rows
-
-    plain = collectives.run_threads(3, lambda group: job(group, False))
-    for got, rows in collectives.run_threads(3, lambda group: job(group, True)):
-        assert torch.equal(got, plain[0][0])
-        assert len(rows) == STEPS - 1
-    rows_of = [rows for _, rows in collectives.run_threads(3, lambda group: job(group, True))]
-    for mine in zip(*rows_of, strict=True):
-        assert torch.equal(mine[0], mine[1]) and torch.equal(mine[0], mine[2])
 
 
 def test_join_while_others_train_is_an_error_on_every_rank() -> None:
@@ -280,80 +232,6 @@ def test_adasum_of_large_buckets_goes_to_owners_alone_to_the_bits_of_its_all_red
     assert all(torch.equal(got, plain[0][0]) and grams == 2 for got, grams in watched)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("idle", ["all", "one"])
-def test_steps_without_a_batch_after_the_models_zero_grad(
-    size: int, set_to_none: bool, idle: str
-) -> None:
-    """Which tells the optimizer nothing: the bits of the run by the optimizer's own zero_grad."""
-
-    def job(group: collectives.Group, by_model: bool) -> Tensor:
-        model = make_model()
-        optimizer: Any = DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), mode="owners")
-        for step in range(6):
-            (model if by_model else optimizer).zero_grad(set_to_none=set_to_none)
-            turn = step if idle == "all" else step + group.rank
-            if turn % 3 != 1:
-                loss_of(model, group.rank, step).backward()
-            optimizer.step()
-        return flat(model)
-
-    wanted = collectives.run_threads(size, lambda group: job(group, False))
-    for got in collectives.run_threads(size, lambda group: job(group, True)):
-        assert torch.equal(got, wanted[0])
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_backward_of_a_generator_may_reach_its_discriminator(size: int) -> None:
-    """Whose gradients of the last step its owners still have, and zero before they step again."""
-
-    def job(group: collectives.Group, mode: str | None) -> Tensor:
-        generator, discriminator = make_model(), torch.nn.Linear(3, 1, dtype=torch.float64)
-        with torch.no_grad():
-            for i, parameter in enumerate(discriminator.parameters()):
-                parameter.fill_(0.5 + i)
-        first, second = (
-            DistributedOptimizer(
-                OPTIMIZERS["momentum"](each.parameters()), mode=mode, algorithm="rechd"
-            )
-            for each in (generator, discriminator)
-        )
-        for step in range(3):
-            made = torch.Generator().manual_seed(10 * group.rank + step)
-            noise = torch.randn(4, 6, generator=made, dtype=torch.float64)
-            second.zero_grad()
-            discriminator(generator(noise).detach()).square().mean().backward()
-            second.step()
-            first.zero_grad()
-            discriminator(generator(noise)).mean().backward()
-            first.step()
-        return torch.cat([flat(generator), flat(discriminator)])
-
-    wanted = collectives.run_threads(size, lambda group: job(group, None))
-    for got in collectives.run_threads(size, lambda group: job(group, "owners")):
-        assert torch.equal(got, wanted[0])
-
-
-def test_rank_that_owns_nothing_has_gradients_of_the_dtype_asked_for() -> None:
-    def job(group: collectives.Group) -> Tensor:
-        model = torch.nn.Linear(4, 3).bfloat16()
-        for parameter in model.parameters():
-            parameter.data.fill_(0.25)
-            parameter.grad_dtype = torch.float32
-        plain = torch.optim.SGD(model.parameters(), lr=0.125, foreach=False)
-        optimizer: Any = DistributedOptimizer(plain, mode="owners")
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean().backward()
-            optimizer.step()
-        return torch.cat([each.detach().view(-1) for each in model.parameters()])
-
-    first, *others = collectives.run_threads(3, job)
-    assert all(torch.equal(first, other) for other in others)
-    assert not first.eq(0.25).any()
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("leave_out", ["skipped step", "synchronized batch"])
 def test_mark_of_an_overflow_goes_with_its_gradient(set_to_none: bool, leave_out: str) -> None:
@@ -382,20 +260,3 @@ def test_mark_of_an_overflow_goes_with_its_gradient(set_to_none: bool, leave_out
     wanted = collectives.run_threads(2, lambda group: job(group, None))
     for got in collectives.run_threads(2, lambda group: job(group, "owners")):
         assert torch.equal(got, wanted[0])
-
-
-def test_step_uses_gradients_up() -> None:
-    """So that none is left that its owner alone has, to which a backward would add."""
-
-    def job(group: collectives.Group) -> Tensor:
-        parameter = torch.nn.Parameter(torch.ones(3))
-        optimizer: Any = DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5), mode="owners")
-        for _ in range(2):
-            (parameter * (1.0 + group.rank)).sum().backward()
-            optimizer.step()
-            assert parameter.grad is None
-        optimizer.step()
-        return parameter.detach()
-
-    for got in collectives.run_threads(2, job):
-        assert got.tolist() == [1.0 - 2 * 0.5 * 1.5] * 3

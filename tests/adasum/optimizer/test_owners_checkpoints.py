@@ -11,7 +11,7 @@ import torch
 import adasum as hvd
 import collectives
 from adasum import DistributedOptimizer
-from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
+from tests.adasum.definition import OPTIMIZERS, loss_of, make_model
 
 STEPS, STOP = 4, 2
 Checkpoint = tuple[dict[str, Any], dict[str, Any]]
@@ -127,24 +127,6 @@ def test_broadcast_optimizer_state_from_the_rank_that_loaded_gives_each_its_part
     collectives.run_threads(2, job)
 
 
-def test_state_loaded_before_wrapping_is_kept_in_part() -> None:
-    middle = _train(2, "owners")
-    wanted = _train(2, None, middle)
-
-    def job(group: collectives.Group) -> None:
-        model = make_model()
-        plain = OPTIMIZERS["adamw"](model.parameters())
-        model.load_state_dict(middle[0])
-        plain.load_state_dict(copy.deepcopy(middle[1]))
-        optimizer = DistributedOptimizer(plain, mode="owners")
-        assert len(optimizer.state) < 4
-        for step in range(STOP, STEPS):
-            _step(model, optimizer, step)
-        assert torch.equal(flat(model), torch.cat([v.reshape(-1) for v in wanted[0].values()]))
-
-    collectives.run_threads(2, job)
-
-
 def test_state_that_cannot_be_sent_is_an_error_on_every_rank() -> None:
     class Odd:
         pass
@@ -160,27 +142,3 @@ def test_state_that_cannot_be_sent_is_an_error_on_every_rank() -> None:
         _step(model, optimizer, 1)
 
     collectives.run_threads(2, job)
-
-
-def test_state_that_was_changed_after_it_was_loaded_is_what_state_dict_returns() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        optimizer: Any = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), mode="owners"
-        )
-        loss_of(model, group.rank, 0).backward()
-        optimizer.step()
-        optimizer.consolidate_state_dict(to=None)
-        optimizer.load_state_dict(optimizer.state_dict())
-        mine = list(optimizer.state)
-        for parameter in mine:
-            optimizer.state[parameter]["momentum_buffer"].zero_()
-        numbers = {id(p): i for i, p in enumerate(model.parameters())}
-        states = optimizer.state_dict()["state"]
-        for parameter in mine:
-            assert not states[numbers[id(parameter)]]["momentum_buffer"].any()
-        optimizer.state.clear()
-        with pytest.raises(RuntimeError, match="call optimizer"):
-            optimizer.state_dict()
-
-    collectives.run_threads(2, run)

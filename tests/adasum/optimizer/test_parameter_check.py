@@ -74,21 +74,6 @@ def test_first_step_without_broadcast_parameters_raises_on_every_rank(method: st
     assert all(map(torch.equal, mine, others))
 
 
-def test_check_parameters_false_compares_nothing_and_one_rank_neither() -> None:
-    def job(group: Group) -> None:
-        model, optimizer = _training(group.rank, check_parameters=False)
-        _step(model, optimizer, group.rank)
-
-    run_threads(2, job)
-    run_threads(1, lambda group: _step(*_training(1), 0))
-
-    def in_a_set(group: Group) -> None:
-        alone = hvd.add_process_set([1])
-        _step(*_training(group.rank, process_set=alone), 0)
-
-    run_threads(2, in_a_set)
-
-
 def test_variable_says_whether_ranks_compare_unless_the_argument_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -187,24 +172,6 @@ def test_parameters_that_differ_in_bits_alone_raise_naming_the_first(
     texts = run_threads(3, job)
     assert len(set(texts)) == 1
     assert "this one on ranks [2] is not what it is on rank 0" in texts[0]
-
-
-def test_parameters_that_differ_in_the_first_message_alone_raise_naming_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def job(group: Group) -> None:
-        gather, met = group.all_gather_bytes, []
-
-        def of_another_thread(payload: bytes, *, name: str | None = None) -> list[bytes]:
-            met.append(name)
-            mixed = payload + bytes([group.rank]) if len(met) == 1 else payload
-            return gather(mixed, name=name)
-
-        monkeypatch.setattr(group, "all_gather_bytes", of_another_thread)
-        with pytest.raises(CollectiveMismatchError, match="their threads train over one group"):
-            require_equal_parameters(group, [("a", torch.ones(2))])
-
-    run_threads(2, job)
 
 
 def test_parameters_in_another_order_or_number_raise_saying_so() -> None:

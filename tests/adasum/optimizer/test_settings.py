@@ -100,18 +100,6 @@ def test_settings_that_differ_are_not_compared_with_check_parameters_false(what:
     run_threads(2, run)
 
 
-def test_settings_that_are_equal_in_other_words_pass() -> None:
-    def run(group: Group) -> None:
-        model = make_model()
-        rate = (1, 1.0, np.float64(1.0), torch.tensor(1.0))[group.rank]
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        for each in optimizer.param_groups:
-            each.update(lr=rate, note=object(), function=lambda: None)
-        _step(hvd.DistributedOptimizer(optimizer), model, group.rank)
-
-    run_threads(4, run)
-
-
 def test_describe_value_tells_values_apart_and_objects_by_their_class() -> None:
     endless: list[Any] = [1]
     endless.append(endless)
@@ -129,22 +117,6 @@ def test_describe_value_tells_values_apart_and_objects_by_their_class() -> None:
 def _drift(model: torch.nn.Module) -> None:
     with torch.no_grad():
         next(model.parameters())[0] += 1e-3
-
-
-def test_owners_broadcast_away_what_comes_to_differ() -> None:
-    def run(group: Group) -> None:
-        model = make_model()
-        optimizer = hvd.DistributedOptimizer(
-            SGD(model.parameters()), check_every=1, **METHODS["owners"]
-        )
-        _step(optimizer, model, group.rank)
-        if group.rank == 1:
-            _drift(model)
-        _step(optimizer, model, group.rank, 1)
-        gathered = hvd.allgather(flat(model)[None], name="models")
-        assert torch.equal(gathered[0], gathered[1])
-
-    run_threads(2, run)
 
 
 @pytest.mark.parametrize("way", [each for each in METHODS if each != "owners"])
@@ -171,73 +143,6 @@ def test_parameters_that_come_to_differ_raise_at_the_next_running_check(way: str
     for cause in ("checkpoint", "ReduceLROnPlateau", "max_norm", "check_every=0"):
         assert cause in texts[0]
     assert "broadcast" not in texts[0]
-
-
-@pytest.mark.parametrize("way", METHODS)
-def test_a_rate_that_follows_a_ranks_own_loss_raises_at_the_next_running_check(way: str) -> None:
-    """By the delta method parameters stay equal all the same."""
-
-    def run(group: Group) -> str:
-        model = make_model()
-        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), check_every=4, **METHODS[way])
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        for number in range(3):
-            _step(optimizer, model, group.rank, number)
-            plateau.step(1.0 - (0.5 - group.rank) * number)
-        with pytest.raises(CollectiveMismatchError) as caught:
-            _step(optimizer, model, group.rank, 3)
-        return str(caught.value)
-
-    text, other = run_threads(2, run)
-    assert text == other
-    assert "settings differ after 4 steps: lr of group 0 is 0.1 on rank 0 and 0.0" in text
-    assert "hvd.allreduce(loss)" in text
-
-
-class _Estimating(torch.optim.SGD):
-    """Estimates its rate from all gradients that it sees, as Prodigy does."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            total = sum(float(p.grad.square().sum()) for p in group["params"] if p.grad is not None)
-            if total:
-                group["lr"] = 0.01 / (1.0 + total)
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("way", [each for each in METHODS if each != "delta in backward"])
-def test_settings_that_the_optimizer_itself_writes_are_not_compared_and_others_are(
-    way: str,
-) -> None:
-    def run(group: Group) -> str:
-        model = make_model()
-        optimizer: Any = hvd.DistributedOptimizer(
-            _Estimating(model.parameters(), lr=0.05), check_every=2, **METHODS[way]
-        )
-        for number in range(6):
-            _step(optimizer, model, group.rank, number)
-        optimizer.param_groups[0]["momentum"] = 0.25 * group.rank
-        _step(optimizer, model, group.rank, 6)
-        with pytest.raises(CollectiveMismatchError) as caught:
-            _step(optimizer, model, group.rank, 7)
-        return str(caught.value)
-
-    text, other = run_threads(2, run)
-    assert text == other and "momentum of group 0 is 0.0 on rank 0 and 0.25 on rank 1" in text
-
-
-@pytest.mark.parametrize("options", [{"check_every": 0}, {"check_parameters": False}])
-def test_no_running_check_where_it_is_not_asked_for(options: dict[str, Any]) -> None:
-    def run(group: Group) -> None:
-        model = make_model()
-        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), **options)
-        _step(optimizer, model, group.rank)
-        if group.rank == 1:
-            _drift(model)
-        for number in range(101):
-            _step(optimizer, model, group.rank, number)
-
-    run_threads(2, run)
 
 
 def test_running_checks_take_turns_over_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
