@@ -11,8 +11,7 @@ import torch
 
 from collectives import CollectiveError, Group, TransportError, run_threads
 from collectives.call import Call
-from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
-from tests.collectives.queues import hold
+from tests.collectives.consistency.ranks import everywhere, run
 
 # Far more than the 0.1 s after which a wait looks whether it was interrupted, on a busy machine.
 SOON = 10.0
@@ -132,25 +131,3 @@ def test_abort_of_a_closed_group_does_nothing_and_a_bad_reason_is_refused() -> N
         group.abort("too late")
         with pytest.raises(TransportError, match="was shut down"):
             group.barrier()
-
-
-def test_abort_of_a_started_request_is_raised_by_wait() -> None:
-    ended = threading.Barrier(2)
-
-    def main(group: Group) -> None:
-        request = group.all_reduce_init(torch.ones(3))
-        ended.wait(SOON)
-        if group.rank == 0:
-            # Else the peer might need nothing of this rank any more.
-            gate = hold(group)
-            request.start()
-            group.abort("mid-way")
-            gate.set()
-            with pytest.raises(TransportError, match="mid-way"):
-                request.wait()
-            request.close()
-        else:
-            with pytest.raises(CollectiveError, match="mid-way"):
-                start_and_wait(request)
-
-    run_threads(2, main, timeout=TIMEOUT)

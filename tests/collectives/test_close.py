@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import signal
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +18,7 @@ from collectives.reducers import SumReducer
 from collectives.transport import ThreadTransport, ThreadWorld
 from tests.collectives.consistency.ranks import everywhere, run
 from tests.collectives.queues import Queue, hold
-from tests.collectives.transport.thread_ranks import connect, together
+from tests.collectives.transport.thread_ranks import together
 
 
 class Slow(ThreadTransport):
@@ -74,23 +72,6 @@ def test_close_waits_as_long_as_calls_end() -> None:
     assert time.monotonic() - start > Slow.TIMEOUT
 
 
-def test_close_waits_for_one_call_as_long_as_its_steps_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("collectives.work._CLOSE_SECONDS", 0.1)
-
-    def job(group: Group) -> float:
-        # As many steps as chunks, nearly, of which each takes a part of the timeout.
-        schedule = collectives.schedules.ring.linear_all_reduce(2, 20)
-        work = group.run(schedule, torch.ones(40), async_op=True)
-        group.close()
-        return work.wait()[0].item()
-
-    start = time.monotonic()
-    assert run_slowly(job) == [2.0] * 2
-    assert time.monotonic() - start > 2 * Slow.TIMEOUT
-
-
 @pytest.mark.parametrize("count", [1, 4])
 @everywhere
 def test_close_raises_how_many_calls_were_lost(way: str, count: int) -> None:
@@ -126,23 +107,6 @@ def test_close_raises_of_a_call_that_never_ends(monkeypatch: pytest.MonkeyPatch)
         group.close()
     gate.set()
     behind.wait()
-
-
-def test_close_in_a_callback_says_what_it_does_not_wait_for() -> None:
-    group = Group(ThreadWorld(1).transport(0), timeout=5.0, local_rank=0, local_size=1)
-    gate, said = hold(group), []
-    first = group.all_reduce(torch.ones(3), async_op=True)
-
-    def close() -> None:
-        with pytest.raises(TransportError, match="1 call was") as caught:
-            group.close()
-        said.append(str(caught.value))
-
-    first.add_done_callback(close)
-    group.all_reduce(torch.ones(3), async_op=True)
-    gate.set()
-    group._calls.queue._thread.join(10.0)  # type: ignore[union-attr]
-    assert len(said) == 1
 
 
 def test_close_after_abort_says_nothing_of_the_calls_that_it_ended() -> None:
@@ -199,69 +163,6 @@ def test_close_while_another_thread_is_in_a_call_waits_for_it_or_ends_it_in_an_e
     assert {*run(way, 2, job)} <= {"right", "told"}
 
 
-@everywhere
-@pytest.mark.parametrize("later", [False, True])
-def test_close_in_a_signals_handler_leaves_the_call_right_or_ends_it_in_an_error(
-    way: str, later: bool
-) -> None:
-    """In the thread of that call, which is the first rank's and here the main one."""
-    closed: list[bool] = []
-
-    class Struck(SumReducer):
-        def reduce(self, operands: Any) -> None:
-            if not closed:
-                signal.raise_signal(signal.SIGUSR1)
-            super().reduce(operands)
-
-    def handler(*_: object) -> None:
-        with suppress(TransportError):
-            groups[0].close()
-        closed.append(True)
-
-    both = connect(2, way)
-    groups: dict[int, Group] = {}
-
-    def job(rank: int) -> str:
-        groups[rank] = group = Group(both[rank], timeout=5.0, local_rank=rank, local_size=2)
-        tensor = torch.full((4000,), rank + 1.0)
-        op = Sum if rank else Struck()
-
-        options: Any = {"algorithm": "rechd", "async_op": later}
-
-        def call() -> None:
-            answer = group.all_reduce(tensor, op, **options)
-            if later:
-                answer.wait()
-
-        try:
-            return right_or_told(call, tensor)
-        finally:
-            with suppress(TransportError):
-                group.close()
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            other = pool.submit(job, 1)
-            mine = job(0)
-            assert other.result(30.0) in ("right", "told") and closed
-        # Where the communication thread carries the call out, the handler waits for that.
-        assert mine == "told" or later
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_error_of_a_thread_rank_that_closes_with_calls_lost_is_its_own() -> None:
-    def job(group: Group) -> None:
-        if group.rank == 0:
-            group.all_reduce(torch.ones(3), async_op=True)
-            raise ZeroDivisionError("the user's")
-        group.barrier()
-
-    with pytest.raises(ZeroDivisionError, match="the user's"):
-        run_threads(2, job, timeout=5.0)
-
-
 def test_call_beyond_the_bound_waits_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collectives.work.MAX_QUEUED", 3)
     queue, queued = Queue(), threading.Event()
@@ -280,34 +181,6 @@ def test_call_beyond_the_bound_waits_for_the_oldest(monkeypatch: pytest.MonkeyPa
     thread.join(10.0)
     assert [work.wait() for work in works] == [7, 7, 7, 8]
     queue.close()
-
-
-def test_call_beyond_the_bound_in_a_callback_does_not_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("collectives.work.MAX_QUEUED", 2)
-    queue, works = Queue(), []
-    gate = hold(queue)
-    first = queue.later(lambda: 6)
-    first.add_done_callback(lambda: works.extend(queue.later(lambda: 7) for _ in range(5)))
-    last = queue.later(lambda: 8)
-    gate.set()
-    assert last.wait() == 8
-    assert [work.wait() for work in works] == [7] * 5
-    queue.close()
-
-
-@everywhere
-def test_many_more_calls_than_the_bound_are_all_carried_out(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("collectives.work.MAX_QUEUED", 4)
-
-    def job(group: Group) -> list[float]:
-        works = [group.all_reduce(torch.ones(3), async_op=True) for _ in range(50)]
-        return [work.wait()[0].item() for work in works]
-
-    assert run(way, 2, job) == [[2.0] * 50] * 2
 
 
 def test_closed_group_is_freed_at_once_without_a_garbage_collection() -> None:

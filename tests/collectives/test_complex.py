@@ -10,7 +10,7 @@ import torch
 
 from collectives import Average, FusedBuffer, Group, Product, Reducer, Sum, run_threads
 from collectives.reducers import as_real
-from tests.collectives.consistency.ranks import WAYS, everywhere, run
+from tests.collectives.consistency.ranks import everywhere, run
 
 Tensor = torch.Tensor
 DTYPES = (torch.complex32, torch.complex64, torch.complex128)
@@ -65,18 +65,6 @@ def test_complex_tensors_are_reduced_alone_and_in_groups(
 
 
 @dtypes
-@pytest.mark.parametrize("algorithm", ["rd", "rechd", "xring", "pscpu", "rd#3", "xring/rd"])
-def test_complex_tensors_are_reduced_by_every_algorithm(dtype: torch.dtype, algorithm: str) -> None:
-    def job(group: Group) -> None:
-        mine = values(group.rank, 77, dtype)
-        segments = (0, 10, 77)
-        group.all_reduce(mine, Sum, algorithm=algorithm, segments=segments)
-        assert equal(mine, total(77, dtype))
-
-    run_threads(SIZE, job)
-
-
-@dtypes
 def test_complex_tensors_pass_every_other_collective(dtype: torch.dtype) -> None:
     numel = 12
 
@@ -104,26 +92,6 @@ def test_complex_tensors_pass_every_other_collective(dtype: torch.dtype) -> None
             assert all(equal(tensor, want) for tensor in both)
 
     run_threads(SIZE, job)
-
-
-@dtypes
-@pytest.mark.parametrize("way", WAYS)
-def test_request_of_a_complex_tensor_has_the_bits_of_a_call(way: str, dtype: torch.dtype) -> None:
-    def job(group: Group) -> None:
-        flat = torch.empty(77, dtype=dtype)
-        request = group.all_reduce_init(flat, Average)
-        many = [torch.empty(77, dtype=dtype) for _ in range(2)]
-        grouped = group.grouped_all_reduce_init(many, Average)
-        for _ in range(2):
-            for tensor in (flat, *many):
-                tensor.copy_(values(group.rank, 77, dtype))
-            request.start()
-            request.wait()
-            grouped.start()
-            grouped.wait()
-            assert all(equal(each, average(77, dtype)) for each in (flat, *many))
-
-    run(way, 3, job)
 
 
 @dtypes

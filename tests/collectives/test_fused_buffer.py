@@ -86,18 +86,6 @@ def test_buffer_of_a_freed_buffer_is_none():
     assert buffer_of(tensors) is None
 
 
-def test_two_buffers_in_one_memory_take_turns():
-    memory = torch.full((20_000,), float("nan"))
-    first, second = (FusedBuffer(draw(0)[:n], memory) for n in (3, 2))
-    assert first.buffer.data_ptr() == second.buffer.data_ptr()
-    assert buffer_of(first.tensors) is first
-    assert buffer_of(second.tensors) is second
-    first.clear_padding()
-    for view, value in zip(first.views, draw(0), strict=False):
-        view.copy_(value)
-    assert first.buffer.isfinite().all()
-
-
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("op", [Sum, Average, Adasum], ids=str)
 @pytest.mark.parametrize("algorithm", ["rd", "rechd", "xring"])
@@ -219,27 +207,6 @@ def test_grouped_all_reduce_in_anybodys_memory_packs_nothing(monkeypatch, op, dt
         assert all(torch.equal(a, b) for a, b in zip(got, want[0], strict=True))
     # Rank 1's.
     assert len(packs) == 1
-
-
-def test_padding_of_anybodys_memory_neither_counts_nor_changes():
-    """It may hold other tensors, or NaN: what has padding that is not a FusedBuffer's is packed."""
-    numels = [3, 7]
-    values = [torch.full((n,), 2.0) for n in numels]
-    layout = kernels.layout_of(values)
-
-    def run(group):
-        memory = torch.full((layout.numel,), float("nan"))
-        tensors = layout.views(memory)
-        for tensor in tensors:
-            tensor.fill_(2.0)
-        padding = memory.isnan()
-        group.grouped_all_reduce(tensors, Adasum, algorithm="rd")
-        assert torch.equal(memory.isnan(), padding)
-        return torch.cat(tensors)
-
-    for got in run_threads(2, run):
-        # Parallel vectors average; products, sums and coefficients round some ten times.
-        assert torch.allclose(got, torch.full((10,), 2.0), rtol=10 * torch.finfo().eps, atol=0)
 
 
 def test_memory_of_needs_one_allocation_and_every_offset():

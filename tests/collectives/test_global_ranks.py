@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
-import time
 
 import pytest
 import torch
 
-import adasum
-import collectives.stall
 from collectives import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -91,72 +87,6 @@ def test_end_of_a_rank_of_a_split_names_its_global_rank(way: str) -> None:
         # The second one to notice may hear of it from the first.
         named = {int(rank) for rank in re.findall(r"\brank (\d+)", each)}
         assert named <= {1, 2, 3} and 1 in named, each
-
-
-def test_abort_of_a_split_names_the_global_rank() -> None:
-    def job(group: Group) -> str | None:
-        part = split(group)
-        if part is None:
-            return None
-        if group.rank == 2:
-            part.abort("enough")
-            return None
-        with pytest.raises((CollectiveTimeoutError, TransportError)) as caught:
-            part.barrier()
-        return str(caught.value)
-
-    said = [each for each in run_threads(4, job) if each is not None]
-    assert len(said) == 2 and all("rank 2 called abort(): enough" in each for each in said)
-
-
-@everywhere
-def test_stall_warning_of_a_split_names_global_ranks(
-    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(collectives.stall, "warning_seconds", lambda: 0.3)
-
-    def job(group: Group) -> None:
-        part = split(group)
-        if part is None:
-            return
-        part.barrier()
-        if group.rank == 2:
-            deadline = time.monotonic() + 30.0
-            while not warnings() and time.monotonic() < deadline:
-                time.sleep(0.02)
-        part.barrier()
-
-    def warnings() -> list[str]:
-        said = [record.getMessage() for record in [*caplog.records]]
-        return [each for each in said if "has waited" in each and "of ranks 3, 1, 2" in each]
-
-    with caplog.at_level(logging.WARNING):
-        run(way, 4, job)
-    said = warnings()
-    assert said
-    assert all(re.match(r"rank [13] has waited [\d.]+ s for rank [123]", each) for each in said)
-
-
-def test_process_set_names_global_ranks() -> None:
-    def job(group: Group) -> str | None:
-        members = adasum.add_process_set([1, 3])
-        if not members.included():
-            return None
-        with pytest.raises(CollectiveMismatchError) as caught:
-            adasum.allreduce(torch.ones(group.rank), name="loss", process_set=members)
-        with pytest.raises(TypeError, match="rank 3: an object of function"):
-            adasum.allgather_object(
-                (lambda: None) if group.rank == 3 else 1,
-                process_set=members,
-            )
-        return str(caught.value)
-
-    _, *said = [each for each in run_threads(4, job) if each is not None]
-    assert all(
-        each.startswith("ranks disagree in the group of ranks 1, 3: rank 1 calls all_reduce(loss)")
-        and ", rank 3 calls " in each
-        for each in said
-    )
 
 
 def test_ranks_of_a_group_are_those_of_the_whole() -> None:

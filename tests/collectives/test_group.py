@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,36 +55,6 @@ class Unhashable(SumReducer):
     """With an equality of its own, and so without a hash."""
 
     name: str = "Unhashable"
-
-
-@pytest.mark.parametrize("algorithm", ["auto", "xring"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_operator_without_a_hash_reduces(size: int, algorithm: str) -> None:
-    def main(group: Group) -> list[float]:
-        one = torch.ones(6)
-        several = [torch.ones(3), torch.ones(2)]
-        for _ in range(2):
-            group.all_reduce(one, Unhashable(), algorithm=algorithm)
-            group.grouped_all_reduce(several, Unhashable(), algorithm=algorithm)
-        return [one[-1].item(), several[-1][-1].item()]
-
-    assert run_threads(size, main) == [[float(size) ** 2] * 2] * size
-
-
-def test_operator_is_not_kept_after_its_call() -> None:
-    class Large(SumReducer):
-        """May hold a table."""
-
-    def main(group: Group) -> bool:
-        op = Large()
-        for algorithm in ("auto", "xring"):
-            group.all_reduce(torch.ones(6), op, algorithm=algorithm)
-        kept = weakref.ref(op)
-        del op
-        gc.collect()
-        return kept() is not None
-
-    assert run_threads(2, main) == [False] * 2
 
 
 def test_scales_of_zero_keep_their_sign(alone: Group) -> None:

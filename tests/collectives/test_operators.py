@@ -21,18 +21,15 @@ from collectives import (
     Product,
     Reducer,
     Sum,
-    calls,
     run_threads,
 )
 from collectives.cost import ASSUMED, estimate
-from collectives.schedules import copying, direct, halving
-from collectives.schedules.registry import ALGORITHMS, ORDERED, SCHEDULES, carriers
+from collectives.schedules.registry import ALGORITHMS, SCHEDULES, carriers
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
-from tests.collectives.operators import ByRank, Longest, TrimmedMean, longest, trimmed
+from tests.collectives.operators import Longest, TrimmedMean, longest, trimmed
 from tests.collectives.schedules.simulation import one_level
-from tests.processes.conformance import star
 
 SEGMENTS = (0, 7, 7, 500, 1021)
 ABLE = carriers(Needs.ALL_OPERANDS)
@@ -68,16 +65,6 @@ def test_record_says_what_the_schedule_is_proved_to_meet(name: str) -> None:
             assert proof.by_tree == record.by_tree
 
 
-def test_names_of_those_that_can_follow_from_the_records() -> None:
-    assert {"direct", "bruck", "oneshot", "psgpu", "pscpu"} <= {*ABLE} < {*SCHEDULES}
-    # Slices cut segments, and a tree of operands has to be read.
-    both = Needs.ALL_OPERANDS | Needs.ONE_TREE
-    assert {*ABLE} - {*carriers(both)} == {"direct"}
-    assert carriers(both, reads_tree=True) == ABLE
-    assert {*ORDERED} - {*carriers(Needs.ONE_TREE)} == {"direct"}
-    assert carriers(Needs.ANY_ORDER) == SCHEDULES
-
-
 @everywhere
 @pytest.mark.parametrize("algorithm", [*ABLE, "bruck#2", "psgpu#3", "pscpu#2", None])
 def test_trimmed_mean_is_its_definition(way: str, algorithm: str | None) -> None:
@@ -98,18 +85,6 @@ def test_trimmed_mean_is_its_definition(way: str, algorithm: str | None) -> None
     for answer, *others in zip(*run(way, 3, job), strict=True):
         close(answer, 3, scale=3.0)
         assert all(torch.equal(answer, other) for other in others)
-
-
-@pytest.mark.parametrize("size", [2, 4, 5, 8, 9])
-def test_trimmed_mean_of_any_number_of_ranks_is_its_definition(size: int) -> None:
-    def job(group: Group) -> None:
-        for algorithm in (*ABLE, f"psgpu#{size}", None):
-            for shared in (False, True):
-                op = TrimmedMean(1 + size // 5, shared=shared)
-                tensor = group.all_reduce(draw(group.rank), op, algorithm=algorithm)
-                close(tensor, size, op.trim)
-
-    run_threads(size, job)
 
 
 @everywhere
@@ -167,18 +142,6 @@ def test_grouped_calls_and_requests_are_their_definition(way: str) -> None:
 
 
 @everywhere
-def test_operands_come_in_rank_order(way: str) -> None:
-    def job(group: Group) -> None:
-        size = group.size
-        for algorithm in (*ABLE, "psgpu#3", None):
-            tensor = torch.full((1021,), 2.0**group.rank)
-            group.all_reduce(tensor, ByRank(), algorithm=algorithm)
-            assert tensor.eq(sum((rank + 1) * 2.0**rank for rank in range(size))).all()
-
-    run(way, 5, job)
-
-
-@everywhere
 @pytest.mark.parametrize("shared", [False, True])
 def test_operator_of_whole_segments_gets_them_whole(way: str, shared: bool) -> None:
     op = Longest(shared=shared)
@@ -223,58 +186,6 @@ def test_reductions_onto_single_ranks_are_refused(way: str) -> None:
         close(group.all_reduce(tensor, op), group.size)
 
     run(way, 3, job)
-
-
-@everywhere
-def test_run_takes_schedules_whose_ranks_all_meet(way: str) -> None:
-    def job(group: Group) -> None:
-        size, op = group.size, TrimmedMean()
-        # A star's only reduction is of all ranks; so is a shuffle's.
-        for make in (star, copying.bruck, direct.shuffle):
-            tensor = draw(group.rank)
-            close(group.run(make(size), tensor, op), size)
-        tensor = draw(group.rank)
-        with pytest.raises(ValueError, match=r"'rd' cannot carry TrimmedMean\(1\) of"):
-            group.run(halving.doubling(size), tensor, op)
-        group.barrier()
-
-    run(way, 4, job)
-
-
-@pytest.mark.parametrize("algorithm", [*ABLE, None])
-def test_one_rank_keeps_its_operand(algorithm: str | None) -> None:
-    def job(group: Group) -> None:
-        tensor = group.all_reduce(draw(7), TrimmedMean(), algorithm=algorithm, postscale=2.0)
-        assert torch.equal(tensor, 2 * draw(7))
-
-    run_threads(1, job)
-
-
-def test_shared_memory_is_read_straight_without_a_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One-shot and two-shot, with the bits of messages."""
-    op = TrimmedMean(shared=True)
-    cases = [("bruck", 1021), ("psgpu", 1021), ("psgpu#3", LARGE), ("auto", 1021), ("auto", LARGE)]
-
-    def job(group: Group) -> tuple[int, list[torch.Tensor]]:
-        steps: list[str] = []
-        exchange = group.transport.exchange
-
-        def counted(sends: Any, recvs: Any, step: str, *rest: Any) -> None:
-            steps.append(step)
-            exchange(sends, recvs, step, *rest)
-
-        group.transport.exchange = counted  # type: ignore[method-assign]
-        answers = [group.all_reduce(draw(group.rank, n), op, algorithm=name) for name, n in cases]
-        return len(steps), answers
-
-    shared = run("threads", 3, job)
-    monkeypatch.setattr(calls, "plan_host_all_reduce", lambda *arguments: None)
-    sent = run("threads", 3, job)
-    for (no_steps, mine), (steps, other) in zip(shared, sent, strict=True):
-        assert no_steps == 0 < steps
-        assert all(map(torch.equal, mine, other))
 
 
 def test_auto_takes_one_that_can_unless_the_operator_names_another() -> None:
@@ -358,25 +269,6 @@ def test_torchs_name_of_an_operator_is_that_operator(way: str, name: str) -> Non
         group.join([named])
 
     run(way, 2, job)
-
-
-def test_torchs_name_of_an_operator_is_taken_in_training() -> None:
-    def job(group: Group) -> None:
-        model = torch.nn.Linear(2, 1)
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = hvd.DistributedOptimizer(
-            plain, model.named_parameters(), op=dist.ReduceOp.SUM, order="tree"
-        )
-        assert optimizer.op is Sum
-        assert hvd.HookState(op=dist.ReduceOp.AVG).op is Average
-        ones = torch.ones(2)
-        assert torch.equal(hvd.allreduce(ones, op=dist.ReduceOp.MAX), ones)
-        assert torch.equal(hvd.allreduce(ones, op=dist.ReduceOp.SUM), 2 * ones)
-        assert torch.equal(hvd.reducescatter(ones, op=dist.ReduceOp.AVG), ones[:1])
-        with pytest.raises(ValueError, match="not Max, or a Reducer that says whether it averages"):
-            hvd.HookState(op=dist.ReduceOp.MAX)
-
-    run_threads(2, job)
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.BAND, dist.ReduceOp.BXOR, dist.ReduceOp.PREMUL_SUM])

@@ -6,7 +6,6 @@ the others have been waiting for.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,15 +20,12 @@ from torch.utils._pytree import tree_map
 
 import adasum
 import collectives
-from collectives import Average, FusedBuffer, Group, Max, Min, Product, Sum, run_threads
-from collectives.reducers import COPIED
+from collectives import FusedBuffer, Group, Sum, run_threads
 from collectives.schedules import halving
-from tests.collectives.consistency.ranks import everywhere, run
 from tests.processes.harness import run_ranks
 
 Tensor = torch.Tensor
 SPARSE = torch.sparse_coo_tensor(size=(2, 3))
-DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 
 
 class Wrapper(Tensor):
@@ -173,18 +169,6 @@ def test_tensor_without_plain_memory_on_one_rank_leaves_the_group_usable(
     assert run_threads(2, job) == [[3.0] * 3] * 2
 
 
-@everywhere
-def test_wrapper_passed_by_one_rank_leaves_the_group_usable_over_every_transport(way: str) -> None:
-    def job(group: Group) -> list[float]:
-        right = torch.full((3,), group.rank + 1.0)
-        if group.rank == 1:
-            with pytest.raises(TypeError, match="Wrapper"):
-                group.all_reduce(Wrapper(right), name="loss")
-        return group.all_reduce(right, name="loss").tolist()
-
-    assert run(way, 3, job) == [[6.0] * 3] * 3
-
-
 MODES: dict[str, tuple[Callable[[], Any], str]] = {
     "dispatch": (Refusing, "a TorchDispatchMode"),
     "fake": (FakeTensorMode, "a TorchDispatchMode"),
@@ -220,23 +204,6 @@ def test_call_under_a_mode_of_one_rank_is_refused_and_the_group_stays_usable(
     assert run_threads(2, job) == [[3.0] * 3] * 2
 
 
-@everywhere
-def test_request_under_a_mode_starts_nothing_and_waits_in_the_communication_thread(
-    way: str,
-) -> None:
-    def job(group: Group) -> list[float]:
-        flat = torch.full((3,), group.rank + 1.0)
-        request = group.all_reduce_init(flat)
-        with Refusing(), pytest.raises(TypeError, match="a TorchDispatchMode"):
-            request.start()
-        request.start()
-        with Refusing():
-            request.wait()
-        return flat.tolist()
-
-    assert run(way, 2, job) == [[3.0] * 3] * 2
-
-
 @pytest.mark.parametrize("transform", ["vmap", "grad", "functionalize", "captured"])
 def test_call_inside_a_transform_is_refused_and_leaves_nothing_behind(transform: str) -> None:
     def job(group: Group) -> list[float]:
@@ -254,32 +221,6 @@ def test_call_inside_a_transform_is_refused_and_leaves_nothing_behind(transform:
         return group.all_reduce(torch.full((3,), group.rank + 1.0)).tolist()
 
     assert run_threads(2, job) == [[3.0] * 3] * 2
-
-
-def test_tensor_kept_from_a_transform_is_refused() -> None:
-    kept: list[Tensor] = []
-    torch.func.functionalize(lambda tensor: kept.append(tensor) or tensor)(torch.ones(3))
-
-    def job(group: Group) -> None:
-        with pytest.raises(TypeError, match=r"tensor has no memory of its own"):
-            group.all_reduce(kept[0])
-
-    run_threads(2, job)
-
-
-def test_mode_that_makes_torch_fail_changes_nothing_for_later_calls() -> None:
-    """What torch can do with a dtype is not learned while a mode is active."""
-
-    def job(group: Group) -> None:
-        for dtype in (torch.float64, torch.int16, torch.complex64):
-            for op in (Sum, Average, Product):
-                with Refusing(), pytest.raises(TypeError, match="a TorchDispatchMode"):
-                    group.all_reduce(torch.empty(3, dtype=dtype, device="meta"), op)
-                with Refusing():
-                    op.check(dtype)
-                group.all_reduce(torch.ones(3, dtype=dtype), op)
-
-    run_threads(2, job)
 
 
 def test_default_device_is_no_mode_that_is_refused() -> None:
@@ -304,32 +245,6 @@ def test_parameters_buffers_and_plain_subclasses_are_taken() -> None:
     run_threads(2, job)
 
 
-REDUCTIONS: dict[str, Callable[[Group, list[Tensor]], Any]] = {
-    "small": lambda group, tensors: group.all_reduce(tensors[0], adasum.Adasum),
-    "large": lambda group, tensors: group.all_reduce(tensors[1], adasum.Adasum),
-    "messages": lambda group, tensors: group.all_reduce(tensors[1], adasum.Adasum, algorithm="rd"),
-    "order": lambda group, tensors: group.all_reduce(tensors[0], order="tree"),
-    "grouped": lambda group, tensors: group.grouped_all_reduce(tensors, Average)[1],
-    "slices": lambda group, tensors: group.reduce_scatter(tensors[1], adasum.Adasum),
-    "owners": lambda group, tensors: group.reduce_to_owners(tensors, owners=[1, 0]),
-    "owned": lambda group, tensors: group.broadcast_from_owners(tensors, owners=[1, 0])[1],
-}
-
-
-@pytest.mark.parametrize("kind", REDUCTIONS)
-@pytest.mark.parametrize("size", [2, 3])
-def test_plain_subclasses_reduce_to_the_bits_of_tensors(kind: str, size: int) -> None:
-    def job(group: Group) -> None:
-        whole = torch.randn(70_010, generator=torch.Generator().manual_seed(group.rank))
-        plain, own = list(whole.clone().split(70_000)[::-1]), list(whole.split(70_000)[::-1])
-        want = REDUCTIONS[kind](group, plain)
-        got = REDUCTIONS[kind](group, [tensor.as_subclass(Plain) for tensor in own])
-        assert torch.equal(torch.as_tensor(got), torch.as_tensor(want))
-        assert all(map(torch.equal, own, plain))
-
-    run_threads(size, job)
-
-
 SPLITS: dict[str, Any] = {
     "sum": [2**62, 2**62, 2**62, 2**62],
     "tensor": torch.tensor([2**62] * 4),
@@ -349,49 +264,6 @@ def test_splits_that_overflow_on_one_rank_are_refused(kind: str) -> None:
         return group.all_to_all(tensor)[1].tolist()
 
     assert run_threads(4, job) == [[1] * 4] * 4
-
-
-def test_counts_of_alltoall_are_right_where_the_dtype_of_splits_is_too_small_for_them() -> None:
-    def job(group: Group) -> list[int]:
-        rows = 200 if group.rank == 0 else 2
-        splits = torch.tensor([rows // 2, rows // 2], dtype=torch.int8)
-        if group.rank == 0:
-            splits = torch.tensor([0, 127], dtype=torch.int8)
-            rows = 127
-        _, counts = adasum.alltoall(torch.ones(rows), splits)
-        return counts.tolist()
-
-    assert run_threads(2, job) == [[0, 1], [127, 1]]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tables_of_dtypes_say_what_torch_computes(dtype: torch.dtype) -> None:
-    def works(function: Callable[[Tensor], object]) -> bool:
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                # Of some dtypes torch multiplies vectors, and no single element.
-                for numel in (1, 2):
-                    function(torch.empty(numel, dtype=dtype))
-        except (RuntimeError, TypeError):
-            return False
-        return True
-
-    def accepts(op: Any) -> bool:
-        try:
-            op.check(dtype)
-        except TypeError:
-            return False
-        return True
-
-    assert (dtype in COPIED) == works(torch.clone)
-    assert accepts(Max) == works(lambda t: torch.maximum(t, t, out=t))
-    assert accepts(Min) == works(lambda t: torch.minimum(t, t, out=t))
-    assert accepts(Product) == works(lambda t: torch.mul(t, t, out=t))
-    added = works(lambda t: torch.add(t, t, out=t)) and dtype is not torch.bool
-    assert accepts(Sum) == added
-    assert accepts(Average) == added
-    if added:
-        assert works(lambda t: Average.finish(t, 3))
 
 
 def _distributed_tensor(rank: int, transport: str) -> None:

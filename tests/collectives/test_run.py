@@ -13,7 +13,6 @@ import torch
 
 from adasum import Adasum
 from collectives import (
-    Action,
     Average,
     Collective,
     CollectiveMismatchError,
@@ -24,10 +23,8 @@ from collectives import (
     Transfer,
     run_threads,
 )
-from collectives.cost import ASSUMED, estimate
 from collectives.schedules import copying, halving, ring, user_schedules
 from collectives.schedules.schedule import IDLE
-from collectives.schedules.topology import Topology
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 from tests.processes.conformance import star
 
@@ -219,47 +216,3 @@ def test_run_while_a_rank_has_joined_is_a_mismatch() -> None:
                 group.run(FINE, torch.ones(3))
 
     run_threads(2, main)
-
-
-def test_run_on_one_rank_scales_and_leaves_the_rest() -> None:
-    alone = Schedule("alone", 1, 1, Collective.ALL_REDUCE, lambda rank: [])
-
-    def main(group: Group) -> list[float]:
-        tensor = torch.ones(2)
-        group.run(alone, tensor, Average, prescale=2.0, postscale=1.5)
-        return tensor.tolist()
-
-    assert run_threads(1, main) == [[3.0, 3.0]]
-
-
-def test_cost_model_prices_a_schedule_as_the_specification_of_the_same_steps() -> None:
-    topology = Topology(8, 4)
-    for name in ("rd", "rechd"):
-        for op in ("sum", "adasum"):
-            own = estimate(KNOWN[name](8), 1e6, ASSUMED, topology, op, segments=3)
-            assert own == estimate(name, 1e6, ASSUMED, topology, op, segments=3)
-    with pytest.raises(ValueError, match="schedule is for 4 ranks, topology has 8"):
-        estimate(star(4), 1e6, ASSUMED, topology)
-    with pytest.raises(ValueError, match="op must be one of sum, adasum"):
-        estimate(star(8), 1e6, ASSUMED, topology, "max")
-
-
-def test_action_that_differs_between_ranks_schedules_is_another_digest() -> None:
-    """As to the peers only the reducing rank's steps differ."""
-
-    def left(rank: int) -> list[Step]:
-        return [
-            step._replace(
-                recvs=tuple(
-                    each._replace(action=Action.REDUCE_LEFT)
-                    if each.action is Action.REDUCE_RIGHT
-                    else each
-                    for each in step.recvs
-                )
-            )
-            for step in star(2).steps(rank)
-        ]
-
-    usual, other = (user_schedules.verified(each, 2) for each in (FINE, replace(FINE, steps=left)))
-    assert usual.digest != other.digest
-    assert usual.digest == user_schedules.verified(star(2), 2).digest

@@ -134,17 +134,6 @@ def test_thread_that_watches_may_query_events_during_any_capture(
     assert asked == [("nccl-watch-0", 2)]
 
 
-def test_stall_that_goes_on_begins_anew(
-    seconds: Callable[[str], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    seconds("10")
-    stall = Stall(0, "step 1", 300.0, lambda: "rank 1", time.monotonic() - 25.0)
-    assert stall.is_due() and 4.0 < stall.check() <= 5.0
-    stall.restart()
-    assert not stall.is_due() and 9.0 < stall.check() <= 10.0
-    assert len(caplog.messages) == 1
-
-
 def test_wait_that_has_ended_is_kept_by_no_thread() -> None:
     """The last reference to a process group is dropped where the interpreter cannot stop it."""
 

@@ -26,7 +26,6 @@ from collectives import (
 from collectives.schedules import halving, ring
 from collectives.schedules.algorithm import Order
 from collectives.schedules.registry import carriers
-from collectives.transport import symmetric_memory
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 from tests.collectives.transport.thread_ranks import NO_MEMFD, connect, together
 
@@ -275,22 +274,6 @@ def test_rank_that_has_joined_adds_a_leaf_of_zeros() -> None:
     collectives.run_threads(4, job)
 
 
-def test_integers_and_complex_numbers_have_the_order_too() -> None:
-    def job(group: Group) -> None:
-        assert group.all_reduce(torch.tensor([group.rank, 7]), order="tree").tolist() == [10, 35]
-        parts = [
-            torch.complex(values(99, torch.float32, 2 * rank), values(99, torch.float32, rank))
-            for rank in range(group.size)
-        ]
-        want = reference([torch.view_as_real(each).flatten() for each in parts], Sum, None)
-        for algorithm in ("rd", "direct"):
-            mine = parts[group.rank].clone()
-            got = group.all_reduce(mine, order="tree", algorithm=algorithm)
-            assert same_bits(torch.view_as_real(got).flatten(), want)
-
-    collectives.run_threads(5, job)
-
-
 def test_schedules_of_users_run_where_they_are_proved_to_be_the_tree() -> None:
     def chain(rank: int) -> list[Step]:
         up = Step(
@@ -320,27 +303,6 @@ def test_schedules_of_users_run_where_they_are_proved_to_be_the_tree() -> None:
                 group.run(schedule, mine, order="tree")
 
     collectives.run_threads(3, job)
-
-
-def test_the_whole_of_a_reduction_stays_below_shared_memorys_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # What is too large for the buffers goes by messages, to the same bits.
-    assert symmetric_memory.BUFFER_BYTES > 4096
-    vectors = [values(5000, torch.float32, rank) for rank in range(3)]
-    want = reference(vectors, Sum, None)
-
-    def rank(transport: Any) -> None:
-        group = Group(transport, timeout=60.0)
-        try:
-            mine = vectors[group.rank].clone()
-            assert same_bits(group.all_reduce(mine, order="tree"), want)
-        finally:
-            group.close()
-
-    for limit in (symmetric_memory.BUFFER_BYTES, 4096):
-        monkeypatch.setattr("collectives.execution.shared_memory.BUFFER_BYTES", limit)
-        together(*(lambda each=each: rank(each) for each in connect(3)))
 
 
 def in_float32(vectors: Sequence[Tensor], op: Reducer) -> Tensor:

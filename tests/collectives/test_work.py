@@ -7,12 +7,9 @@ import threading
 import time
 
 import pytest
-import torch
-from threadpoolctl import threadpool_info
 
-from collectives import Group, TransportError, run_threads
+from collectives import TransportError
 from collectives.work import CallQueue
-from tests.collectives.consistency.ranks import everywhere, run
 from tests.collectives.queues import Queue, done, hold
 
 
@@ -45,23 +42,6 @@ def test_callbacks_of_a_failed_call_run(queue):
     assert seen.wait(10.0)
     with pytest.raises(ZeroDivisionError):
         work.wait()
-
-
-def test_communication_thread_starts_no_more_threads_than_its_caller(queue):
-    def openmp_threads():
-        # torch's: another package's OpenMP, where one is loaded, has settings of its own.
-        return {
-            each["num_threads"]
-            for each in threadpool_info()
-            if each["user_api"] == "openmp" and "torch" in each["filepath"]
-        }
-
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        assert done(queue.later(openmp_threads)) == {1}
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("leave", [lambda: 1 // 0, lambda: sys.exit("leaving")])
@@ -105,13 +85,6 @@ def test_begun_call_ends_without_a_wait(queue):
     while not work.is_completed():
         time.sleep(1e-3)
     assert begun == [threading.current_thread()] and work.wait() == 7
-
-
-def test_begun_call_that_fails_at_once_leaves_nothing_behind(queue):
-    with pytest.raises(ZeroDivisionError):
-        queue.begun(lambda: 1 // 0, lambda: 7)
-    assert queue.begun(lambda: None, lambda: 8).wait() == 8
-    assert queue.call(lambda: 9) == 9
 
 
 def test_calls_behind_a_begun_one_run_after_it(queue):
@@ -177,68 +150,9 @@ def test_wait_raises_where_the_communication_thread_has_ended(queue, monkeypatch
     queue._works.clear()
 
 
-def test_calls_after_a_pause_wake_the_thread(queue, monkeypatch):
-    """It has stopped looking for them by itself."""
-    monkeypatch.setattr("collectives.work._MAX_LOOKS", 1)
-    for number in range(3):
-        for work in (
-            queue.begun(lambda: None, lambda n=number: n),
-            queue.later(lambda n=number: n),
-        ):
-            while not work.is_completed():
-                time.sleep(1e-3)
-            assert work.wait() == number
-            time.sleep(0.05)
-
-
 def test_call_during_shut_down_raises():
     queue = Queue()
     queue.close()
     for call in (queue.call, queue.later, lambda f: queue.begun(f, f)):
         with pytest.raises(TransportError, match="shut down"):
             call(lambda: 7)
-
-
-@everywhere
-def test_hundred_calls_in_flight_all_get_their_answers(way: str) -> None:
-    """In whatever order they are waited for, with others and requests between them."""
-
-    def job(group: Group) -> None:
-        request = group.all_reduce_init(torch.ones(3))
-        works = []
-        for number in range(100):
-            tensor = torch.full((number + 1,), float(number * (group.rank + 1)))
-            works.append(group.all_reduce(tensor, async_op=True))
-            if number % 40 == 20:
-                request.start()
-                assert group.all_gather(torch.tensor([group.rank])).tolist() == [0, 1, 2]
-                request.wait()
-        order = torch.randperm(100, generator=torch.Generator().manual_seed(group.rank))
-        for number in order.tolist():
-            assert torch.equal(works[number].wait(), torch.full((number + 1,), 6.0 * number))
-
-    run(way, 3, job)
-
-
-def test_callbacks_of_groups_calls_run_in_the_communication_thread() -> None:
-    def job(group: Group) -> None:
-        request, seen = group.all_reduce_init(torch.ones(2)), []
-        for _ in range(20):
-            ended = threading.Event()
-
-            def note(ended: threading.Event = ended) -> None:
-                seen.append(threading.current_thread().name)
-                ended.set()
-
-            gate = hold(group)
-            work = group.all_reduce(torch.ones(2), async_op=True)
-            request.start()
-            work.add_done_callback(lambda: seen.append(threading.current_thread().name))
-            request.add_done_callback(note)
-            gate.set()
-            request.wait()
-            work.wait()
-            assert ended.wait(10.0)
-        assert seen == [f"collectives-{group.rank}"] * 40
-
-    run_threads(2, job)

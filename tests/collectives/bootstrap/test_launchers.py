@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -190,19 +188,3 @@ def test_tasks_of_a_slurm_host_are_its_local_ranks_if_slurm_says_them(
     if node is not None:
         said["SLURM_NODEID"] = node
     assert translated(monkeypatch, said)[1].get("LOCAL_WORLD_SIZE") == local_size
-
-
-@pytest.mark.slow
-def test_ranks_behind_shells_of_their_own_know_what_started_them_all() -> None:
-    code = "from collectives.bootstrap.launchers import _MPIEXEC, _started_by\n"
-    code += "print(_started_by(_MPIEXEC))"
-    direct = [sys.executable, "-c", code]
-    # What follows keeps the shell from becoming Python.
-    behind = ["sh", "-c", '"$@"; true', "sh", *direct]
-    ranks = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, env={**os.environ, "PMI_RANK": str(rank)}, text=True
-        )
-        for rank, command in enumerate((direct, behind))
-    ]
-    assert [int(rank.communicate(timeout=60)[0]) for rank in ranks] == [os.getpid()] * 2

@@ -124,12 +124,6 @@ def test_a_topology_that_is_given_stands() -> None:
         assert {each.topology for each in find([local] * 4, given)} == {given}
 
 
-def test_a_rank_alone_asks_nobody() -> None:
-    assert find_locality(ThreadWorld(1).transport(0), TIMEOUT) == Locality(
-        0, 1, (0,), Topology(1, 1)
-    )
-
-
 def test_hosts_that_alternate_hold_no_runs_of_ranks() -> None:
     assert locality_on([0, 1, 0, 1], 2) == Locality(
         1, 2, (0, 1, 0, 1), Topology(4, 1, uneven=((0, 2), (1, 3)))

@@ -178,15 +178,6 @@ def test_metric_that_ranks_start_at_different_places_is_what_the_error_names(
     assert "check" not in said
 
 
-def test_metric_in_a_process_set_of_its_own_may_be_started_anywhere() -> None:
-    def job(group: Group) -> list[float]:
-        everyone = hvd.add_process_set(range(group.size))
-        return train_with_metric(group.rank, first=1, process_set=everyone)
-
-    first, second = collectives.run_threads(2, job)
-    assert first == second and len({*first}) == 3
-
-
 @everywhere
 def test_named_asynchronous_call_that_meets_another_kind_is_named_first(way: str) -> None:
     def job(group: Group) -> str:

@@ -42,21 +42,6 @@ def test_starting_another_request_is_the_same_error_on_all_ranks(way: str) -> No
 
 
 @everywhere
-def test_equal_call_made_directly_is_another_one(way: str) -> None:
-    def job(group: Group) -> str:
-        tensor = torch.ones(4)
-        request = group.all_reduce_init(tensor)
-        with pytest.raises(CollectiveMismatchError) as caught:
-            group.all_reduce(tensor) if group.rank else start_and_wait(request)
-        return str(caught.value)
-
-    texts = run(way, 2, job)
-    assert (
-        texts[0] == texts[1] and "all_reduce() of request 1, rank 1 calls all_reduce()" in texts[0]
-    )
-
-
-@everywhere
 def test_mismatch_of_requests_leaves_the_buffers(way: str) -> None:
     def job(group: Group) -> None:
         mine = torch.full((40,), float(group.rank))
@@ -87,26 +72,6 @@ def negotiations(group: Group) -> list[str]:
 
     group.transport.exchange = noted  # type: ignore[method-assign]
     return steps
-
-
-@pytest.mark.parametrize(("way", "by_messages"), [("shm", False), ("messages", True)])
-def test_start_needs_no_message_where_ranks_share_memory(way: str, by_messages: bool) -> None:
-    def job(group: Group) -> list[bool]:
-        several = [torch.ones(5), torch.ones(3)]
-        requests = [
-            group.all_reduce_init(torch.ones(4), Adasum),
-            group.grouped_all_reduce_init(several),
-            group.reduce_scatter_init(torch.ones(4)),
-        ]
-        steps = negotiations(group)
-        used = []
-        for request in requests:
-            start_and_wait(request)
-            used.append(bool(steps))
-            steps.clear()
-        return used
-
-    assert run(way, 3, job) == [[by_messages] * 3] * 3
 
 
 @pytest.mark.parametrize("way", ["threads", "shm", "messages"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -23,10 +22,8 @@ from collectives import (
     TransportError,
     run_threads,
 )
-from collectives.call import Call
 from collectives.reducers import SumReducer
 from collectives.requests import Request
-from collectives.schedules import halving
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 from tests.collectives.transport.thread_ranks import TIMEOUT
 
@@ -120,49 +117,6 @@ def test_requests_started_in_a_row_end_without_wait(way: str) -> None:
     run(way, 3, job)
 
 
-@pytest.mark.parametrize("numel", [3, 200_000])
-def test_requests_of_two_groups_are_waited_for_in_any_order(numel: int) -> None:
-    def job(group: Group) -> None:
-        other = group.split(range(group.size))
-        assert other is not None
-        tensors = [torch.ones(numel) for _ in range(2)]
-        pair = [each.all_reduce_init(t) for each, t in zip((group, other), tensors, strict=True)]
-        for _ in range(3):
-            for request in pair:
-                request.start()
-            for request in reversed(pair) if group.rank else pair:
-                request.wait()
-        assert all(torch.equal(tensor, torch.full((numel,), 8.0)) for tensor in tensors)
-
-    run("threads", 2, job)
-
-
-def test_done_callback_of_a_small_request_needs_no_wait() -> None:
-    def job(group: Group) -> None:
-        request = group.all_reduce_init(torch.ones(3))
-        ended = threading.Event()
-        request.start()
-        request.add_done_callback(ended.set)
-        assert ended.wait(TIMEOUT)
-        request.wait()
-
-    run("threads", 2, job)
-
-
-def test_small_request_ends_in_the_next_call_of_any_kind() -> None:
-    def job(group: Group) -> None:
-        tensor = torch.ones(3)
-        request = group.all_reduce_init(tensor)
-        for call in (group.barrier, lambda: group.all_reduce(torch.ones(2), async_op=True).wait()):
-            tensor.fill_(1.0)
-            request.start()
-            call()
-            assert torch.equal(tensor, torch.full((3,), 2.0))
-            request.wait()
-
-    run("threads", 2, job)
-
-
 def test_closing_the_group_ends_a_started_request() -> None:
     def job(group: Group) -> torch.Tensor:
         tensor = torch.ones(3)
@@ -171,22 +125,6 @@ def test_closing_the_group_ends_a_started_request() -> None:
         return tensor
 
     assert all(torch.equal(each, torch.full((3,), 2.0)) for each in run("threads", 2, job))
-
-
-@everywhere
-def test_joined_rank_adds_zeros_to_a_started_request(way: str) -> None:
-    def job(group: Group) -> int:
-        tensor = torch.ones(4)
-        request = group.all_reduce_init(tensor, Average)
-        if group.rank == 1:
-            return group.join()
-        for _ in range(3):
-            tensor.fill_(1.0)
-            request.start()
-            assert torch.equal(request.wait(), torch.full((4,), 2 / 3))
-        return group.join()
-
-    assert len({*run(way, 3, job)}) == 1
 
 
 def test_start_with_another_buffer_is_this_ranks_own_matter() -> None:
@@ -201,20 +139,6 @@ def test_start_with_another_buffer_is_this_ranks_own_matter() -> None:
         request.start()
         request.wait()
         assert torch.equal(got, torch.full((4,), 4.0)) and torch.equal(other, torch.ones(4))
-
-    run("threads", 2, job)
-
-
-def test_start_with_other_tensors_of_a_group_reduces_those() -> None:
-    def job(group: Group) -> None:
-        old = [torch.ones(3), torch.ones(2)]
-        request = group.grouped_all_reduce_init(old)
-        new = list(FusedBuffer([torch.ones(3), torch.ones(2)]).tensors)
-        for tensor in new:
-            tensor.fill_(1.0)
-        request.start(new)
-        assert [each.sum().item() for each in request.wait()] == [6.0, 4.0]
-        assert [each.sum().item() for each in old] == [3.0, 2.0]
 
     run("threads", 2, job)
 
@@ -344,55 +268,6 @@ def test_request_of_one_rank_finishes_at_once() -> None:
     assert run_threads(1, job) == [None]
 
 
-def test_requests_of_two_groups_have_numbers_of_their_own() -> None:
-    def job(group: Group) -> None:
-        whole = group.all_reduce_init(torch.ones(2))
-        part = group.split([1, 2])
-        if part is not None:
-            request = part.all_reduce_init(torch.ones(3))
-            request.start()
-            assert torch.equal(request.wait(), torch.full((3,), 2.0))
-        whole.start()
-        assert torch.equal(whole.wait(), torch.full((2,), 3.0))
-
-    assert run_threads(3, job) == [None] * 3
-
-
-def test_requests_made_by_two_threads_have_the_numbers_of_their_calls() -> None:
-    """Also where the thread that made the first one goes on behind the other."""
-
-    def job(group: Group) -> None:
-        ended, both = threading.Event(), threading.Event()
-        run_call = group._calls.queue.run
-        made: dict[str, Request[torch.Tensor]] = {}
-
-        def held_up(call: Call, *args: Any, **options: Any) -> Any:
-            result = run_call(call, *args, **options)
-            if call.name == "first" and not both.is_set():
-                ended.set()
-                both.wait(TIMEOUT)
-            return result
-
-        def make(name: str) -> None:
-            made[name] = group.all_reduce_init(torch.ones(5), name=name)
-
-        if group.rank:
-            make("first")
-            make("second")
-        else:
-            group._calls.queue.run = held_up  # type: ignore[method-assign]
-            first = threading.Thread(target=make, args=("first",))
-            first.start()
-            ended.wait(TIMEOUT)
-            make("second")
-            both.set()
-            first.join()
-        for name in ("first", "second"):
-            assert start_and_wait(made[name])[0] == group.size
-
-    run_threads(2, job, timeout=TIMEOUT)
-
-
 def test_request_made_in_inference_mode_works_there() -> None:
     def job(group: Group) -> None:
         with torch.inference_mode():
@@ -444,69 +319,3 @@ def test_start_of_a_request_whose_buffer_was_moved_raises_and_starts_nothing(
         return flat.tolist()
 
     assert run(way, 2, job) == [[3.0] * 8] * 2
-
-
-@everywhere
-def test_start_with_the_moved_buffer_itself_takes_its_new_memory(way: str) -> None:
-    def job(group: Group) -> list[float]:
-        flat = torch.zeros(8)
-        request = group.all_reduce_init(flat)
-        start_and_wait(request)
-        flat.data = torch.full((8,), group.rank + 1.0)
-        request.start(flat)
-        request.wait()
-        return flat.tolist()
-
-    assert run(way, 2, job) == [[3.0] * 8] * 2
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda g, t: g.grouped_all_reduce_init([torch.ones(3), t]),
-        lambda g, t: g.broadcast_init(t),
-        lambda g, t: g.reduce_scatter_init(t),
-        lambda g, t: g.reduce_scatter_init(torch.ones(16), out=t),
-        lambda g, t: g.reduce_to_owners_init([t]),
-        lambda g, t: g.run_init(halving.doubling(2), t),
-    ],
-)
-def test_start_of_every_kind_of_request_looks_for_moved_buffers(make: Any) -> None:
-    def job(group: Group) -> None:
-        tensor = torch.ones(8)
-        request = make(group, tensor)
-        start_and_wait(request)
-        tensor.data = torch.ones(8)
-        with pytest.raises(ValueError, match="other memory than when it was passed"):
-            request.start()
-        group.barrier()
-
-    run_threads(2, job)
-
-
-@everywhere
-def test_start_from_several_threads_at_once_starts_it_once(way: str) -> None:
-    def job(group: Group) -> None:
-        flat = torch.ones(8)
-        request = group.all_reduce_init(flat, name="flat")
-        for _ in range(10):
-            gate, outcomes = threading.Barrier(4), []
-
-            def start(gate: threading.Barrier = gate, outcomes: list[str] = outcomes) -> None:
-                gate.wait(TIMEOUT)
-                try:
-                    request.start()
-                    outcomes.append("started")
-                except RuntimeError as error:
-                    outcomes.append(str(error))
-
-            threads = [threading.Thread(target=start) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            request.wait()
-            assert outcomes.count("started") == 1
-            assert sum("was started already" in said for said in outcomes) == 3
-
-    run(way, 2, job)

@@ -13,9 +13,8 @@ from torch import Tensor
 from adasum import Adasum, AdasumReducer
 from collectives import Average, FusedBuffer, Group, Sum, run_threads
 from collectives.execution.operations import owners
-from collectives.schedules.schedule import split_bounds
 from collectives.schedules.topology import Topology
-from tests.collectives.consistency.ranks import everywhere, run
+from tests.collectives.consistency.ranks import run
 
 UNWEIGHTED = AdasumReducer(weighted=False)
 SHAPES = [(3, 5), (), (0,), (129,), (64, 7), (130,), (2, 2)]
@@ -110,16 +109,6 @@ def test_fused_buffer_sorted_by_owner_is_reduced_in_place(size: int) -> None:
     run_threads(size, work)
 
 
-def test_one_owner_of_everything_holds_no_more_than_the_other_ranks_slices() -> None:
-    def job(group: Group) -> int:
-        tensor = torch.full((4096,), float(group.rank))
-        group.reduce_to_owners([tensor], owners=[2])
-        assert group.rank != 2 or tensor.eq(sum(range(4))).all()
-        return group._runner.workspace._block.nbytes
-
-    assert max(run("messages", 4, job)) <= 3 * 1024 * 4
-
-
 def test_owners_that_are_no_ranks_or_differ_raise() -> None:
     def work(group: Group) -> None:
         tensors = [torch.ones(2), torch.ones(3)]
@@ -194,52 +183,3 @@ def test_owners_on_nodes_have_the_bits_of_an_all_reduce(way: str) -> None:
             compare(group, dtype, Adasum, fuse=False)
 
     run(way, 8, job, topology=Topology(8, 4))
-
-
-@everywhere
-def test_a_request_onto_owners_may_be_repeated(way: str) -> None:
-    owners = [2, 0, 1, 1, 0, 2]
-
-    def job(group: Group) -> None:
-        tensors = fused(draw(group.rank, torch.float32))
-        request = group.reduce_to_owners_init(tensors, Adasum, owners=owners)
-        for turn in range(3):
-            mine = draw(group.rank + 3 * turn, torch.float32)
-            torch._foreach_copy_(tensors, mine)
-            group.grouped_all_reduce(mine, Adasum)
-            request.start()
-            assert request.wait() == owners
-            for tensor, want, owner in zip(tensors, mine, owners, strict=True):
-                assert owner != group.rank or torch.equal(tensor, want)
-
-    run(way, 3, job)
-
-
-# On one node and several, by `direct`, by pairs of vectors, and little data by `rd`.
-@pytest.mark.parametrize("way", ["threads", "messages"])
-@pytest.mark.parametrize(
-    ("size", "local"),
-    [
-        (2, 2),
-        (3, 3),
-        (8, 4),
-        *(pytest.param(*n, marks=pytest.mark.slow) for n in [(5, 5), (16, 2)]),
-    ],
-)
-def test_a_reduce_scatter_is_the_slice_of_the_all_reduce(way: str, size: int, local: int) -> None:
-    def job(group: Group) -> None:
-        generator = torch.Generator().manual_seed(group.rank)
-        drawn = torch.randn(70_001, 3, generator=generator, dtype=torch.float64)
-        for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            for rows in (1, 70_001):
-                mine, op = drawn[:rows].to(dtype), UNWEIGHTED if rows > 1 else Adasum
-                want = group.all_reduce(mine.clone(), op, postscale=0.5)
-                got = group.reduce_scatter(mine, op, by_rows=True, postscale=0.5)
-                bounds = split_bounds(rows, size)
-                assert torch.equal(got, want[bounds[group.rank] : bounds[group.rank + 1]])
-                flat = group.reduce_scatter(mine.view(-1), op, postscale=0.5)
-                bounds = split_bounds(3 * rows, size)
-                whole = want.view(-1)[bounds[group.rank] : bounds[group.rank + 1]]
-                assert torch.equal(flat, whole)
-
-    run(way, size, job, topology=Topology(size, local))

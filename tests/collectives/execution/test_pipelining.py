@@ -13,7 +13,6 @@ import torch
 
 from adasum import Adasum
 from collectives import CollectiveTimeoutError, Group, Operands, Reducer, Sum, run_threads
-from collectives.cost import ASSUMED
 from collectives.execution import executor
 from collectives.execution.executor import CallContext, Workspace, execute
 from collectives.execution.lowering import sent_first
@@ -145,22 +144,6 @@ def test_parts_of_a_message_follow_its_length() -> None:
     assert found == [1, 1, 1, 2, 3, 8]
 
 
-@pytest.mark.parametrize(("near", "name"), [(True, "_NEAR_PART_BYTES"), (False, "_FAR_PART_BYTES")])
-def test_parts_travel_twice_as_long_as_they_cost_beside_that(
-    near: bool, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At each kind of link, by the assumed rates; as many on the other side."""
-    monkeypatch.undo()
-    link = ASSUMED.intra if near else ASSUMED.inter
-    shortest = getattr(executor, name)
-    assert shortest == pytest.approx(2 * (link.alpha + ASSUMED.host) / link.beta, rel=1e-12)
-    world, peer = ThreadWorld(4), 1 if near else 2
-    mine, theirs = (Late(world.transport(rank)) for rank in (0, peer))
-    for nbytes, parts in ((shortest, 1), (2 * shortest - 1, 1), (2 * shortest, 2)):
-        assert parts_of(mine, nbytes, peer) == parts_of(theirs, nbytes, 0) == parts
-    assert parts_of(mine, 100 * shortest, peer) == executor.MAX_PARTS
-
-
 @pytest.mark.parametrize("numel", [200, 201, 399, 1021, 12345])
 def test_parts_of_a_message_cover_it_and_begin_aligned(numel: int) -> None:
     message = Message(3, torch.arange(float(numel)))
@@ -170,35 +153,6 @@ def test_parts_of_a_message_cover_it_and_begin_aligned(numel: int) -> None:
         assert torch.equal(torch.cat([part.tensor for part in found]), message.tensor)
         assert all(part.peer == 3 and part.tensor.numel() for part in found)
         assert all(part.tensor.storage_offset() % 4 == 0 for part in found)
-
-
-@pytest.mark.parametrize("name", ["xring", "rechd", "vhdd", "direct", "psgpu"])
-def test_links_that_cut_their_messages_otherwise_give_the_same_answer(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two nodes of two ranks: what comes over the network has more parts than what is near.
-
-    What is received is NaN until its part has arrived. For Adasum's bound see below.
-    """
-    monkeypatch.setattr(executor, "_NEAR_PART_BYTES", int(2.5 * SMALL))
-    op, inputs = Adasum if name in ("vhdd", "direct") else Sum, vectors(4, 2042)
-    schedule = one_level(name, 4 if name == "psgpu" else 1, Topology(4, 4))
-    counts = set()
-
-    def main(group: Group) -> torch.Tensor:
-        buffer, late = inputs[group.rank].clone(), Late(group.transport)
-        step = replace(context(late), topology=Topology(4, 2))
-        execute(schedule, buffer, op, step)
-        counts.update(posted.rpartition(" of ")[2] for posted in late.posted if ", part" in posted)
-        return buffer
-
-    whole = run(schedule, inputs, op, late=False)
-    reach = torch.stack(inputs).abs().sum(0)
-    for answer in run_threads(4, main):
-        if op is Sum:
-            assert torch.equal(answer, whole[0])
-        assert ((answer - whole[0]).abs() <= 3 * torch.finfo(torch.float32).eps * reach).all()
-    assert counts == ({"5"} if name in ("xring", "direct", "psgpu") else {"4", "5"})
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
@@ -280,23 +234,6 @@ def test_part_is_reduced_while_the_next_travels() -> None:
     first, _ = run_threads(size, main)
     names = [f"step {step} (rechd) of a test, part {i} of 5" for step in (0, 1) for i in range(5)]
     assert first == names
-
-
-def test_part_that_fails_is_the_error_of_its_step() -> None:
-    def main(group: Group) -> None:
-        def before(step: str) -> None:
-            if "part 2" in step:
-                raise CollectiveTimeoutError(f"no answer in {step}")
-
-        execute(
-            one_level("rechd", 1, Topology(2, 2)),
-            vectors(2)[group.rank],
-            Sum,
-            context(Late(group.transport, before)),
-        )
-
-    with pytest.raises(CollectiveTimeoutError, match=r"no answer in step 0 .* part 2 of 5"):
-        run_threads(2, main)
 
 
 def test_sent_first_tells_what_is_still_to_be_sent() -> None:

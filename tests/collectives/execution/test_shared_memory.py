@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,9 +26,8 @@ from collectives import (
     run_threads,
 )
 from collectives.execution import shared_memory
-from collectives.execution.shared_memory import plan_host_all_reduce
-from collectives.reducers import SumReducer, kernels
-from collectives.transport.symmetric_memory import TABLE_BYTES, SymmetricMemory
+from collectives.reducers import SumReducer
+from collectives.transport.symmetric_memory import SymmetricMemory
 from tests.adasum import definition
 from tests.collectives.operators import TrimmedMean
 
@@ -136,28 +133,6 @@ def test_sums_have_the_bits_of_messages(size: int, algorithm: str, compare: Any)
     compare(size, job)
 
 
-@pytest.mark.parametrize("accumulate", [torch.float32, None], ids=str)
-def test_sums_by_any_name_with_a_tree_have_the_bits_of_messages(
-    accumulate: Any, compare: Any
-) -> None:
-    def job(group: Group) -> list[Tensor]:
-        return [
-            group.all_reduce(
-                draw(group.rank, count, torch.bfloat16, count),
-                op,
-                order="tree",
-                accumulate=accumulate,
-                algorithm=algorithm,
-            )
-            for count in (5, 300_000)
-            for op in (Sum, Average)
-            # In pairs a sum cannot be rounded once.
-            for algorithm in ("auto", "direct", "bruck", "rd", "rechd")[: 3 if accumulate else 5]
-        ]
-
-    compare(5, job)
-
-
 def test_operators_of_all_operands_have_the_bits_of_messages(compare: Any) -> None:
     """Of one or two values, whose mean does not depend on how torch adds more."""
 
@@ -204,32 +179,6 @@ def test_adasum_by_direct_has_the_bits_of_messages_and_is_its_definition(
     # Coefficients are float64's; each of up to four levels rounds its two products and their sum.
     for got in answers[len(answers) // len(names) - 1 :: len(answers) // len(names)]:
         assert (got.double() - want).norm() <= 12 * EPS * want.norm()
-
-
-@pytest.mark.parametrize("size", [3, 4])
-def test_adasum_of_nearly_opposed_vectors_has_the_bits_of_messages(size: int, compare: Any) -> None:
-    """Whose Gram matrices are gathered once more, as sums of two: in one segment of three."""
-
-    def job(group: Group) -> list[Tensor]:
-        mine = draw(group.rank, 30_011)
-        mine[7000:20_000] += 1e6 * (-1) ** group.rank * draw(0, 13_000, seed=3)
-        bounds = [0, 7000, 20_000, 30_011]
-        return [group.all_reduce(mine, Adasum, algorithm="direct", segments=bounds)]
-
-    compare(size, job)
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_small_adasum_in_pairs_has_the_bits_of_messages(size: int, compare: Any) -> None:
-    """That is of two ranks, and of float64; other trees are made of one Gram matrix."""
-
-    def job(group: Group) -> list[Tensor]:
-        return [
-            group.all_reduce(draw(group.rank, 4099, dtype), Adasum, algorithm="rd")
-            for dtype in (FLOATS if size == 2 else (torch.float64,))
-        ]
-
-    compare(size, job)
 
 
 @pytest.mark.parametrize("size", [3, 4, 5, 8, pytest.param(16, marks=pytest.mark.slow)])
@@ -315,28 +264,6 @@ def test_call_beyond_a_buffer_goes_by_messages(monkeypatch: pytest.MonkeyPatch) 
     assert run_threads(3, job) == [[False, True] * 2] * 3
 
 
-@pytest.mark.parametrize(
-    ("size", "algorithm", "row"), [(2, "vhdd", 24), (2, "direct", 64), (3, "auto", 144)]
-)
-def test_adasum_of_more_segments_than_a_table_holds_goes_by_messages(
-    size: int, algorithm: str, row: int
-) -> None:
-    rows = TABLE_BYTES // row
-
-    def job(group: Group) -> list[bool]:
-        seen = []
-        for count in (rows, rows + 1):
-            options: Any = {"algorithm": algorithm, "segments": range(count + 1)}
-            mine = torch.ones(count)
-            with messages(group) as steps:
-                group.all_reduce(mine, Adasum, **options)
-            seen.append(bool(steps))
-            assert torch.allclose(mine, torch.ones(count), rtol=4 * EPS)
-        return seen
-
-    assert run_threads(size, job) == [[False, True]] * size
-
-
 def test_operator_that_has_not_said_that_it_calls_no_rank_goes_by_messages() -> None:
     class Asking(SumReducer):
         reduces_in_shared_memory = False
@@ -346,40 +273,6 @@ def test_operator_that_has_not_said_that_it_calls_no_rank_goes_by_messages() -> 
 
     assert run_threads(2, job) == [True, True]
     assert not Reducer.reduces_in_shared_memory, "what has not said so calls others"
-
-
-def test_grouped_all_reduce_packs_each_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, pack = [], kernels.pack
-
-    def counted(*args: Any, **options: Any) -> Any:
-        packed.append(1)
-        return pack(*args, **options)
-
-    monkeypatch.setattr(kernels, "pack", counted)
-    run_threads(2, lambda group: group.grouped_all_reduce([torch.ones(3), torch.ones(4)]))
-    assert len(packed) == 2
-
-
-@pytest.mark.parametrize("offset", [0, 1])
-def test_no_rank_copies_what_it_alone_reads(offset: int) -> None:
-    """Of its own vector, but for the first rank's buffer, where the result is made."""
-    size, count = 3, 3 * SMALL
-
-    def job(group: Group) -> tuple[int, Any]:
-        memory = group.transport.symmetric_memory
-        assert memory is not None
-        # Both buffers: calls take turns with them.
-        memory._buffers[:, group.rank, : 4 * count].view(torch.float32).fill_(7.0)
-        tensor = draw(group.rank, count + offset)[offset:]
-        result = group.all_reduce(tensor, Adasum, algorithm="direct")
-        mine = memory.buffers(count, torch.float32)[group.rank]
-        return int((mine == 7.0).sum()), result
-
-    kept, results = zip(*run_threads(size, job), strict=True)
-    assert kept == (0, SMALL, SMALL)
-    want = definition.tree([draw(rank, count + offset)[offset:] for rank in range(size)])
-    for result in results:
-        assert (result.double() - want).norm() <= 12 * EPS * want.norm()
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -458,33 +351,3 @@ def test_operator_that_fails_on_one_rank_is_named_by_the_others(kind: type) -> N
     assert "slice 1" in failed
     for other in (first, last):
         assert "of all_reduce" in other and "rank 1" in other and "slice 1" in other
-
-
-@pytest.mark.parametrize("numel", [SMALL, SMALL + 1], ids=["small", "large"])
-@pytest.mark.parametrize("op", OPS)
-def test_memory_of_a_call_that_has_ended_is_held_by_no_cycle(
-    op: str, numel: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[weakref.ref[Any]] = []
-
-    def planned(*args: Any) -> Any:
-        plan = plan_host_all_reduce(*args)
-        assert plan is not None
-        kept.append(weakref.ref(plan))
-        return plan
-
-    def job(group: Group) -> None:
-        flat = draw(group.rank, numel)
-        kept.append(weakref.ref(flat))
-        group.all_reduce(flat, OPS[op])
-        request = group.all_reduce_init(flat, OPS[op])
-        request.start()
-        request.wait()
-
-    monkeypatch.setattr(calls, "plan_host_all_reduce", planned)
-    gc.disable()
-    try:
-        run_threads(3, job)
-    finally:
-        gc.enable()
-    assert [each() for each in kept] == [None] * 9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -93,22 +92,6 @@ def test_what_is_no_record_is_status_2(
     assert (status, out) == (2, "") and said in err
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "link", "folder", "/dev/zero"])
-def test_what_is_no_regular_file_is_status_2_and_is_not_waited_for(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "flight-j-rank0.json"
-    if kind == "FIFO":
-        os.mkfifo(path)
-    elif kind == "link":
-        write(tmp_path, 1, [], [])
-        path.symlink_to("flight-j-rank1.json")
-    elif kind == "folder":
-        path.mkdir()
-    status, out, err = run(capsys, kind if kind == "/dev/zero" else tmp_path)
-    assert (status, out) == (2, "") and "is not a regular file" in err
-
-
 def test_terminals_escape_sequences_are_not_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,19 +150,6 @@ def test_ranks_without_a_file_are_named_only_where_somebody_waits_for_them(
     assert "2 of 8 ranks' files" in out
 
 
-def test_ranks_interrupted_while_they_wait_are_not_at_fault(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ctrl-C on a job that hangs."""
-    for rank in range(2):
-        last = call(3, 10.0, 50.0, error="KeyboardInterrupt")
-        write(tmp_path, rank, [last], [group("init", (0, 2), last)])
-    last = call(2, 9.0, 9.5)
-    write(tmp_path, 2, [last], [group("init", (0, 2), last)])
-    status, out, _ = run(capsys, tmp_path)
-    assert status == 0 and out.count("CULPRIT: rank 2") == out.count("CULPRIT") == 1
-
-
 ABORTED = [100.0 + T, "called abort(): disk is full"]
 
 
@@ -222,18 +192,6 @@ def test_rank_that_aborted_and_left_no_file_is_named_by_its_peers(
     status, out, _ = run(capsys, tmp_path)
     assert status == 0 and "CULPRIT: rank 1 called abort(): it left no file" in out
     assert out.count("CULPRIT") == 1
-
-
-def test_many_culprits_and_waits_fit_on_a_screen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for rank in range(60):
-        calls = [call(0, 1.0 + rank, group=f"g{rank}")] if rank < 30 else []
-        groups = [group(f"g{rank}", (rank, rank + 30), calls[0])] if calls else []
-        write(tmp_path, rank, calls, groups)
-    status, out, _ = run(capsys, tmp_path)
-    assert status == 0 and len(out.splitlines()) < 25
-    assert "more ranks" in out
 
 
 def test_ranks_that_hang_in_the_middle_of_a_call_are_named_as_inside_it(

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 
 import pytest
-import torch
 
-import kernels
-from collectives import Group, run_threads
 from collectives.schedules import copying, direct, halving, ring
 from collectives.schedules.algorithm import ALL
 from collectives.schedules.registry import LIBRARIES
@@ -19,7 +15,6 @@ from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
 from tests.collectives.schedules.simulation import (
     answers,
-    cost,
     one_level,
     with_step,
 )
@@ -122,19 +117,6 @@ def test_direct_is_proved_for_every_size(sizes: Sequence[int]) -> None:
         assert scattered.steps == (n > 1) and scattered.by_tree == (n > 1)
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 8, 13, 64])
-def test_costs_of_direct_are_as_documented(n: int) -> None:
-    costs = cost(direct.all_reduce(n))
-    assert costs.steps == 2
-    assert costs.sent == costs.received == (Fraction(2 * (n - 1), n),) * n
-    assert costs.staged == Fraction(n - 1, n)
-    for rank in range(n):
-        for step in direct.all_reduce(n).steps(rank):
-            others = [(rank + 1 + i) % n for i in range(n - 1)]
-            assert sorted(each.peer for each in step.sends) == sorted(others)
-        assert [each.peer for each in next(iter(direct.all_reduce(n).steps(rank))).sends] == others
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 6, 7, 8, 13])
 def test_reduce_has_the_tree_of_rd_in_every_chunk(n: int) -> None:
     (expected,) = answers(halving.doubling(n))[0]
@@ -143,98 +125,12 @@ def test_reduce_has_the_tree_of_rd_in_every_chunk(n: int) -> None:
             assert {*answers(parts.reduce(root))[root]} == {expected}
 
 
-@pytest.mark.parametrize("n", [2, 4, 8, 16])
-def test_costs_of_reduce_are_the_scatter_and_the_buffer_once_to_the_root(n: int) -> None:
-    share = Fraction(n - 1, n)
-    costs = cost(halving.scatter_gather(n).reduce(1))
-    assert costs.steps == n.bit_length()
-    assert costs.sent == tuple(share if rank == 1 else 1 for rank in range(n))
-    assert costs.received == tuple(2 * share if rank == 1 else share for rank in range(n))
-    assert costs.staged == Fraction(1, 2)
-
-
 def test_messages_in_shards_are_proved() -> None:
     for n in (*range(1, 18), 33, 64):
         for name in ("rd", "vhdd" if n % 2 else "rechd"):
             schedule = one_level(name, 2 + n % 3, Topology(n, n))
             assert schedule.chunks == one_level(name, 1, Topology(n, n)).chunks * (2 + n % 3)
             assert verify(schedule).carries_adasum
-
-
-@pytest.mark.parametrize("n", [2, 3, 5, 8, 13])
-def test_costs_of_rings_are_as_documented(n: int) -> None:
-    share = Fraction(2 * (n - 1), n)
-    for k in (1, 2):
-        costs = cost(one_level("xring", k, Topology(n, n)))
-        assert costs.steps == 2 * (n - 1)
-        assert costs.sent == costs.received == (share,) * n
-        assert costs.staged == Fraction(1, n)
-    for chunks in (1, 4, 4 * n):
-        costs = cost(ring.linear_all_reduce(n, chunks))
-        assert costs.steps == chunks + 2 * n - 3
-        assert costs.sent == (2,) * (n - 2) + (1, 1)
-        assert costs.received == costs.sent[-1:] + costs.sent[:-1]
-        assert costs.staged == Fraction(1, chunks)
-
-
-@pytest.mark.parametrize(("n", "shards"), [(2, 1), (2, 2), (5, 1), (5, 3), (8, 8)])
-def test_costs_of_the_shuffle_are_as_documented(n: int, shards: int) -> None:
-    costs = cost(direct.shuffle(n, shards))
-    gather = [i * n // shards for i in range(shards)]
-    expected = tuple(Fraction(n + shards - 2, shards) if r in gather else 1 for r in range(n))
-    assert costs.steps == 2
-    assert costs.sent == costs.received == expected
-    assert costs.staged == Fraction(n - 1, shards)
-
-
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 13, 64])
-def test_costs_of_bruck_are_as_documented(n: int) -> None:
-    costs = cost(copying.bruck(n))
-    assert costs.steps == (n - 1).bit_length()
-    assert costs.sent == costs.received == (n - 1,) * n
-    for rank in range(n):
-        # All that goes to one peer is in one message, or in two where ranks wrap around.
-        assert all(len(step.sends) <= 2 for step in copying.bruck(n).steps(rank))
-
-
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
-def test_bruck_reduces_in_rank_order_with_equal_bits(size: int) -> None:
-    """Of sums each rank rounds in the same order, which is that of adding rank after rank."""
-
-    def work(group: Group) -> list[torch.Tensor]:
-        results = []
-        for count, shards in ((0, 1), (1, 1), (7, 3), (1000, 1)):
-            values = torch.randn(count, generator=torch.Generator().manual_seed(group.rank))
-            results.append(group.all_reduce(values, algorithm=f"bruck#{shards}"))
-        return results
-
-    answers = run_threads(size, work)
-    for i, count in enumerate((0, 1, 7, 1000)):
-        parts = [
-            torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(size)
-        ]
-        expected = kernels.sum_n(parts) if size > 2 else parts[0] + parts[1]
-        for mine in answers:
-            assert torch.equal(mine[i], expected)
-
-
-@pytest.mark.parametrize("n", [2, 4, 8, 16])
-def test_costs_of_halving_and_doubling_are_as_documented(n: int) -> None:
-    levels = n.bit_length() - 1
-    for shards in (1, 3):
-        costs = cost(one_level("rechd", shards, Topology(n, n)))
-        assert costs.steps == 2 * levels
-        assert costs.sent == costs.received == (Fraction(2 * (n - 1), n),) * n
-        assert costs.staged == Fraction(1, 2)
-        costs = cost(one_level("rd", shards, Topology(n, n)))
-        assert costs.steps == levels
-        assert costs.sent == costs.received == (levels,) * n
-        assert costs.staged == 1
-    for make in (halving.all_reduce, halving.doubling):
-        folded_costs, plain = cost(make(n + 1)), cost(make(n))
-        assert folded_costs.steps == plain.steps + 2
-        assert max(folded_costs.sent) == max(plain.sent) + 1
-        assert folded_costs.staged == 1
 
 
 @pytest.mark.parametrize(

@@ -106,16 +106,6 @@ def test_every_topology_is_proved() -> None:
     assert tried[True] == tried[False] == set(every)
 
 
-def test_larger_topologies_are_proved() -> None:
-    for text in (
-        Pair("xring", 2, "vhdd", 1),
-        Pair("nccl", 1, "rechd", 2),
-        Pair("pscpu", 3, "xring", 1),
-        Pair("rechd", 1, "pscpu", 2),
-    ):
-        prove(text, Topology(16 * 8, 8))
-
-
 TOPOLOGIES = [Topology(8, 2), Topology(8, 4), Topology(9, 3), Topology(12, 2), Topology(5, 1)]
 
 
@@ -164,36 +154,6 @@ def crossing(schedule: Schedule, topology: Topology) -> list[Fraction]:
                 if topology.node_of(peer) != node:
                     sent[node] += Fraction(stop - start, schedule.chunks)
     return sent
-
-
-@pytest.mark.parametrize(
-    ("name", "flat", "two"),
-    [
-        ("xring", Fraction(7, 4), 1),
-        ("rd", 4, 1),
-        # Halving meets the other node last, with the smallest pieces: nothing is left to save.
-        ("rechd", 1, 1),
-    ],
-)
-def test_two_levels_cross_fewer_bytes_than_one(name: str, flat: Fraction, two: Fraction) -> None:
-    topology = Topology(8, 4)
-    assert crossing(one_level(name, 1, topology), topology) == [flat] * 2
-    assert crossing(two_levels("xring", 1, name, 1, topology), topology) == [two] * 2
-
-
-@pytest.mark.parametrize(
-    ("pair", "steps", "staged"),
-    [
-        (Pair("xring", 1, "rechd", 1), 3 + 2 + 3, Fraction(1, 4)),
-        (Pair("rechd", 1, "xring", 1), 2 + 2 + 2, Fraction(1, 2)),
-        (Pair("pscpu", 1, "rd", 1), 1 + 1 + 1, Fraction(3)),
-        (Pair("psgpu", 4, "psgpu", 2), 1 + 2 + 1, Fraction(3, 4)),
-        (Pair("nccl", 1, "vhdd", 1), 2 + 3, Fraction(1, 8)),
-    ],
-)
-def test_costs_are_as_documented(pair: Pair, steps: int, staged: Fraction) -> None:
-    costs = cost(pair.on(Topology(8, 4), one_tree=False))
-    assert (costs.steps, costs.staged) == (steps, staged)
 
 
 def test_library_inside_one_node_leaves_nothing_to_do() -> None:

@@ -13,7 +13,6 @@ from collectives.execution.phases import auto_of
 from collectives.schedules import copying, ring
 from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.registry import SCHEDULES
-from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 from collectives.schedules.topology import Topology
 from collectives.tools.commands import cost as main
 
@@ -84,22 +83,6 @@ def test_names_that_stand_for_no_schedule_are_not_priced() -> None:
         estimate("nccl", 1, RATES, topology)
 
 
-def test_groups_of_several_lengths_sum_their_dots_at_once() -> None:
-    """Two pairs and one group of four ranks: as many steps of dots as the four need."""
-
-    def steps(rank: int) -> list[Step]:
-        first, width = (rank // 2 * 2, 2) if rank < 4 else (4, 4)
-        peer = rank ^ 1
-        action = Action.REDUCE_LEFT if rank & 1 else Action.REDUCE_RIGHT
-        group = tuple(range(first, first + width))
-        return [Step((Transfer(peer, 0, 1),), (Transfer(peer, 0, 1, action),), group)]
-
-    schedule = Schedule("pairs and four", 8, 1, Collective.ALL_REDUCE, steps)
-    cost = estimate(schedule, 0, RATES, Topology(8, 8), "adasum")
-    dots = RATES.intra.alpha + RATES.sum.alpha + 24 * (RATES.intra.beta + RATES.sum.beta)
-    assert cost.seconds == pytest.approx(RATES.intra.alpha + RATES.adasum.alpha + 2 * dots)
-
-
 def test_bytes_and_memory_are_what_the_algorithms_say() -> None:
     nbytes = 1 << 20
     topology = Topology(16, 4)
@@ -131,17 +114,6 @@ def test_ranks_of_a_node_share_its_adapter() -> None:
     shared = estimate("rd", nbytes, replace(RATES, nic=RATES.inter.beta), topology)
     # Of rd's three steps the last crosses nodes, with four ranks on each side.
     assert shared.seconds - own.seconds == pytest.approx(3 * nbytes * RATES.inter.beta)
-
-
-def test_bytes_beyond_the_knee_take_another_time() -> None:
-    bent = RATES.intra._replace(knee=1000.0, far=1e-9)
-    rates = replace(RATES, intra=bent, sum=RATES.sum._replace(knee=2000.0, far=1e-8))
-    topology = Topology(2, 2)
-    (alpha, beta), (call, gamma) = RATES.intra[:2], RATES.sum[:2]
-    assert estimate("rd", 800, rates, topology) == estimate("rd", 800, RATES, topology)
-    assert estimate("rd", 5000, rates, topology).seconds == pytest.approx(
-        alpha + 1000 * beta + 4000 * 1e-9 + call + 2000 * gamma + 3000 * 1e-8
-    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 16])
@@ -224,14 +196,6 @@ def test_algorithms_without_steps_are_refused() -> None:
         estimate("rd", 1, RATES, topology, "max")
     with pytest.raises(ValueError, match="intra must be finite"):
         replace(RATES, intra=Rate(-1.0, 0.0))
-
-
-def test_ranges_are_priced_as_what_they_stand_for() -> None:
-    topology = Topology(8, 4)
-    # A limit is inclusive, and counts elements of 4 bytes.
-    for nbytes, name in ((4096, "rd"), (4100, "rechd/xring"), (1 << 20, "xring")):
-        by_size = estimate("rd:1k:rechd/xring:2k:xring", nbytes, RATES, topology)
-        assert by_size == estimate(name, nbytes, RATES, topology)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

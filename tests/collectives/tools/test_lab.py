@@ -11,7 +11,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
 import collectives
 from adasum import Adasum
@@ -175,17 +174,6 @@ def test_schedule_is_what_runs(op: collectives.Reducer) -> None:
             assert steps_of(found, rank) == steps_of(runs, rank)
 
 
-def test_schedule_of_a_specification_runs() -> None:
-    schedule = collectives.schedule("xring#2", 4)
-
-    def main_of(group: collectives.Group) -> list[float]:
-        tensor = torch.arange(5.0) + group.rank
-        group.run(schedule, tensor)
-        return tensor.tolist()
-
-    assert collectives.run_threads(4, main_of) == [[6.0, 10.0, 14.0, 18.0, 22.0]] * 4
-
-
 def test_users_schedule_has_all_of_it() -> None:
     def steps(rank: int) -> Iterator[Step]:
         other = (Transfer(1 - rank, 0, 1),)
@@ -247,17 +235,6 @@ def test_what_is_no_schedule_is_an_error_that_names_it(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         collectives.schedule(*arguments, **options)
-
-
-@pytest.mark.parametrize("call", ["cost", "trace"])
-def test_lengths_without_meaning_are_refused(call: str) -> None:
-    method = getattr(collectives.schedule("rd", 2), call)
-    with pytest.raises(ValueError, match="nbytes must be finite"):
-        method(float("nan"))
-    with pytest.raises(TypeError, match="nbytes must be a number, got str"):
-        method("1M")
-    with pytest.raises(ValueError, match="segments must be at least 1"):
-        method(4, segments=0)
 
 
 def test_commands_write_what_the_methods_return(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 
 import pytest
@@ -67,53 +66,6 @@ def test_bytes_are_those_in_memory(dtype: torch.dtype) -> None:
 
 
 @both
-def test_many_exchanges_between_three(kind: str) -> None:
-    """Random lengths and partners; one side may run ahead of another by what the ring holds."""
-    plan = random.Random(5)
-    rounds = [
-        {
-            (a, b): plan.choice([0, 3, _HELD_BYTES, SLOT_BYTES + 7])
-            for a in range(3)
-            for b in range(3)
-            if a != b and plan.random() < 0.6
-        }
-        for _ in range(120)
-    ]
-
-    def play(transport: Transport) -> None:
-        me = transport.rank
-        for number, lengths in enumerate(rounds):
-            sends = [(b, noise(n, number)) for (a, b), n in lengths.items() if a == me]
-            recvs = [(a, poisoned(n)) for (a, b), n in lengths.items() if b == me]
-            exchange(transport, sends, recvs)
-            for _, got in recvs:
-                assert torch.equal(got, noise(len(got), number))
-
-    together(*(lambda t=t: play(t) for t in connect(3, kind)))
-
-
-@both
-def test_one_direction_alone(kind: str) -> None:
-    """Nothing is sent back but slots, and the sender is done before the last are read."""
-    first, second = connect(2, kind)
-    count = 10 * SLOTS
-    for n in range(SLOTS):
-        exchange(first, [(1, noise(5, n))], [])
-    got = [poisoned(5) for _ in range(count)]
-
-    def send() -> None:
-        for n in range(SLOTS, count):
-            exchange(first, [(1, noise(5, n))], [])
-
-    def receive() -> None:
-        for tensor in got:
-            exchange(second, [], [(0, tensor)])
-
-    together(send, receive)
-    assert all(torch.equal(tensor, noise(5, n)) for n, tensor in enumerate(got))
-
-
-@both
 def test_every_layout_of_a_tensor_travels(kind: str) -> None:
     first, second = connect(2, kind)
     for tensor in (
@@ -132,36 +84,6 @@ def test_every_layout_of_a_tensor_travels(kind: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("offset", [1, 4, 15, 64])
-def test_every_place_in_a_page(kind: str, offset: int) -> None:
-    """Pieces of odd lengths begin anywhere; a few bytes behind a page's start are copied apart."""
-    first, second = connect(2, kind)
-    for ours, theirs in ((0, offset), (offset, 0)):
-        sent = torch.cat([poisoned(ours), noise(2 * SLOT_BYTES, offset)])[ours:]
-        whole = poisoned(theirs + 2 * SLOT_BYTES + 1)
-        got = whole[theirs:-1]
-        together(
-            lambda sent=sent: exchange(first, [(1, sent)], []),
-            lambda got=got: exchange(second, [], [(0, got)]),
-        )
-        assert torch.equal(got, sent)
-        assert torch.equal(whole[:theirs], poisoned(theirs)) and whole[-1] == 0xA5
-
-
-@both
-def test_tensors_of_inference_mode_travel(kind: str) -> None:
-    first, second = connect(2, kind)
-    for length in (5, SLOT_BYTES):
-        with torch.inference_mode():
-            sent, got = noise(length, 1), poisoned(length)
-        together(
-            lambda sent=sent: exchange(first, [(1, sent)], []),
-            lambda got=got: exchange(second, [], [(0, got)]),
-        )
-        assert torch.equal(got, sent)
-
-
-@both
 def test_a_message_of_another_length_is_an_error_that_names_both(kind: str) -> None:
     first, second = connect(2, kind)
     exchange(first, [(1, noise(4, 0))], [])
@@ -172,20 +94,6 @@ def test_a_message_of_another_length_is_an_error_that_names_both(kind: str) -> N
     # The sender is told.
     with pytest.raises(CollectiveTimeoutError, match="rank 1 in a step: rank 0 sent 4 bytes"):
         exchange(first, [], [(1, poisoned(4))])
-
-
-@both
-def test_messages_in_a_circle_wait_for_each_other(kind: str) -> None:
-    """Each is longer than the slots, and nobody receives from the rank to which it sends."""
-    transports = connect(3, kind)
-
-    def turn(transport: Transport) -> None:
-        before, after = (transport.rank - 1) % 3, (transport.rank + 1) % 3
-        got = poisoned(LONG)
-        exchange(transport, [(after, noise(LONG, transport.rank))], [(before, got)])
-        assert torch.equal(got, noise(LONG, before))
-
-    together(*(lambda each=each: turn(each) for each in transports))
 
 
 @both
@@ -204,19 +112,6 @@ def test_slow_peer_holds_up_no_message_of_another(kind: str) -> None:
 
     sent = [(2, noise(LONG, 0)), (1, noise(LONG, 1))]
     together(lambda: exchange(first, sent, []), soon, late)
-
-
-@both
-def test_a_limit_of_months(kind: str) -> None:
-    first, second = connect(2, kind)
-    got = poisoned(5)
-
-    def late() -> None:
-        time.sleep(0.05)
-        exchange(first, [(1, noise(5, 0))], [])
-
-    together(late, lambda: exchange(second, [], [(0, got)], timeout=1e9))
-    assert torch.equal(got, noise(5, 0))
 
 
 @both

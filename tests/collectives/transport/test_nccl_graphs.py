@@ -13,7 +13,6 @@ import torch
 from collectives import CollectiveTimeoutError, TransportError
 from collectives.transport import Message
 from collectives.transport.nccl import transport as nccl
-from tests.fakes.fake_cuda import FakeCudaGraph
 from tests.fakes.fake_nccl import FakeNccl
 from tests.fakes.nccl_machine import Machine, all_good, full, make_machine, swap, told
 
@@ -57,23 +56,6 @@ def test_a_launch_moves_what_is_there_then_between_other_messages(machine: Machi
                 assert machine.read(other)[0] == 4 * (3.0 + 2 * turn)
             assert machine.read(mine)[0] == 4 * (3.0 + 2 * turn)
         transport.check_streams()
-
-    all_good(machine.run(2, work))
-
-
-def test_a_launch_comes_behind_messages_that_wait_for_another_stream(machine: Machine) -> None:
-    """So on one rank alone, which else would send what it launches first."""
-
-    def work(transport: nccl.NcclTransport) -> None:
-        mine, got, other = full(NUMEL, 1.0), full(NUMEL, 0.0), full(NUMEL, 0.0)
-        swap(transport, full(NUMEL, 0.0), got, "the first message connects")
-        launch = transport.capture(lambda: _swaps(machine, transport, mine, got))
-        with machine.cuda.stream(machine.cuda.Stream()):
-            machine.put(lambda: None, 0.1 * transport.rank)
-            swap(transport, full(NUMEL, 7.0), other, "a message before it")
-        launch("a launch", 10.0)
-        assert machine.read(mine)[0] == 8.0
-        assert machine.read(other)[0] == 7.0
 
     all_good(machine.run(2, work))
 
@@ -127,20 +109,6 @@ def test_an_abort_from_another_thread_ends_a_launch(machine: Machine) -> None:
     assert machine.nccl.aborted
 
 
-def test_graphs_share_memory_as_long_as_one_is_there(machine: Machine) -> None:
-    def work(transport: nccl.NcclTransport) -> None:
-        FakeCudaGraph.pools.clear()
-        launches = [transport.capture(lambda: None) for _ in range(3)]
-        first, *others = FakeCudaGraph.pools
-        assert first is None
-        assert len({*others}) == 1
-        launches.clear()
-        transport.capture(lambda: None)
-        assert FakeCudaGraph.pools[-1] is None, "memory of no graph is not there any more"
-
-    all_good(machine.run(1, work))
-
-
 def test_a_capture_that_fails_raises_why_and_leaves_the_streams_usable(machine: Machine) -> None:
     def work(transport: nccl.NcclTransport) -> float:
         mine, got = full(NUMEL, 1.0), full(NUMEL, 0.0)
@@ -175,32 +143,3 @@ def test_a_capture_that_cuda_has_ended_is_an_error_of_the_group(machine: Machine
             transport.capture(invalidated)
 
     all_good(machine.run(1, work))
-
-
-def test_other_communicators_of_the_device_do_not_post_into_a_capture(machine: Machine) -> None:
-    """Groups share the communication stream, and two threads may use two of them."""
-
-    def work(transport: nccl.NcclTransport) -> None:
-        part = transport.split(range(2), 10.0)
-        mine, got, other = full(NUMEL, 1.0), full(NUMEL, 0.0), full(NUMEL, 0.0)
-        swap(transport, mine, got, "the first message connects")
-        posted = threading.Event()
-
-        def beside() -> None:
-            swap(part, full(NUMEL, 7.0), other, "a message beside it")
-            posted.set()
-
-        def captured() -> None:
-            swap(transport, mine, got, "a step")
-            thread.start()
-            assert not posted.wait(0.2)
-
-        thread = threading.Thread(target=beside)
-        launch = transport.capture(captured)
-        thread.join(10.0)
-        assert posted.is_set()
-        launch("a launch", 10.0)
-        assert machine.read(got)[0] == 1.0
-        part.close()
-
-    all_good(machine.run(2, work))

@@ -10,10 +10,8 @@ import gc
 import importlib
 import importlib.util
 import inspect
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from typing import Any
 
 import pytest
@@ -199,22 +197,6 @@ def test_split(machine: Machine) -> None:
     assert machine.nccl.destroyed and not machine.nccl.aborted
 
 
-def test_parts_of_a_transport_share_one_stream(machine: Machine) -> None:
-    """NCCL wants the communicators of a device used one after the other."""
-
-    def work(transport: nccl.NcclTransport) -> None:
-        part = transport.split([1, 0], 10.0)
-        assert part._backend.stream(DEVICE) is transport._backend.stream(DEVICE)
-        for each in (transport, part, transport):
-            got = full(3, 0.0)
-            swap(each, full(3, 1.0 + each.rank), got, "a swap")
-            assert machine.read(got)[0] == 2.0 - each.rank
-        part.close()
-        swap(transport, full(3, 1.0), full(3, 0.0), "a swap")
-
-    all_good(machine.run(2, work))
-
-
 def test_captured_once_and_replayed(machine: Machine) -> None:
     """Nothing waits on the host in a capture, all streams join, and a replay moves fresh data."""
 
@@ -245,30 +227,6 @@ def test_a_transport_out_of_scope_is_closed(machine: Machine) -> None:
     all_good(machine.run(2, lambda transport: None, close=False))
     gc.collect()
     assert sorted(machine.nccl.destroyed) == [0, 1]
-
-
-def test_any_thread_may_call_and_only_first_uses_run_in_a_thread_of_their_own(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL connects two ranks at their first message, and waits for that without a limit."""
-    names: list[str] = []
-    end = machine.nccl.groupEnd
-
-    def noted() -> None:
-        names.append(threading.current_thread().name)
-        end()
-
-    monkeypatch.setattr(machine.nccl, "groupEnd", noted)
-
-    def work(transport: nccl.NcclTransport) -> float:
-        got = full(1, 0.0)
-        swap(transport, full(1, 1.0), full(1, 0.0), "a test")
-        with futures.ThreadPoolExecutor(1, "another") as other:
-            other.submit(swap, transport, full(1, 7.0), got, "a test").result()
-            return other.submit(machine.read, got).result().item()
-
-    assert all_good(machine.run(2, work)) == [7.0, 7.0]
-    assert sorted(names) == ["another_0", "another_0", "nccl-call", "nccl-call"]
 
 
 def _names(signature: str) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import CollectiveTimeoutError, TransportError
+from collectives import CollectiveTimeoutError
 from collectives.transport import Transport
 from collectives.transport.channels import SLOT_BYTES, SLOTS
 from tests.collectives.transport.thread_ranks import (
@@ -152,33 +152,6 @@ def test_a_part_that_fails_leaves_the_whole_and_other_parts() -> None:
             lambda group=group: exchange(group[1], [], [(0, poisoned(LONG))]),
         )
         assert [each.gone() for each in group] == [None] * 3
-
-
-def test_a_whole_that_is_closed_first_leaves_its_parts() -> None:
-    """`Group.close` ends them first."""
-    whole = connect(2)
-    part = split(whole, [1, 0])
-    for each in whole:
-        each.close()
-    with pytest.raises(TransportError, match="rank 0 has closed it"):
-        send(whole[0], noise(3, 0))
-    together(lambda: send(part[0], noise(3, 1)), lambda: receive(part[1], 3))
-    part[0].close()
-    with pytest.raises(CollectiveTimeoutError, match="from rank 1 in a step: rank 1 has ended"):
-        receive(part[1], 3)
-
-
-def test_a_forked_child_leaves_all_connections_alone() -> None:
-    whole = connect(2)
-    part = split(whole, [0, 1])
-    child = os.fork()
-    if child == 0:
-        # Neither reads, nor tells the peer.
-        part[0].close()
-        os._exit(0)
-    os.waitpid(child, 0)
-    together(lambda: send(part[0], noise(5, 1)), lambda: receive(part[1], 5))
-    together(lambda: send(whole[0], noise(5, 1)), lambda: receive(whole[1], 5))
 
 
 def test_parts_of_ranks_on_two_hosts_share_memory_where_the_whole_does() -> None:

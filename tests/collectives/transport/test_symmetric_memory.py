@@ -6,22 +6,20 @@ import mmap
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from collectives import CollectiveTimeoutError
-from collectives.transport import HostTransport, Message, futex, threads
-from collectives.transport.host_memory import host_memory_bytes
+from collectives.transport import HostTransport, futex
 from collectives.transport.symmetric_memory import (
     JOINED,
     RanksDiffer,
     SymmetricMemory,
     symmetric_memory_bytes,
 )
-from tests.collectives.transport.thread_ranks import TIMEOUT, both, connect, poisoned, together
+from tests.collectives.transport.thread_ranks import TIMEOUT, both, connect, together
 
 
 def transports(kind: str, size: int) -> list[Any]:
@@ -139,17 +137,6 @@ def test_buffer_beyond_32_mib_is_released_when_a_smaller_call_follows(kind: str)
     ]
 
 
-def test_workers_count_processors_in_common_once() -> None:
-    shared, own = [{0, 1}, {0, 1}, {0, 1}], [{0, 1}, {2}, {3}]
-    for cores, want in ((shared, 2), (own, 4)):
-        memory = memoryview(mmap.mmap(-1, symmetric_memory_bytes(3)))
-        memories = [
-            SymmetricMemory(memory, rank, 3, cast(Any, None), cores=each)
-            for rank, each in enumerate(cores)
-        ]
-        assert [memory.workers for memory in memories] == [want] * 3
-
-
 @both
 def test_barrier_names_the_rank_that_is_late(kind: str) -> None:
     first, second, third = transports(kind, 3)
@@ -217,24 +204,6 @@ def test_wait_names_the_rank_that_does_not_come(kind: str) -> None:
         late.wait("a step", 0.1)
 
 
-def test_interrupted_wait_tells_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = transports("shm", 2)
-    memory = memory_of(first)
-    memory.signal(1)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", interrupt)
-    monkeypatch.setattr(futex, "wait", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        memory.wait("a step", TIMEOUT)
-    monkeypatch.undo()
-    assert first.symmetric_memory is None
-    with pytest.raises(CollectiveTimeoutError, match="KeyboardInterrupt"):
-        second.exchange([], [Message(0, poisoned(5))], "a step", TIMEOUT)
-
-
 def test_signals_of_255_calls_ago_are_not_taken_for_todays() -> None:
     """What is left in a row from 255 calls ago is not taken for this call's."""
 
@@ -254,19 +223,3 @@ def test_signals_of_255_calls_ago_are_not_taken_for_todays() -> None:
         assert not first.all_signalled(), call
         second.signal(1 + call % 2)
         assert first.all_signalled() and second.all_signalled()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much memory there is")
-def test_symmetric_memory_of_threads_may_exceed_the_machines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As those of 512 ranks are where there are 32 GiB: memory goes to what is written alone."""
-    said = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    whole = sum(int(said[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
-    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
-        pytest.skip("this machine promises no more memory than it has")
-    monkeypatch.setattr(threads, "host_memory_bytes", lambda size: host_memory_bytes(size) + whole)
-    first, second = transports("threads", 2)
-    memory_of(first).signal(1)
-    memory_of(second).signal(1)
-    assert memory_of(first).all_signalled() and memory_of(second).all_signalled()

@@ -7,7 +7,6 @@ tests/processes/test_torch_nccl.py.
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -119,30 +118,6 @@ def test_nccl_is_found_where_torch_wraps_it(fake: FakeTorch) -> None:
     assert inner.options._timeout == timedelta(seconds=90)
     assert process_groups.abort_nccl(process_groups.nccl_of(group)) == "NCCL was aborted"
     assert fake.aborted == {3}
-
-
-def test_an_abort_that_hangs_does_not_keep_the_error_back(
-    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_groups, "_ABORT_SECONDS", 0.1)
-    ended = threading.Event()
-    group = FakeGroup(fake, 0)
-    monkeypatch.setattr(group, "abort", lambda: ended.wait(30.0))
-    start = time.monotonic()
-    assert process_groups.abort_nccl(group) == "NCCL is being aborted"
-    assert time.monotonic() - start < 20.0
-    ended.set()
-
-
-def test_an_abort_that_fails_is_said(fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = FakeGroup(fake, 0)
-
-    def fails() -> None:
-        raise RuntimeError("CUDA error: unspecified launch failure\nmore")
-
-    monkeypatch.setattr(group, "abort", fails)
-    said = "NCCL could not be aborted: CUDA error: unspecified launch failure"
-    assert process_groups.abort_nccl(group) == said
 
 
 @pytest.mark.parametrize("of_node", [False, True])

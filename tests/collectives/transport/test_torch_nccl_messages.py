@@ -61,17 +61,6 @@ def test_messages_are_behind_and_before_the_callers_work(fake: FakeTorch) -> Non
     assert [came.tolist() for came in ranks(fake, 2, work)] == [[1.0] * 3, [0.0] * 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint64, torch.bfloat16])
-def test_messages_of_every_dtype_are_sent(fake: FakeTorch, dtype: torch.dtype) -> None:
-    def work(nccl: NcclTransport, rank: int) -> torch.Tensor:
-        mine = device_tensor(torch.full((3,), 7 + rank).to(dtype))
-        got = device_tensor(torch.zeros(3, dtype=dtype))
-        nccl.exchange([Message(1 - rank, mine)], [Message(1 - rank, got)], "step 0", 20.0)
-        return read(fake, got)
-
-    assert [came.tolist() for came in ranks(fake, 2, work)] == [[8] * 3, [7] * 3]
-
-
 def test_messages_posted_ahead_hold_up_only_who_waits_for_them(fake: FakeTorch) -> None:
     """What the caller does meanwhile runs beside them; the memory is kept as long as they need."""
     nccl = of(fake, 0)
@@ -136,14 +125,3 @@ def test_nothing_waits_in_a_capture(fake: FakeTorch) -> None:
     assert fake.lines[0, 1].empty()
     graph.replay()
     assert fake.lines[0, 1].get(timeout=20.0).view(torch.float32).tolist() == [4.0] * 3
-
-
-def test_a_rank_without_messages_connects_too(fake: FakeTorch) -> None:
-    """torch makes one communicator of all ranks for batched messages: else they would wait."""
-    nccl = of(fake, 0)
-    nccl.exchange([], [], "no tensors, no device", TIMEOUT)
-    assert fake.connected == []
-    nothing = Message(1, device_tensor(torch.empty(0)))
-    for step in ("step 0", "step 1"):
-        nccl.exchange([nothing], [nothing], step, TIMEOUT)
-    assert fake.connected == [0]
