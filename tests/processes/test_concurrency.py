@@ -15,7 +15,6 @@ import torch
 import adasum as hvd
 import collectives
 from collectives import CollectiveMismatchError, Group
-from tests.processes.harness import run_ranks
 
 STEPS = 4
 
@@ -182,16 +181,3 @@ CHECKS: list[Callable[[Group], None]] = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_threads(check: Callable[[Group], None]) -> None:
     collectives.run_threads(3, check)
-
-
-def _job(rank: int, transport: str) -> bool:
-    group = collectives.init(transport=transport)
-    for check in CHECKS:
-        check(group)
-    collectives.shutdown()
-    return True
-
-
-@pytest.mark.parametrize("transport", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
-def test_processes(transport: str) -> None:
-    assert all(run_ranks(3, _job, transport))

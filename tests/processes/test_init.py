@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 import adasum
 import collectives
-from collectives import initialize
 from tests.collectives.queues import hold
 from tests.processes.harness import free_port, on_one_node, run_ranks
 
@@ -73,53 +72,6 @@ def _again(rank: int) -> list[float]:
 
 def test_init_again_after_shutdown() -> None:
     assert run_ranks(3, _again, timeout=60.0) == [[3.0, 6.0, 9.0, 12.0]] * 3
-
-
-def _elsewhere(rank: int, ports: tuple[int, int]) -> list[int]:
-    """All together, then in two worlds that share nothing but their ranks' numbers."""
-    collectives.init(timeout=30.0)
-    collectives.shutdown()
-    number, place = divmod(rank, 2)
-    os.environ.update(on_one_node(place, 2, ports[number]))
-    if number != place:
-        # The first two to come are rank 0 of one world and rank 1 of the other.
-        time.sleep(0.3)
-    group = collectives.init(timeout=30.0)
-    met = group.all_gather(torch.tensor([rank])).tolist()
-    # Rank 0 keeps the store where the others meet.
-    group.barrier()
-    collectives.shutdown()
-    return met
-
-
-def test_init_again_at_another_address() -> None:
-    """The store of the first start was asked again, where ranks of different worlds met."""
-    ports = (free_port(), free_port())
-    assert run_ranks(4, _elsewhere, ports, timeout=60.0) == [[0, 1], [0, 1], [2, 3], [2, 3]]
-
-
-def _interrupted(rank: int) -> tuple[bool, float, int]:
-    dist.init_process_group("gloo")
-    report = initialize._report
-
-    def interrupt(group: collectives.Group, choice: str) -> None:
-        initialize._report = report
-        raise KeyboardInterrupt
-
-    initialize._report = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        collectives.init(timeout=20.0)
-    started = collectives.is_initialized()
-    part = collectives.init(timeout=20.0).split([1, 0])
-    assert part is not None
-    total = part.all_reduce(torch.ones(1)).item()
-    collectives.shutdown()
-    return started, total, len(dist.distributed_c10d._world.pg_map)
-
-
-def test_an_interrupted_init_leaves_nothing() -> None:
-    """It left its broken group for the next init to return; each init left a process group."""
-    assert run_ranks(2, _interrupted, timeout=60.0) == [(False, 2.0, 1)] * 2
 
 
 def _ended_first(rank: int, port: int) -> list[float]:
@@ -198,29 +150,6 @@ def test_a_forked_child_is_told(transport: str) -> None:
         started = said.pop(7)
         assert b"was started already" in started
         assert len(said) == 9 and all(b"forked from a rank" in line for line in said), said
-
-
-def _on_meta(rank: int) -> list[Any]:
-    """What ranks tell each other is on the CPU, whatever the default device."""
-    group = collectives.init(timeout=20.0)
-    ones = torch.ones(4)
-    with torch.device("meta"):
-        said: list[Any] = [group.all_reduce(ones).tolist(), group.all_gather(ones[:1]).tolist()]
-        said.append(group.all_to_all(ones[:2])[1].tolist())
-        said.append(group.all_gather_bytes(b"" if rank else b"ab"))
-        with pytest.raises(collectives.CollectiveMismatchError):
-            group.broadcast(ones[: 1 + rank])
-        part = group.split([0, 1])
-        assert part is not None
-        said.append(part.all_reduce(ones[:1]).item())
-    collectives.shutdown()
-    return said
-
-
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_another_default_device(transport: str) -> None:
-    answers = run_ranks(2, partial(_with, _on_meta, ADASUM_TRANSPORT=transport), timeout=60.0)
-    assert answers == [[[2.0] * 4, [2.0, 2.0], [1, 1], [b"ab", b""], 4.0]] * 2
 
 
 def _with(fn: Callable[[int], Any], rank: int, **variables: str) -> Any:

@@ -65,30 +65,6 @@ def _ends(code: str, log: Path, **variables: str) -> tuple[int | None, str]:
     return status, log.read_text()
 
 
-# Torch gives up after half a second, in the middle of an exit that takes one.
-_LATE_START = """
-import time
-from datetime import timedelta
-import torch.distributed as dist
-from collectives.bootstrap.rendezvous import bounded
-
-class Slow:
-    def __del__(self, sleep=time.sleep):
-        sleep(1.0)
-
-slow = Slow()
-bounded(lambda: dist.HashStore().wait(["never"], timedelta(seconds=0.5)), 1, 0.2)
-"""
-
-
-def test_torch_may_be_late_while_the_rank_ends(tmp_path: Path) -> None:
-    """It ends with its own error, not by a signal."""
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    status, said = _ends(_LATE_START, tmp_path / "log", **variables)
-    assert status == 1, said[-3000:]
-    assert "rank 1 could not start within 0.2 s" in said
-
-
 EXIT = """
 import threading, time, torch
 from collectives.transport import Message, ThreadWorld
