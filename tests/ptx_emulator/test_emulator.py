@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import Counter
 
 import pytest
@@ -12,47 +11,13 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-import kernels  # noqa: E402
 from tests.ptx_emulator import driver, machine  # noqa: E402
 from tests.ptx_emulator.machine import HangError  # noqa: E402
 from tests.ptx_emulator.memory import AccessError  # noqa: E402
-from tests.ptx_emulator.parse import Immediate, Register, Vector, parse  # noqa: E402
+from tests.ptx_emulator.parse import parse  # noqa: E402
 from tests.ptx_emulator.races import RaceError  # noqa: E402
 
 SIZE = 256
-
-
-def test_parse_of_a_kernel_gives_its_instructions_and_rejects_other_text():
-    program = parse("""
-.visible .entry a_kernel(
-	.param .u64 .ptr .global .align 1 a_kernel_param_0,
-	.param .u32 a_kernel_param_1
-)
-.reqntid 128
-{
-	.reg .pred 	%p<2>;
-	.reg .b64 	%rd<3>;
-	ld.param.b64 	%rd1, [a_kernel_param_0];
-	@!%p1 bra 	$L__BB0_2; // a comment
-	mov.b64 	{_, %r1}, 0d3FF0000000000000;
-$L__BB0_2:
-	st.global.v2.b32 	[%rd1+-8], {%r1, %r1};
-	ret;
-}
-""")
-    assert (program.name, program.threads, program.labels) == ("a_kernel", 128, {"$L__BB0_2": 2})
-    assert program.parameters == ("a_kernel_param_0", "a_kernel_param_1")
-    assert program.registers == {"p": 2, "rd": 3}
-    (_, jump), (move,), (store, _), _ = program.basic_blocks
-    assert jump.guard == (Register("p", 1), False)
-    assert move.operands[1] == Immediate(0x3FF0000000000000)
-    address, values = store.operands
-    assert address.offset == -8
-    assert values == Vector((Register("r", 1), Register("r", 1)))
-    with pytest.raises(ValueError, match="no kernel in this module"):
-        parse("")
-    with pytest.raises(ValueError, match=r"cannot read 'ld\.param\.b64'"):
-        parse(".visible .entry a_kernel(\n)\n.reqntid 32\n{\nld.param.b64\n%rd1, [x];\n}\n")
 
 
 @triton.jit
@@ -88,18 +53,6 @@ def _grid_barrier_kernel(arrivals, out):
     while seen < tl.num_programs(0):
         seen = tl.atomic_add(arrivals, 0, sem="acquire")
     tl.store(out + tl.program_id(0), seen)
-
-
-@triton.jit
-def _largest_kernel(x, out):
-    """Raise the output to each block's element."""
-    tl.atomic_max(out, tl.load(x + tl.program_id(0)), sem="relaxed")
-
-
-@triton.jit
-def _climbing_kernel(x, out, seen):
-    program = tl.program_id(0)
-    tl.store(seen + program, tl.atomic_max(out, tl.load(x + program), sem="relaxed"))
 
 
 @triton.jit
@@ -298,62 +251,3 @@ $L__BB0_2:
 """)
     with pytest.raises(HangError, match="wait at a barrier for others that have exited"):
         machine.launch(program, 1, [], 0, resident=1)
-
-
-def test_order_of_blocks_follows_the_seed():
-    def orders(seed: int) -> list[float]:
-        x = torch.arange(8.0)
-        with driver.emulated(seed=seed, resident=1, races=False):
-            out = torch.zeros(1, dtype=torch.int32)
-            last = []
-            for _ in x:
-                _store_id_kernel[(8,)](out)
-                last.append(out.item())
-        return last
-
-    assert orders(1) == orders(1)
-    assert len(set(map(tuple, itertools.starmap(orders, [(1,), (2,), (3,)])))) == 3
-
-
-def test_cpu_path_is_used_again_after_emulation(monkeypatch):
-    x = torch.randn(9)
-    with driver.emulated() as emulator:
-        kernels.sum_n([x, x])
-    kernels.sum_n([x, x])
-    assert [launched.name for launched in emulator.launches] == ["_sum_kernel"]
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"), driver.emulated():
-        pass
-
-
-def test_emulators_nested_list_their_own_launches():
-    x = torch.randn(9)
-    with driver.emulated() as outer:
-        with driver.emulated() as inner:
-            kernels.sum_n([x, x])
-        kernels.scaled_add(x, x)
-    assert [launched.name for launched in inner.launches] == ["_sum_kernel"]
-    assert [launched.name for launched in outer.launches] == ["_scaled_add_kernel"]
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_atomic_maximum_of_signed_integers_is_the_largest(emulator, dtype):
-    values = torch.tensor([-5, 7, -(2**31), 3, 2**31 - 1, 0, -1]).to(dtype)
-    for count in range(1, len(values) + 1):
-        out = torch.full((1,), -6, dtype=dtype)
-        _largest_kernel[(count,)](values, out)
-        assert out.item() == max(-6, *values[:count].tolist())
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_atomic_maximum_returns_what_was_there(emulator, dtype):
-    """In whatever order programs come: each that raises it sees what the one before has left."""
-    values = torch.tensor([-5, 7, -(2**31), 3, 2**31 - 1, 0, -1]).to(dtype)
-    out, seen = torch.full((1,), -6, dtype=dtype), torch.empty_like(values)
-    _climbing_kernel[(len(values),)](values, out, seen)
-    pairs = list(zip(values.tolist(), seen.tolist(), strict=True))
-    raised = sorted((value, before) for value, before in pairs if value > before)
-    left = [-6, *(value for value, _ in raised)]
-    assert [before for _, before in raised] == left[:-1]
-    assert out.item() == left[-1] == 2**31 - 1
-    assert all(before in left for _, before in pairs)

@@ -100,17 +100,6 @@ def test_ranks_of_two_nodes_that_share_memory_race_whatever_they_signal():
         hand_over(emulator, nodes=(0, 1))
 
 
-def test_seed_decides_the_order_and_others_bring_others():
-    orders = []
-    for seed in (*range(20), *range(20)):
-        with emulated(seed=seed) as emulator:
-            hand_over(emulator)
-        orders += emulator.orders
-    assert orders[:20] == orders[20:]
-    # Eight accesses of four blocks, the last four of which wait for one of the first each.
-    assert len({*orders}) > 10
-
-
 def test_rank_that_never_comes_hangs_the_other_which_says_where_it_stands(monkeypatch):
     monkeypatch.setattr(streams, "_MAX_STEPS", 200)
     with (
@@ -124,29 +113,6 @@ def test_rank_that_never_comes_hangs_the_other_which_says_where_it_stands(monkey
 @triton.jit
 def _add_kernel(counter, SCOPE: tl.constexpr):
     tl.atomic_add(counter, 1, sem="relaxed", scope=SCOPE)
-
-
-@pytest.mark.parametrize("operation", ["add", "max", "exch", "cas"])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_atomics_of_all_ranks_update_one_number(operation, dtype):
-    for seed in range(3):
-        counter, seen = torch.zeros(1, dtype=dtype), torch.full((3,), -1, dtype=dtype)
-        with emulated(seed=seed) as emulator, emulator.together():
-            for rank in range(3):
-                emulator.rank = rank
-                _update_kernel[(1,)](counter, seen[rank:], rank + 1, OPERATION=operation)
-        final, before = counter.item(), seen.tolist()
-        if operation == "add":
-            assert final == 6
-            assert 0 in before
-        elif operation == "max":
-            assert final == 3
-        elif operation == "exch":
-            # Each has what one before it put there: nothing is lost.
-            assert sorted([*before, final]) == [0, 1, 2, 3]
-        else:
-            assert before.count(0) == 1
-            assert final == before.index(0) + 1
 
 
 @triton.jit(do_not_specialize=["value"])
@@ -206,24 +172,3 @@ def test_timer_ends_a_wait_that_nobody_else_does():
             emulator.rank = 1
             _update_kernel[(1,)](flag, torch.zeros(1, dtype=torch.int64), 1, OPERATION="add")
         assert out.item() == expected
-
-
-def test_launches_of_one_rank_follow_each_other_and_those_of_others_do_not():
-    x = torch.zeros(BLOCK)
-    with emulated() as emulator:
-        with emulator.together():
-            for _ in range(3):
-                _increment_kernel[(1,)](x, BLOCK=BLOCK, num_warps=2)
-        assert (x == 3).all()
-        with (  # noqa: PT012 - the launches run when the inner context ends
-            pytest.raises(RaceError, match=r"of rank 0 has|of rank 1 has"),
-            emulator.together(),
-        ):
-            for emulator.rank in range(2):
-                _increment_kernel[(1,)](x, BLOCK=BLOCK, num_warps=2)
-
-
-@triton.jit
-def _increment_kernel(x, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(x + i, tl.load(x + i) + 1)
