@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -104,30 +102,6 @@ def test_launch_that_does_not_end_is_ended(compare_digits, monkeypatch):
 
     with pytest.raises(RuntimeError, match="2 ranks: no end after 1 s"):
         compare_digits.launch(2, ["sum"], [0], [])
-
-
-def test_table_counts_the_seeds_that_reach_the_target(compare_digits, train_digits):
-    def run(op: str, seed: int, *accuracies: float):
-        looks = [(10 * i, accuracy) for i, accuracy in enumerate(accuracies, 1)]
-        return train_digits.Run(op, 4, seed, 0.1, 20, looks)
-
-    runs = [run("sum", 0, 0.5, 0.96), run("sum", 1, 0.98, 0.98), run("average", 0, 0.1, 0.2)]
-    rows = compare_digits.table(runs).splitlines()[2:]
-
-    # Mean 97, and a standard deviation of sqrt(2): 1 either side, over two seeds.
-    assert rows[0] == "| 4 | Sum | 97.0 ± 1.4 % | 10 (1 of 2 seeds) | 20 |"
-    assert rows[1] == "| 4 | Average | 20.0 ± 0.0 % | never | 20 |"
-
-
-def test_schedule_goes_up_then_down_to_its_last_step(train_digits):
-    factors = [train_digits.schedule(step, 200) for step in range(200)]
-    top = factors.index(max(factors))
-
-    assert math.isclose(max(factors), 1.0)
-    assert top + 1 == pytest.approx(200 * train_digits.WARM_UP, abs=1)
-    assert all(a < b for a, b in pairwise(factors[: top + 1]))
-    assert all(a > b for a, b in pairwise(factors[top + 1 :]))
-    assert factors[-1] > 0
 
 
 def test_digits_split_is_fixed_and_scaled(train_digits):

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import importlib
-import io
 import json
-import lzma
 import math
 import os
 import subprocess
 import sys
-import tarfile
 import zlib
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 
@@ -146,22 +141,6 @@ def test_evidence_resumes_after_an_interruption_and_writes_all(
     assert len(first["made_by"]["commit"].rstrip("+")) in (40, len("unknown"))
 
 
-def test_evidence_begins_nothing_after_its_minutes_or_its_budget(
-    load, pretended, tmp_path, monkeypatch, capsys
-):
-    main = load("__main__")
-    assert main.main(arguments(tmp_path, "--minutes", "0")) == 0
-    assert pretended == []
-    assert "call it again to go on" in capsys.readouterr().err
-
-    # Each pretends to have taken half a second.
-    monkeypatch.setattr(load("bill"), "MOST_HOURS", 2.4 / 3600)
-    assert main.main(arguments(tmp_path)) == 0
-    assert len(pretended) == 5
-    assert "core-hours is spent" in capsys.readouterr().err
-    assert "Not run yet" in (tmp_path / "digits.md").read_text()
-
-
 @pytest.mark.slow
 def test_evidence_as_a_command_trains_in_processes_of_its_own(tmp_path):
     # The first two cells begin at once, whatever the minutes are.
@@ -227,56 +206,3 @@ def test_batches_of_every_task_divide_by_every_number_of_ranks(load, monkeypatch
     for make in (tasks.digits, tasks.fashion, tasks.finetune, tasks.text):
         task = make()
         assert [n for n in task.ranks if task.batches % n] == []
-
-
-def test_best_methods_are_tuned_again_at_32_ranks(load, small):
-    protocol = load("protocol")
-
-    def result(cell):
-        return {"validation": [zlib.crc32(cell.name.encode()), 0.0]}
-
-    choices = protocol.Choices("digits", result)
-    for method in choices.best():
-        grid = choices.regrid(method)
-        assert len(grid + choices.again(grid)) == 18
-        assert {cell.ranks for cell in grid} == {32}
-        frozen, _ = choices.setting(method)
-        rule = frozen.rate * 4 ** load("methods").METHODS[method].power
-        assert {cell.rate / rule for cell in grid} == {2.0**k for k in range(-4, 3)}
-        pairs = {(cell.warm_up, cell.clip) for cell in grid}
-        assert len(pairs) == 2
-        assert (frozen.warm_up, frozen.clip) in pairs
-        assert [clip for _, clip in pairs - {(frozen.warm_up, frozen.clip)}] == [1.0]
-
-
-def test_package_that_is_another_file_is_refused(load, tmp_path, monkeypatch):
-    data = load("data")
-    monkeypatch.setattr(data, "FOLDER", tmp_path)
-    (tmp_path / "some.whl").write_bytes(b"another")
-    package = data.Package("some.whl", "0" * 64, ("false",), "MIT")
-    with pytest.raises(RuntimeError, match=r"some\.whl with SHA-256 0000"):
-        package.read()
-    package = dataclasses.replace(package, file="absent.whl")
-    with pytest.raises(RuntimeError, match=r"bring absent\.whl .* false failed"):
-        package.read()
-
-
-def test_debian_package_is_unpacked_without_debians_tools(load):
-    data = load("data")
-    array = numpy.arange(12, dtype=numpy.uint8).reshape(3, 2, 2)
-    idx = bytes([0, 0, 8, 3]) + numpy.array(array.shape, ">u4").tobytes() + array.tobytes()
-    content = gzip.compress(idx)
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        info = tarfile.TarInfo("./usr/share/images.gz")
-        info.size = len(content)
-        tar.addfile(info, io.BytesIO(content))
-
-    def member(name: str, body: bytes) -> bytes:
-        header = f"{name:<16}{0:<12}{0:<6}{0:<6}{'100644':<8}{len(body):<10}`\n".encode()
-        return header + body + b"\n" * (len(body) % 2)
-
-    deb = b"!<arch>\n" + member("debian-binary", b"2.0\n") + member("control.tar.xz", b"odd")
-    deb += member("data.tar.xz", lzma.compress(archive.getvalue()))
-    members = data._deb_members(deb, {"images.gz"})
-    assert numpy.array_equal(data._idx(gzip.decompress(members["images.gz"])), array)

@@ -101,34 +101,6 @@ def test_adasum_of_opposed_float64_vectors_is_within_what_cancels(
     assert_within_what_cancels(kernels.adasum_reference(a, b), a, b)
 
 
-@pytest.mark.parametrize("apart", [1e-1, 1e-3, 1e-5, 1e-7])
-def test_every_pair_of_eight_opposed_float64_vectors_is_within_what_cancels(
-    cpu_path: str, apart: float
-) -> None:
-    a, b = opposed(torch.float64, "cpu", apart)
-    noise = [random(NUMEL, torch.float64, "cpu", 10 + i) for i in range(8)]
-    ranks = [(a if i % 2 else b) + apart * noise[i] for i in range(8)]
-    while len(ranks) > 1:
-        pairs = list(zip(ranks[::2], ranks[1::2], strict=True))
-        ranks = [kernels.adasum(left, right) for left, right in pairs]
-        for got, (left, right) in zip(ranks, pairs, strict=True):
-            assert_within_what_cancels(got, left, right)
-
-
-@pytest.mark.parametrize("weights", [(999.0, 1.0), (1.0, 999.0)])
-def test_mean_of_many_with_one_far_longer_is_as_exact_as_a_float64_blend(
-    backend: Backend, weights: tuple[float, float]
-) -> None:
-    """Parallel vectors: the longer one's share, 1/1000, is the difference of two near 1."""
-    a = random(NUMEL, torch.float32, backend.device, 3)
-    b = (random(NUMEL, torch.float64, backend.device, 4) * 1e-5 + a.double() * 1e4).float()
-    a, b = (a, b) if weights[0] > 1 else (b, a)
-    dots = kernels.dot_and_norms_reference(a, b)
-    got = kernels.combine(a, b, dots, weights=weights)
-    expected = kernels.combine_reference(a, b, dots, weights=weights)
-    assert relative_l2(got, expected) <= 14 * EPS
-
-
 def test_vectors_that_cancel_and_overflow_are_infinite_and_found(backend: Backend) -> None:
     """1.75 a + 1.5 b is far beyond float32, and what a product loses must not make it NaN."""
     a = torch.full((64,), 3e38, device=backend.device)

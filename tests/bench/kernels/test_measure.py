@@ -147,17 +147,6 @@ def test_goals_are_met_by_figures_on_their_side_of_the_threshold():
     assert judge(some, rows).status == PARTLY
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_goals_without_a_row_are_counted_and_not_listed(device):
-    lines = report.goal_lines([row_of()], device)
-    listed = [line for line in lines if line.startswith("|")][2:]
-    ours = [goal.name for goal in GOALS[device] if goal.chosen(row_of())]
-    assert [line.split("|")[1].strip() for line in listed] == ours and 1 < len(ours) < 8
-    total = sum(map(len, GOALS.values()))
-    assert lines[-2] == f"{total - len(ours)} other goals were not measured."
-    assert "No goal asks for these rows." in report.goal_lines([], device)
-
-
 def test_rows_written_are_read_again_and_one_cut_short_is_measured_anew(tmp_path):
     first, second = row_of(), row_of("unpack")
     report.append(first, tmp_path, first=True)
@@ -172,13 +161,3 @@ def test_rows_written_are_read_again_and_one_cut_short_is_measured_anew(tmp_path
     )
     for figure in ("128.0", "115.2-140.8", "2000.0", "0.80", "fast", "1.50"):
         assert f" {figure} " in cells
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_rows_have_distinct_names(device, monkeypatch):
-    for module in (bench_gram, bench_packing, bench_reduction, bench_projection):
-        monkeypatch.setattr(module, "DEVICE", device)
-    packing = [*bench_packing._specs("pack"), *bench_packing._specs("unpack")]
-    sums = [*bench_reduction._specs(), *bench_projection._specs(), *bench_gram._specs()]
-    names = [*map(str, [*packing, *sums])]
-    assert len({*names}) == len(names) > 100

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -270,19 +270,6 @@ def test_products_are_fused_whatever_tritons_default(on_triton, monkeypatch):
     assert asked == []
 
 
-def test_what_was_compiled_in_another_thread_is_launched_again(on_triton, monkeypatch):
-    """Triton then hands out what compiles a kernel, in its place."""
-    fresh = Kernel(sum_kernels._sum_kernel.function.fn)
-    monkeypatch.setattr(sum_kernels, "_sum_kernel", fresh)
-    x = torch.ones(5, device=on_triton.device)
-    with ThreadPoolExecutor(1) as executor:
-        with triton.AsyncCompileMode(executor):
-            sums = [kernels.sum_n([x, x]) for _ in range(2)]
-        sums.append(kernels.sum_n([x, x]))
-    assert len(fresh._compiled) == 1
-    assert all((total == 2).all() for total in sums)
-
-
 def test_threads_that_come_at_once_compile_once(on_triton, monkeypatch):
     """Triton alone would compile in each, and keep what came last."""
     fresh = Kernel(sum_kernels._sum_kernel.function.fn)
@@ -305,29 +292,6 @@ def test_threads_that_come_at_once_compile_once(on_triton, monkeypatch):
         assert all((each == 2).all() for each in executor.map(total, range(3)))
     assert len(compiled) == 1
     assert [code for code, _ in fresh._compiled.values()] == compiled
-
-
-def test_a_hook_may_launch_while_a_kernel_is_compiled(on_triton, monkeypatch):
-    """As may a signal's handler, and what is collected."""
-    outer, inner = (Kernel(sum_kernels._sum_kernel.function.fn) for _ in range(2))
-    x, compile_kernel, found = torch.ones(5, device=on_triton.device), triton.compiler.compile, []
-
-    def total(kernel: Kernel) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(sum_kernels, "_sum_kernel", kernel)
-            found.append(kernels.sum_n([x, x]))
-
-    def compile_with_hook(*arguments: Any, **options: Any) -> Any:
-        if not inner._compiled:
-            monkeypatch.setattr(triton.compiler, "compile", compile_kernel)
-            total(inner)
-        return compile_kernel(*arguments, **options)
-
-    monkeypatch.setattr(triton.compiler, "compile", compile_with_hook)
-    thread = threading.Thread(target=total, args=(outer,), daemon=True)
-    thread.start()
-    thread.join(60)
-    assert [each.tolist() for each in found] == [[2.0] * 5] * 2
 
 
 def test_hooks_of_triton_are_told_of_the_launches_while_they_are_there(on_triton, monkeypatch):
@@ -359,33 +323,3 @@ def test_hooks_of_triton_are_told_of_the_launches_while_they_are_there(on_triton
                 patch.setattr(runtime, name, given)
                 plan()
     assert told == ["enter _sum_kernel", "leave _sum_kernel"]
-
-
-def test_compiling_waits_for_no_thread_that_waits_to_compile(on_triton, monkeypatch):
-    """The only thread that AsyncCompileMode has launches first what no one has compiled either."""
-    monkeypatch.setattr(launcher, "_compiling", threading.RLock())
-    fresh = Kernel(sum_kernels._sum_kernel.function.fn)
-    monkeypatch.setattr(sum_kernels, "_sum_kernel", fresh)
-    x, found = torch.ones(5, device=on_triton.device), []
-
-    class Busy(Executor):
-        """One thread, which comes to its jobs when it has launched."""
-
-        def submit(self, job: Any, /, *_: Any, **__: Any) -> Future[Any]:
-            future: Future[Any] = Future()
-
-            def work() -> None:
-                found.append(kernels.sum_n([x.double(), x.double()]))
-                future.set_result(job())
-
-            threading.Thread(target=work, daemon=True).start()
-            return future
-
-    def launch() -> None:
-        with triton.AsyncCompileMode(Busy()):
-            found.append(kernels.sum_n([x, x]))
-
-    thread = threading.Thread(target=launch, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert [each.tolist() for each in found] == [[2.0] * 5] * 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from kernels.gpu import launcher, node_adasum, node_kernels
 from kernels.gpu.launcher import tl
 from kernels.gpu.node_slices import slice_of
 from tests.kernels.cases import bits, random, rounding
-from tests.kernels.gpu.node_memory import Ranks, numbers_of
+from tests.kernels.gpu.node_memory import Ranks
 from tests.kernels.trees import adasum_of, balanced, distance, length, unweighted
 from tests.ptx_emulator import driver
 from tests.ptx_emulator.driver import Emulator, emulated
@@ -28,8 +27,6 @@ from tests.ptx_emulator.parse import Program
 from tests.ptx_emulator.races import RaceError
 
 slow = pytest.mark.slow
-# Interleavings of each size that the long test runs: "10000", or some of those, "4000:10000".
-LONG = numbers_of(os.environ.get("INTERLEAVINGS", "20"))
 
 
 @pytest.fixture(autouse=True)
@@ -209,16 +206,6 @@ def interleave(emulator: Emulator, size: int, numbers: range, nodes: int) -> Non
 def test_launches_in_any_interleaving_give_the_answer():
     with emulated() as emulator:
         interleave(emulator, 2, range(6), 2)
-
-
-@slow
-@pytest.mark.timeout(180 + 20 * len(LONG))
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_launches_in_many_interleavings_give_the_answer(size):
-    with emulated() as emulator:
-        # All kinds and lengths, and numpy's cost shared by many, whose registers take up to 9 GB.
-        interleave(emulator, size, LONG, min(480 // size, len(LONG) // 6 + 1))
-        assert len(emulator.orders) > 0.9 * len(LONG)
 
 
 @pytest.mark.parametrize(("size", "absent"), [(2, 1), pytest.param(3, 0, marks=slow)])

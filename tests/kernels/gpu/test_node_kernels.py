@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import reduce
 
 import pytest
@@ -15,14 +14,11 @@ from kernels.gpu import node_kernels
 from kernels.gpu.node_kernels import Node
 from kernels.gpu.node_slices import slice_of
 from tests.kernels.cases import DTYPES, assert_close, bits, tolerance
-from tests.kernels.gpu.node_memory import GUARD, Ranks, numbers_of
+from tests.kernels.gpu.node_memory import GUARD, Ranks
 from tests.ptx_emulator import driver
 from tests.ptx_emulator.driver import Emulator, emulated
 from tests.ptx_emulator.parse import Program
 from tests.ptx_emulator.races import RaceError
-
-# Interleavings of each size that the long test runs: "10000", or some of those, "4000:10000".
-LONG = numbers_of(os.environ.get("INTERLEAVINGS", "100"))
 
 
 @pytest.fixture(autouse=True)
@@ -130,17 +126,6 @@ def interleave(emulator: Emulator, size: int, numbers: range, nodes: int) -> Non
 def test_launches_in_any_interleaving_give_the_sum(size, count):
     with emulated() as emulator:
         interleave(emulator, size, range(count), 60 // size)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180 + 2 * len(LONG))
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_launches_in_many_interleavings_give_the_sum(size):
-    with emulated() as emulator:
-        # All kinds and lengths, and numpy's cost shared by many.
-        interleave(emulator, size, LONG, min(1024 // size, len(LONG) // 12 + 1))
-        # Of few accesses, as by two ranks in one shot, some orders come more than once.
-        assert len(emulator.orders) > len(LONG) // 2
 
 
 @pytest.mark.parametrize("absent", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -54,15 +54,6 @@ def test_one_element_off_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
         sweep.KERNELS[name]("cpu", SMALL)
 
 
-def test_a_run_that_writes_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "scaled_add", lambda a, b, **options: options["out"])
-    with pytest.raises(AssertionError, match="element 0 is nan"):
-        sweep.KERNELS["scaled_add"]("cpu", SMALL)
-    monkeypatch.setattr(kernels.UnpackPlan, "__call__", lambda plan, scale=1.0: None)
-    with pytest.raises(AssertionError, match="unpack: 1003 elements have other bits"):
-        sweep.KERNELS["plans"]("cpu", SMALL)
-
-
 class FakeGraph:
     """A graph that replays what ran while it was captured."""
 
