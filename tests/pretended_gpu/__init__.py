@@ -7,8 +7,6 @@
     device.py      the device: its clock, captures and launches
     torch_cuda.py  torch.cuda on it, and the operations on its tensors
     pretend.py     gives a process all of it, and compares each launch with what was asked for
-    record.py      notes the names of torch.cuda in torch 2.11, from its wheel
-    clock.py       bench.gpu by a pretended clock
     rehearsal.py   the parts of the day, and faults in them
 
 Real are torch's Python above its C part, its tensors (on `cuda:0`) and dispatcher, Triton with its

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import sys
-import tarfile
 import tempfile
 import time
 import types
@@ -160,69 +158,8 @@ def ranks(device: Device) -> None:
     assert [each["algorithm"] for each in found] == [*one_gpu.CONTENDERS]
 
 
-def minutes(device: Device) -> None:
-    """`--minutes` ends by then, whatever its stages do, and a further call goes on."""
-    from bench.gpu.stages import OK, RESERVE, Stage
-    from tests.pretended_gpu import clock
-
-    found = facts(device)
-    for seed in range(6):
-        drawn = random.Random(seed)
-        # Half of them hang; of those half are deaf.
-        takes = {name: drawn.choice([drawn.uniform(1, 300), clock.NEVER]) for name in _names(found)}
-        deaf = {name for name in takes if drawn.random() < 0.5}
-        with tempfile.TemporaryDirectory() as folder:
-            now, archive = clock.Clock(), Path(folder) / "all.tar.gz"
-            # With less, several stages side by side are under way at the end.
-            most = (4, 9)[seed % 2]
-            words = ["--minutes", str(most), "--out", f"{folder}/out", "--archive", str(archive)]
-            clock.run(now, found, words, takes.__getitem__, deaf.__contains__)
-            assert now.seconds <= 60 * most, (
-                f"--minutes {most} ended after {now.seconds:.0f} s, seed {seed}"
-            )
-            first = _records(Path(folder) / "out")
-            done = {name for name, record in first.items() if record["status"] == OK}
-            # On a machine that has the archive alone.
-            shutil.rmtree(f"{folder}/out")
-            again = clock.Clock()
-            clock.run(again, found, words, lambda name: 1.0)
-            assert not done & {*again.begun}, f"seed {seed}: {done & {*again.begun}} ran again"
-            lost = done - {*_records(Path(folder) / "out")}
-            assert not lost, f"the archive has lost {sorted(lost)}"
-            _check_page(Path(folder) / "out", archive)
-    # The first has to be ended just before all time is over, and keeps the runner from the second.
-    pair = [Stage(str(limit), ["true"], 1.0, limit, beside=True) for limit in (100.0, 900.0)]
-    seconds = clock.AROUND + 105.0 + RESERVE
-    with tempfile.TemporaryDirectory() as folder:
-        now, words = clock.Clock(), ["--minutes", str(seconds / 60), "--out", folder]
-        clock.run(now, found, words, lambda name: clock.NEVER, lambda name: True, pair)
-        assert now.seconds <= seconds, f"a deaf stage: {now.seconds:.0f} s, not {seconds:.0f}"
-
-
-def _names(found: Mapping[str, Any]) -> list[str]:
-    from bench.gpu import plan
-
-    return [stage.name for stage in plan.stages(found, None)]
-
-
-def _records(folder: Path) -> dict[str, Any]:
-    paths = (folder / "stages").glob("*.json")
-    return {path.stem: json.loads(path.read_text()) for path in paths}
-
-
-def _check_page(folder: Path, archive: Path) -> None:
-    text = (folder / "page.md").read_text()
-    assert f"# {NAME}" in text and "5 passed" not in text
-    for heading in ("## Stages", "## Predictions", "## Check", "## Ranks on one GPU"):
-        assert heading in text, f"the page has no {heading!r}"
-    with tarfile.open(archive) as kept:
-        names = {name.removeprefix("./") for name in kept.getnames()}
-    missing = {"page.md", "stages/check.json", "stages/check/log.txt"} - names
-    assert not missing, f"the archive has no {', '.join(sorted(missing))}"
-
-
 PARTS: dict[str, Callable[..., object]] = {
-    each.__name__: each for each in (facts, checks, plans, rows, ranks, minutes)
+    each.__name__: each for each in (facts, checks, plans, rows, ranks)
 }
 
 

@@ -62,13 +62,6 @@ FAULTS = {
         "left, host.size, name)",
         r"TypeError: __init__\(\) takes .*positional arguments",
     ),
-    "a function that torch 2.11 lacks": Fault(
-        {"facts": {}},
-        "bench.gpu.machine",
-        '"gpus": torch.cuda.device_count()',
-        '"gpus": torch.cuda.current_solver_handle()',
-        r"'torch\.cuda' has no attribute 'current_solver_handle'",
-    ),
     "a kernel's argument left out": Fault(
         _checks("scaled_add"),
         "kernels.gpu.sum_kernels",
@@ -117,41 +110,6 @@ FAULTS = {
         '"NCCL_MULTI_RANK_GPU_ENABLE"',
         '"NCCL_MULTI_RANK_GPU_ENABLED"',
         r"NCCL failed in start-up: NCCL_ERROR_INVALID_USAGE",
-    ),
-    "a stage that never ends": Fault(
-        {"minutes": {}},
-        "bench.gpu.stages",
-        "each[1] is not None or each[2] > each[0].limit",
-        "each[1] is not None",
-        r"there is no end: \S+ never ends",
-    ),
-    "stages that are ended one after the other": Fault(
-        {"minutes": {}},
-        "bench.gpu.stages",
-        "end([one.running for one, _, _ in over])",
-        "[end([one.running]) for one, _, _ in over]",
-        r"--minutes 4 ended after \d+ s",
-    ),
-    "a stage whose end delays that of all": Fault(
-        {"minutes": {}},
-        "bench.gpu.stages",
-        "left if stage.limit + PATIENCE > left else stage.limit",
-        "min(stage.limit, left)",
-        r"a deaf stage: \d+ s, not \d+",
-    ),
-    "a wrong name in the archive": Fault(
-        {"minutes": {}},
-        "bench.gpu.stages",
-        'kept.add(self._folder, ".")',
-        'kept.add(self._folder, "results")',
-        r"ran again",
-    ),
-    "a file that the page does not look for": Fault(
-        {"minutes": {}},
-        "bench.gpu.plan",
-        '"{out}/ranks.json"',
-        '"{out}/rank.json"',
-        r"the page has no '## Ranks on one GPU'",
     ),
 }
 

@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_map
 from tests.pretended_gpu import build
 from tests.pretended_gpu.device import ATTRIBUTES, CYCLES, MEMORY, NAME, STEP, Device
 
-# Of torch.cuda in torch 2.11: record.py.
-NAMES = build.HERE / "torch_cuda_2_11.txt"
 _CPU, _CUDA = 1, 2  # DLPack's numbers
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -226,10 +224,6 @@ def install() -> Device:
     _install_primitives(device)
     Tensors(device).install()
     torch.Generator = _Generator
-    known = {*NAMES.read_text().split()}
-    for name in [name for name in vars(torch.cuda) if not name.startswith("_")]:
-        if name not in known:
-            delattr(torch.cuda, name)
     os.environ["TRITON_LIBCUDA_PATH"] = str(build.libcuda().parent)
     from triton import knobs
 

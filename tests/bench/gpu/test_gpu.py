@@ -7,6 +7,7 @@ import gc
 import json
 import re
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -176,6 +177,18 @@ def test_stages_side_by_side_meet_and_are_ended_each_in_its_own_time(
     found = run(*(dataclasses.replace(one, beside=True) for one in [slow, *pair]), stage("c", ""))
     assert [each.status for each in found] == [OVERRUN, OK, OK, OK]
     assert found[1].seconds < 3.0 <= found[0].seconds < 10.0
+
+
+def test_archive_has_all_that_was_done_for_a_machine_that_has_nothing(
+    run: Any, tmp_path: Path
+) -> None:
+    archive, count = tmp_path / "state.tar.gz", tmp_path / "count"
+    code = "import sys; open(sys.argv[1], 'a').write('x'); print('said')"
+    once = run(stage("one", code, count), archive=archive)
+    shutil.rmtree(tmp_path / "results")
+    assert run(stage("one", code, count), archive=archive) == once
+    assert count.read_text() == "x"
+    assert (tmp_path / "results" / "stages" / "one" / "log.txt").read_text() == "said\n"
 
 
 def test_page_has_stages_tests_rows_and_predictions(tmp_path: Path) -> None:
