@@ -1,7 +1,8 @@
 """A call is short: frames and files to the wire, and Python calls in all, against limits.
 
 The figures are of functions in kernels/, collectives/ and adasum/ alone. What torch puts between
-them, such as torch.compiler.disable's wrapper, is in the path that the trace prints.
+them, and the wrapper that has torch.compile leave a function alone, are in the path that the trace
+prints.
 """
 
 from __future__ import annotations
