@@ -20,6 +20,7 @@ MADE := $(VENV)/.made
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 RECIPES := $(VENV)/.recipes
+DIST := $(VENV)/.dist
 LIBRARY := kernels/cpu/libnative.so
 # What packages that are not there yet are held to; /dev/null for the newest that go together.
 PINS = $(VENV)/rest.txt
@@ -35,7 +36,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo evidence test test-slow test-both test-nightly test-kernels test-collectives test-emulated \
-	test-timing test-recipes test-frameworks test-newest-frameworks test-torch test-newest nightly lint docs docs-links bench gpu \
+	test-timing test-recipes test-frameworks test-newest-frameworks test-torch test-newest nightly lint docs docs-links dist bench gpu \
 	bench-compiled clean
 
 help:  ## this list
@@ -116,6 +117,15 @@ docs: $(DOCS) build  ## the guide and the reference in out/docs; a warning is an
 docs-links: $(DOCS) build  ## the same, following links to other sites
 	$(PY) -m sphinx -b linkcheck -E -q docs $(OUT)/docs-links
 
+# auditwheel finds the oldest glibc that the C kernels run with, and names the wheel by it.
+dist: $(DIST) build  ## what a package index takes, in out/dist: an sdist and a manylinux wheel, checked
+	rm -rf $(OUT)/dist $(OUT)/linux
+	$(PY) -m build --no-isolation --sdist --outdir $(OUT)/dist
+	$(PY) -m build --no-isolation --wheel --outdir $(OUT)/linux
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m auditwheel repair -w $(OUT)/dist $(OUT)/linux/*.whl
+	$(PY) -m twine check --strict $(OUT)/dist/*
+	$(PY) -m pip check
+
 bench: $(READY) build  ## the kernels beside their peers, on the GPU where there is one; writes bench/results/
 	@mkdir -p $(OUT)
 	$(BENCH) --benchmark-json=$(OUT)/bench.json $(PYTEST_ARGS)
@@ -163,6 +173,10 @@ $(PY):
 $(RECIPES): $(READY)
 	$(PIP) -c $(PINS) -e '.[dev,recipes]'
 	@touch $(RECIPES)
+
+$(DIST): $(READY)
+	$(PIP) -c $(PINS) -e '.[dist]'
+	@touch $(DIST)
 
 $(DOCS): $(READY)
 	$(PIP) -c $(PINS) -e '.[docs]'
