@@ -307,7 +307,7 @@ def _adasum_kernel(
     turn = turn_of(state)
     going = turn >= 0
     if going:
-        signal(pads, rank, n, SIZE)
+        signal(pads, rank, n, turn + 1, SIZE)
         going = wait(pads, state, rank, n, turn, limit, 1, SIZE, SPINS)
     if going:
         _multiply(sources, copies, stride, runs, table, partials, rank, DTYPE, COUNT, BLOCK)
@@ -322,7 +322,7 @@ def _adasum_kernel(
             state, rank, n, before, after, chunks, segments, limit, DTYPE, SIZE, SPINS,
         )  # fmt: skip
     if going:
-        signal(pads, rank, n, SIZE)
+        signal(pads, rank, n, turn + 2, SIZE)
         going = wait(pads, state, rank, n, turn + 1, limit, 2, SIZE, SPINS)
     if going:
         row = coefficients + tl.program_id(0).to(tl.int64) * n
@@ -330,7 +330,7 @@ def _adasum_kernel(
             targets, written, held, row, runs, table, matrices, pads, tree, rank, n, before,
             after, segments, DTYPE, SIZE, BLEND,
         )  # fmt: skip
-        signal(pads, rank, n, SIZE)
+        signal(pads, rank, n, turn + 3, SIZE)
         going = wait(pads, state, rank, n, turn + 2, limit, 3, SIZE, SPINS)
     if going:
         end_turn(state, turn + 3)

@@ -37,7 +37,6 @@ from kernels.gpu.gram_kernels import no_tiles
 from kernels.gpu.launcher import Kernel, jit, tl, triton
 from kernels.gpu.node_slices import slice_of, slice_with
 from kernels.gpu.signals import (
-    ERROR_WORD,
     MAILBOX_BYTES,
     MAX_PROGRAMS,
     STATE_WORDS,
@@ -68,7 +67,7 @@ _PHASES = (
     "did its part",
     "wrote its part of the result",
 )
-GIVEN_UP = 1 << 62
+_GIVEN_UP = 1 << 62
 # Looks at the peers' counters between two at the clock: about a third of a millisecond.
 _SPINS = 256
 
@@ -130,7 +129,7 @@ def _two_shot_kernel(
     turn = turn_of(state)
     going = turn >= 0
     if going:
-        signal(pads, rank, n, SIZE)
+        signal(pads, rank, n, turn + 1, SIZE)
         going = wait(pads, state, rank, n, turn, limit, 1, SIZE, SPINS)
     if going:
         for tile in range(tl.program_id(0), tl.cdiv(length, BLOCK), tl.num_programs(0)):
@@ -155,7 +154,7 @@ def _two_shot_kernel(
                     y = in_order(sources, here, left, vectors, DTYPE, WIDE, False, False, PART)
                     y = convert(y * scale, DTYPE)
                     store_to_all(targets, here, left, y, rank, written, False)
-        signal(pads, rank, n, SIZE)
+        signal(pads, rank, n, turn + 2, SIZE)
         going = wait(pads, state, rank, n, turn + 1, limit, 3, SIZE, SPINS)
     if going:
         end_turn(state, turn + 2)
@@ -202,7 +201,7 @@ def _one_shot_kernel(
                 from_x = x.to(tl.int64) + offset + done * BYTES
                 few = load_tile(from_x, count - done, DTYPE, False, PART)
                 store_tile(mine + done * BYTES, count - done, few, False)
-        signal(pads, rank, n, SIZE)
+        signal(pads, rank, n, turn + 1, SIZE)
         going = wait(pads, state, rank, n, turn, limit, 1, SIZE, SPINS)
     if going:
         to = out.to(tl.int64) + offset
@@ -264,29 +263,29 @@ class Node:
         # Tables of addresses, and how many of each count.
         self._all, self._own = (self._buffers, self.size), (self._buffers[rank:], 1)
         self._written = self._all
+        # In the host's memory, which its GPU reaches.
+        error = torch.zeros(1, dtype=torch.int64)
+        self._error = error.pin_memory() if device.type == "cuda" else error
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
+        self._state[-1] = self._error.data_ptr()
         self._limit = int(timeout * 1e9)
         self._copies = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def check(self) -> None:
-        """Wait for the launches so far, and raise TimeoutError if one waited in vain.
+    def check(self, names: Sequence[int] = ()) -> None:
+        """Raise TimeoutError if a launch that has ended waited in vain; does not wait.
 
-        No launch of this node does anything from then on.
+        No launch of this node does anything from then on. names: The ranks', if others.
         """
-        why = self.describe(int(self.error.item()))
+        why = self._describe(int(self._error[0]), names)
         if why:
             raise TimeoutError(why)
 
-    @property
-    def error(self) -> Tensor:
-        """The word, [1], that is not zero once a launch has waited in vain.
+    def give_up(self) -> None:
+        """End the launches that wait for a peer, and those behind them; does not wait for it."""
+        if not self._error[0]:
+            self._error[0] = _GIVEN_UP
 
-        A host that writes GIVEN_UP to it ends what waits, and all launches behind it.
-        """
-        return self._state[ERROR_WORD : ERROR_WORD + 1]
-
-    def describe(self, error: int, names: Sequence[int] = ()) -> str:
-        """Return for errors what such a word says; "" for zero. names: The ranks', if others."""
+    def _describe(self, error: int, names: Sequence[int]) -> str:
         if not error:
             return ""
         names = names or range(self.size)

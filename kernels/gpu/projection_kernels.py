@@ -152,12 +152,6 @@ def _combine_kernel(
     start = tl.load(table + 3 * chunk)
     length = tl.load(table + 3 * chunk + 1)
     segment = tl.load(table + 3 * chunk + 2)
-    dot = tl.load(dots + 3 * segment)
-    norm_a, norm_b = tl.load(dots + 3 * segment + 1), tl.load(dots + 3 * segment + 2)
-    alpha = coefficient(dot, float_of(factor_a_bits), norm_a)
-    beta = coefficient(dot, float_of(factor_b_bits), norm_b)
-    cancelling = cancels(dot, norm_a, norm_b, alpha, beta)
-    whole = (tl.float64 == WIDE) | (cancelling == 0)
     tiles = (length + BLOCK - 1) // BLOCK
     for k in range(tiles):
         done = (tiles - 1 - k) * BLOCK
@@ -166,9 +160,17 @@ def _combine_kernel(
         at_a = a.to(tl.int64) + offset
         at_b = b.to(tl.int64) + offset
         to = out.to(tl.int64) + offset
-        if (at_a | at_b | to) % 16 == 0 and count % VECTOR == 0 and whole:
-            x = load_tile(at_a, count, DTYPE, True, BLOCK, ONCE)
-            y = load_tile(at_b, count, DTYPE, True, BLOCK, ONCE)
+        vectors = ((at_a | at_b | to) % 16 == 0) & (count % VECTOR == 0)
+        # Under way while the coefficients are computed: most chunks are one tile.
+        x = load_tile(at_a, tl.where(vectors, count, 0), DTYPE, True, BLOCK, ONCE)
+        y = load_tile(at_b, tl.where(vectors, count, 0), DTYPE, True, BLOCK, ONCE)
+        dot = tl.load(dots + 3 * segment)
+        norm_a, norm_b = tl.load(dots + 3 * segment + 1), tl.load(dots + 3 * segment + 2)
+        alpha = coefficient(dot, float_of(factor_a_bits), norm_a)
+        beta = coefficient(dot, float_of(factor_b_bits), norm_b)
+        cancelling = cancels(dot, norm_a, norm_b, alpha, beta)
+        whole = (tl.float64 == WIDE) | (cancelling == 0)
+        if vectors and whole:
             z = weigh(x, y, alpha, beta, False, WIDE).to(DTYPE)
             report(z, findings)
             store_tile(to, count, z, True, ONCE)

@@ -1,15 +1,17 @@
 """Device functions with which the programs of a node's GPUs wait for each other.
 
 Protocol: program p of each rank has a row of counters in that rank's signal pad, one for each peer,
-to which program p of that peer adds one. An addition releases, and reading acquires, in the scope
-of the system: what a program has stored or read before it signals comes before what its peers do
-after their wait. Counters only rise, so that none is ever reset: before a launch all counters of
-row p are `turn`, which the program keeps in memory of its own GPU.
+which program p of that peer alone writes. A store releases, and reading acquires, in the scope of
+the system: what a program has stored or read before it signals comes before what its peers do after
+their wait. Counters only rise, so that none is ever reset: before a launch all counters of row p
+are `turn`, which the program keeps in memory of its own GPU.
 
 Programs of one launch wait for each other at a barrier, a counter in the memory of their own GPU.
 
 Every wait is bounded. A program whose peers do not come writes to an error word which of them it
-misses, and ends; so does each that finds that word set, as all later launches do.
+misses, and ends; so does each that finds that word set, as all later launches do. The first one
+tells the host as well, by a word in the host's memory, which is not written otherwise. A host that
+writes there ends what waits.
 """
 
 from __future__ import annotations
@@ -22,10 +24,9 @@ PROGRAMS = MAX_PROGRAMS if triton is None else tl.constexpr(MAX_PROGRAMS)
 # Of a pad, behind the counters: two small matrices from each of 8 ranks.
 MAILBOX_BYTES = 16384
 _MAILBOXES = MAILBOX_BYTES if triton is None else tl.constexpr(MAILBOX_BYTES)
-# Of the memory of a rank's own: each program's turn, its clock, the error word, and the barrier's
-# counter.
-STATE_WORDS = 2 * MAX_PROGRAMS + 2
-ERROR_WORD = 2 * MAX_PROGRAMS
+# Of the memory of a rank's own: each program's turn, its clock, the error word, the barrier's
+# counter, and the address of the host's word.
+STATE_WORDS = 2 * MAX_PROGRAMS + 3
 
 
 @jit
@@ -48,14 +49,30 @@ def turn_of(state):
 
 
 @jit
-def signal(pads, rank, n, SIZE: tl.constexpr):
-    """Tell this program's peers, itself among them, that it has come here."""
-    q = tl.arange(0, SIZE)
-    there = q < n
-    at = tl.load(pads + q, mask=there, other=0).to(tl.pointer_type(tl.int64))
-    tl.debug_barrier()
+def _store_release(at, value):
+    """Store int64 at an address, after all that this program has done: Triton's own orders nothing.
+
+    Several threads may store the same.
+    """
+    tl.inline_asm_elementwise(
+        "st.release.sys.global.b64 [$1], $2;\nmov.b32 $0, 0;",
+        "=r,l,l",
+        [at, value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def signal(pads, rank, n, count, SIZE: tl.constexpr):
+    """Tell this program's peers, itself among them, that it has signalled `count` times by now."""
+    # Those behind the last rank do as it does: each counter gets one value, whoever stores it.
+    q = tl.minimum(tl.arange(0, SIZE), n - 1)
     mine = tl.program_id(0).to(tl.int64) * n + rank
-    tl.atomic_add(at + mine, tl.full([SIZE], 1, tl.int64), mask=there, sem="release", scope="sys")
+    at = tl.load(pads + q) + 8 * mine
+    tl.debug_barrier()
+    _store_release(at, tl.zeros([SIZE], tl.int64) + count)
 
 
 @jit
@@ -73,6 +90,29 @@ def _now(clock):
     """Nanoseconds, the same in all threads: they learn them from memory, not each by itself."""
     tl.atomic_max(clock, tl.extra.cuda.globaltimer(), sem="relaxed")
     return tl.atomic_add(clock, 0, sem="relaxed")
+
+
+@jit
+def _host_word(state):
+    """Address of the host's word, and what it says."""
+    at = tl.load(state + 2 * PROGRAMS + 2)
+    return at, tl.atomic_add(at.to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys")
+
+
+@jit
+def _ended(state):
+    """Whether a program of this GPU has waited in vain, or the host has given up."""
+    _, said = _host_word(state)
+    return (said | tl.atomic_add(state + 2 * PROGRAMS, 0, sem="acquire")) != 0
+
+
+@jit
+def _fail(state, error):
+    """Write an error, of which the largest is kept; the first one to the host as well."""
+    at, said = _host_word(state)
+    before = tl.atomic_max(state + 2 * PROGRAMS, error, sem="release")
+    if (before | said) == 0:
+        _store_release(at, error)
 
 
 @jit
@@ -95,11 +135,9 @@ def wait(pads, state, rank, n, turn, limit, PHASE: tl.constexpr, SIZE: tl.conste
         if missing != 0:
             now = _now(state + PROGRAMS + tl.program_id(0))
             begun = tl.where(begun < 0, now, begun)
-            failed = tl.atomic_add(state + 2 * PROGRAMS, 0, sem="acquire") != 0
-            waited = tl.where(failed, limit, now - begun)
+            waited = tl.where(_ended(state), limit, now - begun)
     if missing != 0:
-        error = (tl.full([], PHASE, tl.int64) << 32) | missing
-        tl.atomic_max(state + 2 * PROGRAMS, error, sem="release")
+        _fail(state, (tl.full([], PHASE, tl.int64) << 32) | missing)
     return missing == 0
 
 
@@ -127,11 +165,10 @@ def grid_barrier(state, rank, limit, SPINS: tl.constexpr):
         if missing:
             now = _now(state + PROGRAMS + tl.program_id(0))
             begun = tl.where(begun < 0, now, begun)
-            failed = tl.atomic_add(state + 2 * PROGRAMS, 0, sem="acquire") != 0
-            waited = tl.where(failed, limit, now - begun)
+            waited = tl.where(_ended(state), limit, now - begun)
     if missing:
         # Below the error of a program that misses a peer.
-        tl.atomic_max(state + 2 * PROGRAMS, tl.full([], 1, tl.int64) << rank, sem="release")
+        _fail(state, tl.full([], 1, tl.int64) << rank)
     return missing == 0
 
 

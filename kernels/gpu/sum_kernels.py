@@ -242,10 +242,11 @@ def weighted_total(
     # -0.0, to which a product adds nothing, not even its sign where it is zero. By its bits: Triton
     # 3.6 makes 0.0 of it.
     total = tl.full([BLOCK], -0x8000000000000000, tl.int64).to(tl.float64, bitcast=True)
-    # One tensor ahead, as in `_total`.
+    # One tensor ahead, as in `in_order`, and its address one ahead of that.
+    at = tl.load(addresses + 1, mask=n > 1, other=0)
     for k in range(1, n):
-        at = tl.load(addresses + k) + offset
-        following = load_tile(at, count, DTYPE, VECTORS, BLOCK, ONCE)
+        following = load_tile(at + offset, count, DTYPE, VECTORS, BLOCK, ONCE)
+        at = tl.load(addresses + k + 1, mask=k + 1 < n, other=0)
         total = tl.fma(convert(x, tl.float64), factor, total)
         x, factor = following, tl.load(row + k)
     return convert(tl.fma(convert(x, tl.float64), factor, total), DTYPE)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +40,6 @@ from collectives.transport.nccl.node_memory import NodeMemory
 from collectives.transport.nccl.transport import NcclTransport
 from collectives.tree_order import in_order
 from kernels.gpu import node_adasum, node_kernels
-from kernels.gpu.node_kernels import GIVEN_UP
 from kernels.gpu.node_slices import slice_of
 from tests.adasum import definition
 from tests.collectives.consistency.ranks import WithoutSharedMemory
@@ -481,10 +480,14 @@ class Failing:
 
     def __init__(self, rank: int, buffers: Any, pads: Any, device: Any, timeout: float) -> None:
         assert [a - b for a, b in zip(buffers, pads, strict=True)] == [buffers[0] - pads[0]] * 2
-        self.rank, self.error = rank, torch.zeros(1, dtype=torch.int64)
+        self.rank, self.failed, self.given_up = rank, False, threading.Event()
 
-    def describe(self, error: int, names: Any) -> str:
-        return f"rank {names[self.rank]} waited" if error else ""
+    def check(self, names: Any) -> None:
+        if self.failed:
+            raise TimeoutError(f"rank {names[self.rank]} waited")
+
+    def give_up(self) -> None:
+        self.given_up.set()
 
 
 @pytest.fixture
@@ -638,17 +641,13 @@ def test_launch_that_is_late_is_ended_though_no_call_follows(machine, monkeypatc
         node_memory, "allocate", lambda nbytes, *args: (device_tensor(memory[:nbytes]), [4096] * 2)
     )
     monkeypatch.setattr(node_memory, "Node", Failing)
-    monkeypatch.setattr(NodeMemory, "fetch_error", lambda self: None)
 
-    def work(transport: NcclTransport) -> int:
-        made = add_memory(transport, 20.0)
-        error, ended = made.node.error, []
+    def work(transport: NcclTransport) -> bool:
+        node: Any = add_memory(transport, 20.0).node
+        ended: list[bool] = []
 
         def spin() -> None:
-            end = time.monotonic() + 20.0
-            while not error[0] and time.monotonic() < end:
-                time.sleep(0.01)
-            ended.append(int(error[0]))
+            ended.append(node.given_up.wait(20.0))
 
         x = device_tensor(torch.zeros(4))
         transport.launch(0, lambda: machine.put(spin), [x], "a step", 0.3)
@@ -656,21 +655,7 @@ def test_launch_that_is_late_is_ended_though_no_call_follows(machine, monkeypatc
         assert isinstance(told(transport.check_streams), CollectiveTimeoutError)
         return ended[0]
 
-    assert all_good(machine.run(2, work)) == [GIVEN_UP] * 2
-
-
-def test_stream_that_gives_up_is_none_that_waits(monkeypatch):
-    class Stream:
-        made: ClassVar[list[Stream]] = []
-
-        def __init__(self) -> None:
-            self.made.append(self)
-
-        def query(self) -> bool:
-            return len(self.made) == 3
-
-    monkeypatch.setattr(node_memory.cuda, "Stream", Stream)
-    assert node_memory._free_stream() is Stream.made[2]
+    assert all_good(machine.run(2, work)) == [True] * 2
 
 
 def test_launch_follows_the_stream_and_its_failure_is_told_without_a_wait(machine, monkeypatch):
@@ -679,11 +664,6 @@ def test_launch_follows_the_stream_and_its_failure_is_told_without_a_wait(machin
         node_memory, "allocate", lambda nbytes, *args: (device_tensor(memory[:nbytes]), [4096] * 2)
     )
     monkeypatch.setattr(node_memory, "Node", Failing)
-
-    def fetch(self: NodeMemory) -> None:
-        machine.put(lambda: self._error.copy_(self.node.error))
-
-    monkeypatch.setattr(NodeMemory, "fetch_error", fetch)
 
     def work(transport: NcclTransport) -> str:
         made = add_memory(transport, 5.0)
@@ -700,8 +680,10 @@ def test_launch_follows_the_stream_and_its_failure_is_told_without_a_wait(machin
         machine.cuda.current_stream().synchronize()
         assert order == ["before", "launch", "behind"]
         transport.check_streams()
-        made.node.error.fill_(1)
-        transport.launch(0, launch, [x], "a step", 5.0)
+        node: Any = made.node
+        fail = partial(setattr, node, "failed", True)
+        transport.launch(0, lambda: machine.put(fail), [x], "a step", 5.0)
+        machine.cuda.current_stream().synchronize()
         error = told(transport.check_streams)
         assert isinstance(error, CollectiveTimeoutError)
         with pytest.raises(CollectiveTimeoutError):

@@ -93,6 +93,10 @@ ATOMICS = {
     for first, second in [(order, scope) if operation == "cas" else (scope, order)]
 } | {
     f"{name}.global.gpu.add.u64": Atomic("add", "u64", "relaxed", "gpu") for name in ("atom", "red")
+} | {
+    # A store that orders: as an exchange whose result nobody reads.
+    f"st.{order}.{scope}.global.b64": Atomic("exch", "b64", order, scope)
+    for scope in ("gpu", "sys") for order in ("relaxed", "release")
 }  # fmt: skip
 # Whether a thread names the lane it reads, else by which bits that differs from its own.
 SHUFFLES = {"shfl.sync.bfly.b32": False, "shfl.sync.idx.b32": True}

@@ -13,12 +13,10 @@ import torch.distributed as dist
 from torch import cuda
 
 from collectives.errors import CollectiveTimeoutError, TransportError
-from kernels.gpu.node_kernels import GIVEN_UP, MULTIPROCESSORS, Node, pad_bytes
+from kernels.gpu.node_kernels import MULTIPROCESSORS, Node, pad_bytes
 
 # Vectors of all dtypes start at whole lines of memory behind the pads.
 _LINE = 256
-# More streams than torch has in a pool: 32 of each priority.
-_POOL = 64
 # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver.
 _NATIVE_ATOMICS = 3
 
@@ -63,10 +61,6 @@ class NodeMemory:
         self.node = Node(process_group.rank(), buffers, addresses, device, timeout)
         # Launches are on another stream than what has made the node's tables.
         cuda.synchronize(device)
-        # The error of each launch is copied here, without a wait.
-        pinned = torch.cuda.is_available()
-        self._error = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
-        self._given_up = torch.full((1,), GIVEN_UP, dtype=torch.int64, pin_memory=pinned)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Return the bytes at which a contiguous tensor starts here; None if it does not."""
@@ -74,30 +68,12 @@ class NodeMemory:
         inside = start >= 0 and start + tensor.nbytes <= self.tensor.nbytes
         return start if inside and start % 16 == 0 else None
 
-    def fetch_error(self) -> None:
-        """Put a copy of the error on the current stream, behind a launch, for `check`."""
-        self._error.copy_(self.node.error, non_blocking=True)
-
-    def give_up(self) -> None:
-        """End the launches that wait for a peer, and all later ones; does not wait for it."""
-        # By the GPU's copy engine, on a stream that is not behind them.
-        with cuda.device(self.tensor.device), cuda.stream(_free_stream()):
-            self.node.error.copy_(self._given_up, non_blocking=True)
-
     def check(self) -> None:
         """Raise CollectiveTimeoutError if a launch waited in vain; later ones have done nothing."""
-        why = self.node.describe(int(self._error[0]), self._names)
-        if why:
-            raise CollectiveTimeoutError(why)
-
-
-def _free_stream() -> cuda.Stream:
-    """Return a stream with nothing under way: torch hands out those of a pool, again and again."""
-    for _ in range(_POOL):
-        stream = cuda.Stream()
-        if stream.query():
-            break
-    return stream
+        try:
+            self.node.check(self._names)
+        except TimeoutError as error:
+            raise CollectiveTimeoutError(str(error)) from None
 
 
 def allocate(

@@ -151,13 +151,8 @@ class NcclTransport(Transport):
     ) -> None:
         memory = self.node_memories[number]
         memory.check()
-
-        def put() -> None:
-            work()
-            memory.fetch_error()
-
         peers = tuple(rank for rank in memory.node_ranks if rank != self.rank)
-        self._start(put, tensors, Posted(peers, step, timeout, held=work))()
+        self._start(work, tensors, Posted(peers, step, timeout, held=work))()
 
     def captures(self, device: torch.device) -> bool:
         """Whether the device is a GPU: its communicators are ours, so that graphs end first."""
@@ -265,11 +260,9 @@ class NcclTransport(Transport):
 
 
 def _end_launches(memories: Sequence[NodeMemory], graphs: Graphs) -> None:
-    # Graphs and communicators may wait for what the launches hold up. If CUDA has failed these have
-    # ended.
+    # Graphs and communicators may wait for what the launches hold up.
     for memory in memories:
-        with suppress(RuntimeError):
-            memory.give_up()
+        memory.node.give_up()
     graphs.reset()
 
 

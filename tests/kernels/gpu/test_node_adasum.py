@@ -227,9 +227,9 @@ def test_rank_that_never_comes_is_an_error_on_the_others_and_no_hang(size, absen
 
 # In the compiled code: what it says, and what it is made to say.
 FAULTS = {
-    "signals release nothing": (".sys.release.", ".sys.relaxed."),
+    "signals release nothing": ("st.release.sys.", "st.relaxed.sys."),
     "waits acquire nothing": (".sys.acquire.", ".sys.relaxed."),
-    "signals reach one GPU": (".global.sys.release.", ".global.gpu.release."),
+    "signals reach one GPU": ("st.release.sys.", "st.release.gpu."),
     "partial sums are counted in no order": (".gpu.acq_rel.", ".gpu.relaxed."),
     "the barrier releases nothing": (".gpu.release.", ".gpu.relaxed."),
     "the barrier acquires nothing": (".gpu.acquire.", ".gpu.relaxed."),

@@ -147,10 +147,23 @@ def test_rank_that_never_comes_is_an_error_on_the_others_and_no_hang(absent):
             ranks.nodes[absent].check()
 
 
+def test_host_that_gives_up_ends_what_waits_and_what_is_behind():
+    ranks = Ranks(2, 100, torch.float32)
+    ranks.fill()
+    ranks.nodes[0].give_up()
+    with emulated() as emulator:
+        # Within a look at the clock: in the emulator's time the 600 s would not pass.
+        ranks.run(emulator, "two one", absent=(1,))
+    with pytest.raises(TimeoutError, match="rank 0 of the node gave up its launches"):
+        ranks.nodes[0].check()
+    assert bits(ranks.held(0)) == bits(ranks.vectors[0])
+    assert ranks.results[0].isnan().all()
+
+
 FAULTS = {
-    "signals release nothing": (".sys.release.", ".sys.relaxed."),
+    "signals release nothing": ("st.release.sys.", "st.relaxed.sys."),
     "waits acquire nothing": (".sys.acquire.", ".sys.relaxed."),
-    "signals reach one GPU": (".global.sys.release.", ".global.gpu.release."),
+    "signals reach one GPU": ("st.release.sys.", "st.release.gpu."),
 }
 
 
