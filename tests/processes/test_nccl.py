@@ -2,7 +2,7 @@
 
 One rank alone sends to itself, which any NCCL does on any GPU.
 
-bench/results/nvidia-h200/ has what an H200 made of them, and
+bench/results/nvidia-h200/results.md has what an H200 made of them, and
 tests/collectives/transport/test_nccl_wrapper.py what a stand-in for NCCL does.
 """
 
