@@ -8,6 +8,8 @@ or newer, through cupy. Each rank has its own stream and communicator. A call's 
 barrier to the end of the last rank's work; contenders take turns. #wrong counts elements of all
 ranks that differ from float64 by more than roundings explain. "vs torch" is NCCL's sum over each.
 Rows of requests are those algorithms', made once and started each time: launched as CUDA graphs.
+What is shared goes as by default, in one launch a rank: threads need no symmetric memory of torch's
+to reach each other's. bench.collectives.node times the kernels alone.
 """
 
 from __future__ import annotations
@@ -18,25 +20,38 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 
 import collectives
 from adasum import Adasum
-from adasum.check.checks import NO_GPU, expected
+from adasum.check.checks import NO_GPU
+from bench.collectives import node
 from bench.collectives.ranks import in_turns, make_parser, write
 from bench.collectives.row import Row, header, line
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
 from collectives.transport import NcclTransport, ThreadWorld, Transport
+from collectives.transport.nccl import node_memory
 from collectives.transport.nccl.cupy_backend import CupyBackend
 
 SECONDS = 60.0
 NCCL = "nccl"
 # What follows an algorithm's name where it is a request's.
 REQUEST = ", request"
+# In one launch, and what follows it.
+SHARED = "shared"
 # By algorithm: NCCL's own sum, ours, Adasum by levels and by one exchange; the same as requests.
-_CALLS = {"rechd": collectives.Sum, "vhdd": Adasum, "direct": Adasum}
+_CALLS = {
+    "rechd": collectives.Sum,
+    "vhdd": Adasum,
+    "direct": Adasum,
+    f"{SHARED}, sum": collectives.Sum,
+    f"{SHARED}, adasum": Adasum,
+}
 CONTENDERS: dict[str, collectives.Reducer] = {
     NCCL: collectives.Sum,
     **_CALLS,
@@ -57,10 +72,10 @@ class Rank:
         own = {"local_rank": rank, "local_size": size, "topology": Topology(size, size)}
         self.group = collectives.Group(transport, timeout=SECONDS, **own)
         self._meet, self._device = meet, device
-        # float32 on the CPU, known to all.
-        seeds = [torch.Generator().manual_seed(each) for each in range(size)]
-        self._terms = [torch.randn(numel, generator=seed) for seed in seeds]
-        self._mine = self._terms[rank].to(device)
+        # float32, known to all.
+        seeds = [torch.Generator(device).manual_seed(each) for each in range(size)]
+        self._terms = [torch.randn(numel, generator=seed, device=device) for seed in seeds]
+        self._mine = self._terms[rank]
         self._buffer = torch.empty_like(self._mine)
         self._requests: dict[str, collectives.Request[torch.Tensor]] = {}
 
@@ -68,11 +83,7 @@ class Rank:
         """Return how many elements a call gets wrong here."""
         self._prepared(algorithm)()
         self._wait()
-        want = expected(self._terms, CONTENDERS[algorithm] is Adasum)
-        sizes = torch.stack(self._terms).double().abs().sum(0)
-        # A rounding or two a level and element; a coefficient of Adasum is at most 1.5 here.
-        allowed = 8 * len(self._terms) * torch.finfo(torch.float32).eps * sizes
-        return int(((self._buffer.cpu().double() - want).abs() <= allowed).logical_not().sum())
+        return node.count_wrong(self._buffer, self._terms, CONTENDERS[algorithm] is Adasum)
 
     def seconds(self, algorithms: Sequence[str], iterations: int) -> dict[str, list[float]]:
         """Return this rank's seconds of each contender, by iteration."""
@@ -83,7 +94,8 @@ class Rank:
     def _prepared(self, name: str) -> Callable[[], object]:
         self._buffer.copy_(self._mine)
         algorithm, op = name.removesuffix(REQUEST), CONTENDERS[name]
-        if algorithm == name:
+        algorithm = "auto" if algorithm.startswith(SHARED) else algorithm
+        if not name.endswith(REQUEST):
             return lambda: self.group.all_reduce(self._buffer, op, algorithm=algorithm)
         if name not in self._requests:
             made = self.group.all_reduce_init(self._buffer, op, algorithm=algorithm)
@@ -114,6 +126,8 @@ def run(
     # To load a kernel or to pin memory may wait for the whole GPU, and so for a rank that waits in
     # NCCL for this one: the first calls go without.
     meet, world = threading.Barrier(ranks), ThreadWorld(ranks)
+    if device.type == "cuda":
+        node.rows(ranks, numel, 1, device)
 
     def main(rank: int) -> tuple[dict[str, int], dict[str, list[float]]]:
         if device.type == "cuda":
@@ -122,7 +136,7 @@ def run(
         with torch.cuda.stream(own) if own is not None else nullcontext():
             warm = Rank(world.transport(rank), meet, numel, device)
             for name in algorithms:
-                if name != NCCL:
+                if name != NCCL and not name.startswith(SHARED):
                     warm.wrong(name)
             meet.wait(SECONDS)
             warm.group.close()
@@ -147,6 +161,20 @@ def run(
     return rows
 
 
+def allocate(
+    nbytes: int,
+    pads: int,
+    group: object,
+    device: torch.device,
+    gather: Callable[[Any], list[Any]],
+    node_ranks: Sequence[int],
+) -> tuple[torch.Tensor, list[int]]:
+    """Do as `node_memory.allocate` among threads, which have one address for each memory."""
+    whole = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    torch.cuda.current_stream(device).synchronize()
+    return whole, gather(whole.data_ptr())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 1 where an element was wrong, 2 without a GPU."""
     parser = make_parser("one_gpu", __doc__, iters=20)
@@ -161,9 +189,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = ThreadWorld(args.ranks)
 
     def over_nccl(rank: int) -> Transport:
-        return NcclTransport(world.transport(rank), CupyBackend(device), timeout=SECONDS)
+        transport = NcclTransport(world.transport(rank), CupyBackend(device), timeout=SECONDS)
+        # All that memory of a node asks of one, where `allocate` does without.
+        group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: args.ranks)
+        transport.process_group = group
+        return transport
 
-    rows = run(args.ranks, numel, args.iters, device, over_nccl)
+    with mock.patch.object(node_memory, "allocate", allocate):
+        rows = run(args.ranks, numel, args.iters, device, over_nccl)
     print(*header(_WIDTH), *(line(row, rows[0], _WIDTH) for row in rows), sep="\n", flush=True)
     results = [{**row.record(), "ranks": row.ranks, "median": row.median} for row in rows]
     write(args.output_file, {"device": torch.cuda.get_device_name(device), "results": results})

@@ -2,7 +2,7 @@
 
     python -m bench.gpu                       # everything, an hour and more
     python -m bench.gpu --minutes 9           # as much as fits; call it again to go on
-    python -m bench.gpu --nccl .../libnccl.so.2   # with an NCCL that takes several ranks on a GPU
+    python -m bench.gpu --nccl libnccl.so.2.gz    # with an NCCL that takes several ranks on a GPU
 
 It runs from a checkout (PYTHONPATH=.) and needs torch, triton, numpy, pytest, pytest-benchmark and
 hypothesis; cupy for NCCL's other half, matplotlib for plots.
@@ -12,4 +12,5 @@ hypothesis; cupy for NCCL's other half, matplotlib for plots.
     machine.py      what the machine is and has
     predictions.py  what was predicted, and what measures it
     page.py         the page and tables of a run
+    cut_nccl.py     makes a libnccl.so.2 small enough to bring
 """

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.gpu import page
+from bench.gpu.cut_nccl import unpacked
 from bench.gpu.machine import facts, source_of
 from bench.gpu.plan import stages
 from bench.gpu.stages import FAILED, NO_GPU, NO_TIME, OVERRUN, Runner
@@ -26,23 +27,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     parser = make_parser()
     options = parser.parse_args(argv)
-    if options.nccl and not Path(options.nccl).is_file():
+    if options.nccl and not options.nccl.is_file():
         parser.error(f"--nccl: there is no file {options.nccl}")
+    nccl = str(unpacked(options.nccl.resolve())) if options.nccl else None
     try:
-        found = facts({"LD_PRELOAD": options.nccl} if options.nccl else None)
+        found = facts({"LD_PRELOAD": nccl} if nccl else None)
     except RuntimeError as error:
         print(f"bench.gpu: {str(error).removeprefix('bench.gpu: ')}", file=sys.stderr)
         return 2
     # An interrupted run ends its stage, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    folder = options.out or ROOT / "bench" / "results" / slug(found["device"])
+    folder = options.out or ROOT / "out" / slug(found["device"])
     if options.fresh:
         shutil.rmtree(folder / "stages", ignore_errors=True)
     taken = time.monotonic() - began
     seconds = None if options.minutes is None else options.minutes * 60 - taken
     say = partial(print, flush=True)
     runner = Runner(folder.resolve(), found["device"], source_of, seconds, say, options.archive)
-    chosen = [each for each in stages(found, options.nccl) if options.only in each.name]
+    chosen = [each for each in stages(found, nccl) if options.only in each.name]
     records = runner.run(chosen)
     meta = {**found, "commit": commit(), "date": datetime.date.today().isoformat()}
     for path in page.write(folder, records, meta):
@@ -65,14 +67,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--fresh", action="store_true", help="run also what is done")
     parser.add_argument("--only", default="", metavar="TEXT", help="stages with TEXT in their name")
     parser.add_argument(
-        "--nccl", metavar="PATH", help="a libnccl.so.2 of 2.30 or newer, for ranks on one GPU"
+        "--nccl",
+        type=Path,
+        metavar="PATH",
+        help="a libnccl.so.2 of 2.30 or newer, or what cut_nccl made of it, for ranks on one GPU",
     )
     parser.add_argument(
         "--archive", type=Path, metavar="FILE", help="a .tar.gz of all results, to go on from"
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="results (bench/results/<the GPU's name>)"
-    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="results (out/<the GPU's name>)")
     return parser
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from bench.gpu.plan import CHECK, RANKS
+from bench.gpu.plan import CHECK, HOST, NODE, RANKS
 from bench.gpu.predictions import Found, look
 from bench.gpu.stages import Record
 from bench.kernels import report
-from bench.kernels.measure import Row
+from bench.kernels.measure import OURS, Row
 from bench.tables import table
 
 
@@ -28,13 +28,42 @@ def rows_of(folder: Path) -> list[Row]:
     return [*found.values()]
 
 
-def _ranks_of(folder: Path) -> dict[str, Any]:
-    """Return what the stage of ranks on one GPU has written, by algorithm."""
+def _ranks_of(folder: Path, stage: str) -> list[dict[str, Any]]:
+    """Return the rows that a stage of ranks on one GPU has written."""
     try:
-        found = json.loads((folder / "stages" / RANKS / "ranks.json").read_text())
+        found = json.loads((folder / "stages" / stage / "ranks.json").read_text())
     except (OSError, ValueError):
-        return {}
-    return {each["algorithm"]: each for each in found["results"]}
+        return []
+    return [*found["results"]]
+
+
+def _lines_of_ranks(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    lines = [
+        [
+            *(row["algorithm"], str(row["ranks"]), report.size_label(row["size"])),
+            *(f"{row['median'] * 1e6:.0f}", str(row["wrong"])),
+        ]
+        for row in rows
+    ]
+    header = ["algorithm", "ranks", "size", "us", "wrong"]
+    yield from (f"## {title}", "", *table(header, lines), "")
+
+
+def _beside(rows: Sequence[Row], published: Sequence[Row]) -> Iterator[str]:
+    """Yield the medians of rows beside those that bench/results has of such a device."""
+    before = {row.key: row.times[OURS].median for row in published}
+    lines = [
+        [
+            row.key,
+            *(f"{us * 1e6:.1f}" for us in (before[row.key], now)),
+            f"{now / before[row.key]:.2f}",
+        ]
+        for row in rows
+        if row.key in before and (now := row.times[OURS].median)
+    ]
+    if lines:
+        header = ["row", "published us", "us", "ratio"]
+        yield from ("## Beside the published rows", "", *table(header, lines), "")
 
 
 def _tests_of(folder: Path) -> Iterator[str]:
@@ -69,7 +98,7 @@ def _page(
     records: Sequence[Record],
     meta: Mapping[str, Any],
     predictions: Sequence[Found],
-    ranks: Mapping[str, Mapping[str, Any]],
+    rows: Sequence[Row],
 ) -> Iterator[str]:
     yield from (f"# {meta['device']}", "", *(f"- {key}: {value}" for key, value in meta.items()))
     stages = [[each.name, each.status, f"{each.seconds:.0f}", each.reason] for each in records]
@@ -81,16 +110,20 @@ def _page(
         text = said.read_text(errors="replace").rstrip()
         yield from ("## Check", "", "```", text, "```", "")
     yield from _tests_of(folder)
-    if ranks:
-        lines = [
-            [
-                *(name, str(each["ranks"]), report.size_label(each["size"])),
-                *(f"{each['median'] * 1e6:.0f}", str(each["wrong"])),
-            ]
-            for name, each in ranks.items()
-        ]
-        header = ["algorithm", "ranks", "size", "us", "wrong"]
-        yield from ("## Ranks on one GPU", "", *table(header, lines), "")
+    for title, stage in (("A node's kernels", NODE), ("Ranks on one GPU", RANKS)):
+        if ranks := _ranks_of(folder, stage):
+            yield from _lines_of_ranks(title, ranks)
+    host = folder / "stages" / HOST / "log.txt"
+    if host.exists():
+        yield from (
+            "## The host's time, microseconds",
+            "",
+            "```",
+            host.read_text().rstrip(),
+            "```",
+            "",
+        )
+    yield from _beside(rows, report.published(meta["device"]))
 
 
 def write(folder: Path, records: Sequence[Record], meta: Mapping[str, Any]) -> list[Path]:
@@ -98,10 +131,10 @@ def write(folder: Path, records: Sequence[Record], meta: Mapping[str, Any]) -> l
 
     meta: of the machine; `device`, `torch` and `date` at least. Returns the files written.
     """
-    rows, ranks = rows_of(folder), _ranks_of(folder)
-    predictions = look(rows, ranks)
+    rows = rows_of(folder)
+    predictions = look(rows, {each["algorithm"]: each for each in _ranks_of(folder, RANKS)})
     page, data = folder / "page.md", folder / "page.json"
-    page.write_text("\n".join(_page(folder, records, meta, predictions, ranks)) + "\n")
+    page.write_text("\n".join(_page(folder, records, meta, predictions, rows)) + "\n")
     stages = [asdict(record) for record in records]
     found = {each.text: each._asdict() for each in predictions}
     whole = {"meta": dict(meta), "stages": stages, "predictions": found}

@@ -1,9 +1,11 @@
 """What a call costs the host: planned runs, direct calls and rebinding, on CPU tensors.
 
     python -m bench.kernels.host_cost
+    python -m bench.kernels.host_cost --gpu
     python -m bench.kernels.host_cost --against OTHER_TREE
 
-The second runs in turns, in processes of their own, this tree and another one that has plans, too.
+The second has a GPU's tensors, and torch's functions beside ours: a call's time until it returns.
+The third runs in turns, in processes of their own, this tree and another one that has plans, too.
 Figures are minima in microseconds of the calling thread's processor time, to which what else runs
 on the machine adds least.
 
@@ -17,10 +19,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,6 +43,8 @@ COUNT = 161
 COUNTS = (16, COUNT, 1000)
 _SECONDS = 0.02
 _REPEATS = 15
+# Calls between two looks at the clock, few enough for a stream to take them all.
+_ENQUEUED = 20
 Call = Callable[[], object]
 
 
@@ -51,9 +56,22 @@ def microseconds(call: Call) -> float:
     return min(timer.repeat(_REPEATS, number)) / number * 1e6
 
 
-def planned(numel: int) -> dict[str, Call]:
+def to_return(call: Call) -> float:
+    """Return the median time of a call of which a GPU still has to do its part."""
+    taken = []
+    for _ in range(10 * _REPEATS):
+        # Else it would wait, in the end, for room in the stream.
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(_ENQUEUED):
+            call()
+        taken.append((time.perf_counter() - begin) / _ENQUEUED)
+    return statistics.median(taken) * 1e6
+
+
+def planned(numel: int, device: str = "cpu") -> dict[str, Call]:
     """Return a planned run of each function, on tensors of `numel` elements, by its name."""
-    a, b, out = (torch.randn(numel) for _ in range(3))
+    a, b, out = (torch.randn(numel, device=device) for _ in range(3))
     tensors, dots = [a, b], kernels.dot_and_norms(a, b)
     layout = kernels.layout_of(tensors)
     buffer = kernels.pack(tensors, layout=layout)
@@ -115,11 +133,11 @@ def stubbed_launches() -> Iterator[None]:
         yield
 
 
-def to_launcher() -> dict[str, Call]:
-    """Return planned runs and direct calls of many tensors that end at Triton's launcher."""
-    tensors = [torch.randn(5, 3) for _ in range(COUNT)]
+def launches(device: str = "cpu") -> dict[str, Call]:
+    """Return planned runs and direct calls of many tensors."""
+    tensors = [torch.randn(5, 3, device=device) for _ in range(COUNT)]
     layout = kernels.layout_of(tensors)
-    a, b = torch.randn(layout.numel), torch.randn(layout.numel)
+    a, b = (torch.randn(layout.numel, device=device) for _ in range(2))
     calls: dict[str, Call] = {
         f"pack of {COUNT}": partial(kernels.plan_pack(tensors, layout=layout, out=a), 0.5),
         f"unpack of {COUNT}": partial(kernels.plan_unpack(a, tensors, layout=layout), 0.5),
@@ -128,7 +146,7 @@ def to_launcher() -> dict[str, Call]:
         "adasum in two launches": kernels.plan_adasum(a, b, cooperative=False),
     }
     for count in COUNTS:
-        given = [torch.randn(5, 3) for _ in range(count)]
+        given = [torch.randn(5, 3, device=device) for _ in range(count)]
         chosen = kernels.layout_of(given)
         buffer = kernels.pack(given, layout=chosen)
         calls[f"direct pack of {count}"] = partial(
@@ -155,24 +173,40 @@ def figures() -> dict[str, float]:
         found[f"{name} of 1, over its plan"] = one - found[f"{name}, {4 * SIZES[0]} bytes"]
         found[f"{name}, a further tensor"] = (many - one) / (COUNT - 1)
     with stubbed_launches():
-        for name, call in to_launcher().items():
+        for name, call in launches().items():
             found[f"{name}, to Triton's launcher"] = microseconds(call)
     return found
 
 
-def main() -> None:
-    """Print the figures, or those of two trees and their ratio."""
+def on_gpu() -> dict[str, float]:
+    """Return the figures of a GPU's tensors, and of torch's functions."""
+    calls = planned(SIZES[1], "cuda") | launches("cuda")
+    a, b, out = (torch.randn(SIZES[1], device="cuda") for _ in range(3))
+    calls["torch.add"] = partial(torch.add, a, b, out=out)
+    for count in COUNTS:
+        given = [torch.randn(5, 3, device="cuda") for _ in range(count)]
+        others = [tensor.clone() for tensor in given]
+        calls[f"torch._foreach_copy_ of {count}"] = partial(torch._foreach_copy_, given, others)
+    return {name: to_return(call) for name, call in calls.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the figures, or those of two trees and their ratio; return 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", type=Path, help="another tree of this library")
     parser.add_argument("--rounds", type=int, default=5, help="of both trees, in turns")
     parser.add_argument("-J", "--json", type=Path, metavar="FILE", help="write figures as JSON")
-    given = parser.parse_args()
+    parser.add_argument("--gpu", action="store_true", help="of a GPU's tensors")
+    given = parser.parse_args(argv)
+    if given.gpu and not torch.cuda.is_available():
+        print("bench.kernels.host_cost: torch sees no GPU here", file=sys.stderr)
+        return 2
     if given.against is None:
-        found = figures()
+        found = on_gpu() if given.gpu else figures()
         if given.json is not None:
             given.json.write_text(json.dumps(found))
         print(*(f"{name:44} {value:8.2f}" for name, value in found.items()), sep="\n")
-        return
+        return 0
     # Not at the top: another tree's process may have no such module.
     from bench.processes import in_turns
 
@@ -187,7 +221,8 @@ def main() -> None:
         other = least["there"].get(name)
         tail = "" if other is None else f"{other:8.2f} {value / other:6.2f}"
         print(f"{name:44} {value:8.2f} {tail}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,6 +18,7 @@ from bench.kernels.measure import COPY, OURS, READ, Row, geometric_mean
 from bench.kernels.timing import Times
 from bench.tables import table
 
+RESULTS = Path(__file__).parents[1] / "results"
 # The rows measured so far, a line each, until the report is written.
 UNFINISHED = "rows.jsonl"
 _COLUMNS = 3
@@ -159,6 +160,12 @@ def unfinished(folder: Path) -> list[Row]:
     whole = [line for line in lines if line.endswith("\n")]
     path.write_text("".join(whole))
     return [row_of(json.loads(line)) for line in whole]
+
+
+def published(device: str) -> list[Row]:
+    """Return the rows of bench/results that were measured on such a device."""
+    path = RESULTS / slug(device) / "results.json"
+    return [*map(row_of, json.loads(path.read_text())["rows"])] if path.exists() else []
 
 
 def row_of(fields: dict[str, Any]) -> Row:

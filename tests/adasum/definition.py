@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,12 +81,15 @@ def tolerance(dtype: torch.dtype) -> float:
     return 100.0 * torch.finfo(dtype).eps
 
 
+# Where the networks below are and what of, with their batches.
+PLACE: dict[str, Any] = {"device": "cpu", "dtype": torch.float64}
+
+
 def make_model(seed: int = 0) -> torch.nn.Sequential:
-    """A small float64 network, the same for one seed."""
+    """A small network, the same for one seed."""
     generator = torch.Generator().manual_seed(seed)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)
-    ).double()
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    model.to(**PLACE)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
@@ -97,7 +101,7 @@ def loss_of(model: torch.nn.Module, rank: int, step: int, turn: int = 0) -> Tens
     generator = torch.Generator().manual_seed(1000 * rank + 10 * step + turn)
     x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
     y = torch.randn(4, 3, generator=generator, dtype=torch.float64)
-    return (model(x) - y).square().mean()
+    return (model(x.to(**PLACE)) - y.to(**PLACE)).square().mean()
 
 
 def flat(model: torch.nn.Module) -> Tensor:

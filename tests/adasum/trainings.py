@@ -1,7 +1,7 @@
 """One training for each promise of the optimizer; ranks are threads or processes.
 
-Each function trains on the default group and returns the parameters it ends with, which are the
-same bits on every rank, and the same over every transport.
+Each function trains on the default group, where `definition.PLACE` says, and returns the parameters
+it ends with, which are the same bits on every rank, and on CPUs the same over every transport.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import adasum as hvd
 from adasum import Compression, DistributedOptimizer
-from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
+from tests.adasum.definition import OPTIMIZERS, PLACE, flat, loss_of, make_model
 from tests.adasum.jobs import OPS
 
 STEPS, STOP = 4, 2
@@ -123,10 +123,11 @@ def clipped(wrap: Wrap) -> Tensor:
 def scaled(wrap: Wrap) -> Tensor:
     model = make_model().float()
     optimizer = wrap("adamw", model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(PLACE["device"], init_scale=8.0)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = model(torch.full((2, 6), 0.1 * (hvd.rank() + 1 + step))).square().mean()
+        x = torch.full((2, 6), 0.1 * (hvd.rank() + 1 + step), device=PLACE["device"])
+        loss = model(x).square().mean()
         if step == 1 and hvd.rank() == hvd.size() - 1:
             loss = loss * float("inf")
         before = flat(model)
@@ -147,8 +148,8 @@ def autocast(wrap: Wrap) -> Tensor:
     for step in range(STEPS):
         optimizer.zero_grad()
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(x).square().mean()
+        with torch.autocast(PLACE["device"], torch.bfloat16):
+            loss = model(x.to(PLACE["device"])).square().mean()
         loss.backward()
         optimizer.step()
     return flat(model)
@@ -200,11 +201,12 @@ def sparse(wrap: Wrap) -> Tensor:
     for as_dense in (True, False):
         # Not by the global seed, which ranks that are threads share.
         weights = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
-        table = torch.nn.Embedding.from_pretrained(weights.double(), freeze=False, sparse=True)
+        table = torch.nn.Embedding.from_pretrained(weights.to(**PLACE), freeze=False, sparse=True)
         optimizer = wrap(lambda p: torch.optim.SGD(p, lr=0.5), table, sparse_as_dense=as_dense)
         for step in range(STEPS):
             optimizer.zero_grad()
-            table(torch.tensor([hvd.rank(), 2, 2, step])).square().sum().backward()
+            rows = torch.tensor([hvd.rank(), 2, 2, step], device=PLACE["device"])
+            table(rows).square().sum().backward()
             optimizer.step()
         parts.append(flat(table))
     return torch.cat(parts)

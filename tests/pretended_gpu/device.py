@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.pretended_gpu import build
+from tests.ptx_emulator.launches import Started
 from tests.ptx_emulator.machine import launch as emulate
 from tests.ptx_emulator.parse import Program, parse
+from tests.ptx_emulator.streams import launch_together
 
 # CUDA's numbers, with the values of an H200.
 ATTRIBUTES = {
@@ -38,6 +40,8 @@ ATTRIBUTES = {
 }
 NAME, MEMORY, CYCLES = "NVIDIA Pretended H200", 141 << 30, 1_755_000_000
 COOPERATIVE, DEPENDENT = 2, 6
+# Kernels whose launches wait for those of other ranks.
+NODE = {"_one_shot_kernel", "_two_shot_kernel", "_adasum_kernel"}
 _ATTRIBUTE_NAMES = {COOPERATIVE: "cooperative", DEPENDENT: "dependent"}
 # Seconds that everything takes on the pretended device, beside what sleeps.
 STEP = 10e-6
@@ -93,6 +97,7 @@ class Device:
         allocations: Bytes of its memory that is in use, by address.
         dtypes: Of the tensors that kernels were bound to.
         resident: Blocks that the emulator runs at once, in a launch that is not cooperative.
+        ranks: How many share it, of which a node's launches run together, always in the emulator.
     """
 
     def __init__(self) -> None:
@@ -100,6 +105,9 @@ class Device:
         self.launches: list[Launched] = []
         self.emulated = True
         self.resident = 64
+        self.ranks = 2
+        self._coming: list[Started] = []
+        self._came = threading.Condition()
         self.allocations: dict[int, int] = {}
         self.graph: Graph | None = None
         self.dtypes: set[str] = set()
@@ -199,11 +207,29 @@ class Device:
         if "cooperative" in names and dims[0] > ATTRIBUTES[16] * (2048 // dims[3]):
             self.library.pretend_message(b"too many blocks in cooperative launch")
             return _TOO_LARGE
-        if self.emulated:
+        if program.name in NODE:
+            self.put(lambda: self._meet(program, done))
+        elif self.emulated:
             self.put(lambda: self._emulate(program, done))
         else:
             self.put(lambda: None)
         return 0
+
+    def _meet(self, program: Program, done: Launched) -> None:
+        """Run a node's launches when the last rank's has come.
+
+        A rank that is a thread of its own waits for that; others are streams of the main thread.
+        """
+        with self._came:
+            mine = self._coming
+            place = len(mine)
+            mine.append(Started(program, done.grid, done.arguments, done.shared, rank=place))
+            if len(mine) == self.ranks:
+                self._coming = []
+                launch_together(mine, races=False)
+                self._came.notify_all()
+            elif threading.current_thread() is not threading.main_thread():
+                assert self._came.wait_for(lambda: self._coming is not mine, 60.0)
 
     def _emulate(self, program: Program, done: Launched) -> None:
         with self._turn:

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.pretended_gpu import build, torch_cuda
-from tests.pretended_gpu.device import Bound, Device
+from tests.pretended_gpu.device import NODE, Bound, Device
 from tests.ptx_emulator import memory
 
 # "counted": kernels/cpu computes what launches would; three sizes for adasum.check.
 COUNTED, SIZES = "ADASUM_PRETENDED_COUNTED", "ADASUM_PRETENDED_SIZES"
-# Kernels of one cooperative launch, and those that begin while the kernel ahead ends.
-_COOPERATIVE, _DEPENDENT = "_one_launch_kernel", "_combine_kernel"
+# Kernels of cooperative launches, and those that begin while the kernel ahead ends.
+_COOPERATIVE, _DEPENDENT = {"_one_launch_kernel", *NODE}, "_combine_kernel"
 
 
 def environment(counted: bool, sizes: tuple[int, int, int] | None = None) -> dict[str, str]:
@@ -79,7 +79,7 @@ def watch(device: Device) -> None:
         given += [one for one in constants.values() if isinstance(one, torch.dtype)]
         device.dtypes.update(str(dtype).removeprefix("torch.") for dtype in given)
         name, threads = self.function.__name__, 32 * constants["num_warps"]
-        names = {"cooperative"} if name == _COOPERATIVE else set()
+        names = {"cooperative"} if name in _COOPERATIVE else set()
         if name == _DEPENDENT and constants["DEPENDENT"]:
             names.add("dependent")
 

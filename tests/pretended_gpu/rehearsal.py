@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -141,6 +142,21 @@ def _no_compiler(*_: object, **__: object) -> Callable[..., Any]:
     return compiled
 
 
+def node(device: Device) -> None:
+    """The kernels of a node's ranks, each a stream; what they compute is looked at."""
+    from bench.collectives import node as bench
+    from bench.gpu import plan
+
+    device.emulated = False
+    (stage,) = (each for each in plan.stages(facts(device), None) if each.name == plan.NODE)
+    folder = Path(tempfile.mkdtemp())
+    words = [word.replace("{out}", str(folder)) for word in stage.command[3:]]
+    small = ("--ranks", "2", "--bytes", "4K", "--iters", "1")
+    assert bench.main([*words, *small]) == 0, "elements were wrong"
+    found = json.loads((folder / "ranks.json").read_text())["results"]
+    assert [each["algorithm"] for each in found] == [bench.COPY, *bench.CONTENDERS]
+
+
 def ranks(device: Device) -> None:
     """Two ranks that share the GPU, over cupy's wheel and the pretended NCCL."""
     from bench.collectives import one_gpu
@@ -158,8 +174,17 @@ def ranks(device: Device) -> None:
     assert [each["algorithm"] for each in found] == [*one_gpu.CONTENDERS]
 
 
+def host(device: Device) -> None:
+    """What calls cost the host, on the device's tensors."""
+    from bench.kernels import host_cost
+
+    device.emulated = False
+    host_cost._REPEATS = host_cost._ENQUEUED = 1
+    assert host_cost.main(["--gpu"]) == 0
+
+
 PARTS: dict[str, Callable[..., object]] = {
-    each.__name__: each for each in (facts, checks, plans, rows, ranks)
+    each.__name__: each for each in (facts, checks, plans, rows, node, ranks, host)
 }
 
 
@@ -202,5 +227,9 @@ def rehearse(given: Mapping[str, Any]) -> None:
         for name, options in given["parts"].items():
             PARTS[name](device, **options)
             print(f"{name}: as it should be", flush=True)
+        # Of groups that are closed. One that wakes while the interpreter ends may abort it.
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread():
+                thread.join(5.0)
     finally:
         print(f"{time.process_time():.1f} s of the processor", flush=True)

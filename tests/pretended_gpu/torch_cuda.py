@@ -69,6 +69,11 @@ class Tensors:
         found = flat.as_strided(tensor.shape, tensor.stride())
         return _moved(found.copy_(tensor) if copy else found, _CUDA)
 
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy in memory that the host and the device reach."""
+        found: torch.Tensor = host(self.upload(tensor))
+        return found
+
     def _copy(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
         to, what = host(target), host(source)
         self._device.put(lambda: to.copy_(what))
@@ -222,7 +227,9 @@ def install() -> Device:
     ctypes.CDLL(str(build.guard()))
     StreamBase.owner = device
     _install_primitives(device)
-    Tensors(device).install()
+    tensors = Tensors(device)
+    tensors.install()
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensors.pin(tensor)
     torch.Generator = _Generator
     os.environ["TRITON_LIBCUDA_PATH"] = str(build.libcuda().parent)
     from triton import knobs
@@ -297,7 +304,6 @@ def _install_primitives(device: Device) -> None:
     torch.cuda.mem_get_info = lambda device=None: (MEMORY, MEMORY)
     torch.version.cuda = "13.0"
     torch.Tensor.record_stream = lambda tensor, stream: None
-    torch.Tensor.pin_memory = lambda tensor, device=None: tensor.clone()
     torch.cuda.init()
 
 

@@ -49,16 +49,16 @@ def test_stages_come_in_the_order_of_their_worth_and_share_a_gpu_where_nccl_can(
     rows = ("projection", "gram", "packing", "reduction")
     parts = ("reduction", "gpu", "compile", "projection", "others")
     assert [*STAGES] == [
-        *("check", *(f"tests-{part}" for part in parts), *(f"answers-{file}" for file in rows)),
-        *("goals-projection", "goals-gram"),
-        *(f"ranks-{part}" for part in ("bench", "one_gpu", "nccl", "torch_nccl")),
-        *("goals-packing", "goals-reduction"),
-        *("memcheck", "racecheck", *(f"others-{file}" for file in rows)),
+        *("check", *(f"ranks-{part}" for part in ("node_memory", "trainings", "torch_nccl"))),
+        *("node-bench", "ranks-bench", "host-cost"),
+        *(*(f"tests-{part}" for part in parts), *(f"answers-{file}" for file in rows)),
+        *("goals-projection", "goals-gram", "memcheck", "racecheck", "ranks-nccl", "ranks-one_gpu"),
+        *(*(f"others-{file}" for file in rows), "goals-packing", "goals-reduction"),
     ]
     # What is timed has the device for itself.
     timed = {name for name, stage in STAGES.items() if not stage.beside}
-    assert timed == {name for name in STAGES if re.match("goals|others|ranks-bench", name)}
-    for name in ("ranks-bench", "ranks-nccl"):
+    assert timed == {name for name in STAGES if re.match("goals|others|.*-bench|host", name)}
+    for name in ("ranks-bench", "ranks-nccl", "ranks-node_memory"):
         assert STAGES[name].environment.items() >= {"LD_PRELOAD": NCCL, **plan.ONE_GPU}.items()
     old = {stage.name: stage for stage in plan.stages(FACTS | {"nccl of cupy": 22803}, None)}
     # What needs no NCCL, or one rank, runs all the same.
@@ -76,7 +76,8 @@ def _run_module(words: list[str]) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.slow
 def test_every_kind_of_command_is_accepted_and_says_that_there_is_no_gpu(tmp_path: Path) -> None:
-    some = ("tests-others", "answers-gram", "goals-packing", "memcheck", "ranks-bench")
+    some = ("tests-others", "answers-gram", "goals-packing", "memcheck")
+    some += ("node-bench", "ranks-bench", "host-cost")
     kinds = {name: STAGES[name].command for name in some}
     kinds["whole"] = (sys.executable, "-m", "bench.gpu", "--out", "{out}")
     running = {}
@@ -191,9 +192,12 @@ def test_archive_has_all_that_was_done_for_a_machine_that_has_nothing(
     assert (tmp_path / "results" / "stages" / "one" / "log.txt").read_text() == "said\n"
 
 
-def test_page_has_stages_tests_rows_and_predictions(tmp_path: Path) -> None:
-    folder = tmp_path / "stages"
-    for name in ("tests-others", "ranks-bench"):
+def test_page_has_stages_tests_rows_and_predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, before = tmp_path / "stages", tmp_path / "published"
+    monkeypatch.setattr(report, "RESULTS", before)
+    for name in ("tests-others", "ranks-bench", "node-bench", "host-cost"):
         (folder / name).mkdir(parents=True)
     (folder / "tests-others" / "junit.xml").write_text(
         '<testsuite><testcase classname="t" name="good"/>'
@@ -208,10 +212,19 @@ def test_page_has_stages_tests_rows_and_predictions(tmp_path: Path) -> None:
         for name, seconds in (("nccl", 1e-3), ("vhdd, request", 1.2e-3))
     ]
     (folder / "ranks-bench" / "ranks.json").write_text(json.dumps({"results": ranks}))
+    node = {"algorithm": "average", "ranks": 8, "size": 1 << 16, "median": 3e-4, "wrong": 0}
+    (folder / "node-bench" / "ranks.json").write_text(json.dumps({"results": [node]}))
+    (folder / "host-cost" / "log.txt").write_text("torch.add 5.20\n")
+    report.write([row_of()], meta, before / report.slug(FACTS["device"]))
     record = Record("check", FAILED, 12.0, "status 1", "d", "s", [], "now")
     page.write(tmp_path, [record], {**FACTS, "date": "never"})
     text = (tmp_path / "page.md").read_text()
     assert "| check | failed | 12 | status 1 |" in text and "`t::bad`: not right" in text
+    assert re.search(r"\| average +\| +8 +\| +64 KiB +\| +300 +\| +0 \|", text)
+    assert "torch.add 5.20" in text
+    beside = text[text.index("## Beside the published rows") :]
+    assert row_of().key in beside and row_of("unpack").key not in beside
+    assert re.search(r"1\.00 \|", beside)
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert {row["kernel"] for row in rows} == {"pack", "unpack"}
     found = json.loads((tmp_path / "page.json").read_text())["predictions"]
