@@ -22,10 +22,12 @@ from tests.kernels.test_plain_tensors import Subclass, fake, resized
 
 Shape = tuple[int, ...]
 SHAPE: Shape = (6, 4)
+# Where tensors are made: tests/pretended_gpu/test_reading.py has its own.
+DEVICE = "cpu"
 
 
 def like(seed: int, dtype: torch.dtype = torch.float32, shape: Shape = SHAPE) -> Tensor:
-    return random(shape, dtype, "cpu", seed)
+    return random(shape, dtype, DEVICE, seed)
 
 
 def made_in_inference_mode(shape: Shape) -> Tensor:
@@ -129,7 +131,7 @@ SHAPES: dict[str, dict[int, tuple[Shape, torch.dtype]]] = {
 
 @functools.cache
 def layout(count: int = 3) -> kernels.Layout:
-    return kernels.layout_of([like(seed) for seed in range(count)])
+    return kernels.layout_of([like(seed) for seed in range(count)], alignment=64)
 
 
 def arguments(function: str) -> list[Any]:
@@ -153,7 +155,9 @@ class Asked:
         need_compiled()
         library = dispatch.library()
         assert library is not None and set(library.calls) == set(native.CALLS)
-        self.library, self.monkeypatch, self.decided = library, monkeypatch, False
+        self.library, self.monkeypatch = library, monkeypatch
+        # By what runs, or at least by what reads.
+        self.decided = self.read = False
         self.ways = {"calls": library.calls, "reads": library.reads}
 
     def outcome(self, call: Callable[[], Any], way: str) -> tuple[Any, ...]:
@@ -165,7 +169,7 @@ class Asked:
                 patch.setattr(self.library, name, noted if name == way else {})
             try:
                 found = call()
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RuntimeError) as error:
                 return type(error), str(error)
         return tuple([(one.dtype, one.shape, bits(one)) for one in self.listed(found)])
 
@@ -180,15 +184,17 @@ class Asked:
     @staticmethod
     def listed(found: Any) -> list[Tensor]:
         assert isinstance(found, (Tensor, list))
-        return [one.detach() for one in ([found] if isinstance(found, Tensor) else found)]
+        listed = [found] if isinstance(found, Tensor) else found
+        dense = torch.contiguous_format
+        return [one.detach().clone(memory_format=dense) for one in listed if one is not None]
 
     def same(self, make: Callable[[], Callable[[], Any]]) -> tuple[Any, ...]:
         """The outcome of a call, which is the same with C and without it."""
         expected = self.outcome(make(), "")
         assert self.outcome(make(), "reads") == expected
-        read = self.decided
+        self.read = self.decided
         assert self.outcome(make(), "calls") == expected
-        assert read or not self.decided
+        assert self.read or not self.decided
         if self.decided:
             assert expected and not isinstance(expected[0], type)
         return expected
