@@ -76,18 +76,3 @@ def test_allreduce_of_a_complex_tensor_lets_gradients_flow() -> None:
         return given.grad.is_complex()
 
     assert all(collectives.run_threads(2, run))
-
-
-@pytest.mark.parametrize("op", ["Average", "Sum", "Adasum"])
-def test_compression_of_a_complex_tensor_sends_it_whole(op: str) -> None:
-    """A cast to float16 would lose the imaginary parts, so there is none."""
-
-    def run(group: collectives.Group) -> None:
-        given = _vector(group.rank, 9, torch.complex64)
-        plain, *others = [
-            hvd.allreduce(given, op=getattr(hvd, op), compression=compression)
-            for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16)
-        ]
-        assert all(torch.equal(plain, other) for other in others)
-
-    collectives.run_threads(2, run)

@@ -73,31 +73,3 @@ def test_nodes_have_the_same_bits_by_every_way_in_every_run_and_as_requests() ->
 
     found = [each for way in WAYS for each in run(way, 4, work, topology=topology)]
     assert all(each == found[0] for each in found)
-
-
-def test_nodes_that_average_inside_are_joined_by_direct() -> None:
-    """Of three nodes of four ranks, each of which owns a quarter of its node's average."""
-    inputs = vectors("common", 12, torch.float32)
-
-    def work(group: Group) -> list[Tensor]:
-        names = ("rechd/direct", "rechd/rd")
-        return [group.all_reduce(inputs[group.rank].clone(), Adasum, algorithm=n) for n in names]
-
-    (first, other), *rest = run_threads(12, work, local_size=4)
-    assert {bits(one) for one, _ in rest} == {bits(first)}
-    # Each of both is within the contract's 100 eps of the tree.
-    assert (first - other).norm() <= 200 * torch.finfo(torch.float32).eps * other.norm()
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-def test_a_node_whose_vectors_leave_nothing_is_the_identity(dtype: torch.dtype) -> None:
-    """The answer is the other node's ranks'."""
-    a, b, *others = vectors("apart", 6, dtype)
-
-    def work(group: Group) -> Tensor:
-        mine = [a, b, -a, -b, *others][group.rank].clone()
-        return group.all_reduce(mine, Adasum, algorithm="direct", segments=BOUNDS)
-
-    first, *rest = run_threads(8, work, local_size=4)
-    assert {bits(each) for each in rest} == {bits(first)}
-    check(first, defined(others), dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import collectives
 from adasum import Adasum
-from adasum.pieces import ClippedPiece, add_up, clip
+from adasum.pieces import clip
 from collectives import Needs, Operands
 from collectives.reducers import Piece
 from tests.adasum.definition import relative_error, tolerance, tree
@@ -95,35 +95,6 @@ def test_clip_of_pieces_returns_their_boundaries() -> None:
     assert clip((0, 4, 4, 9), 4, 2) == (2, 3, (0, 2))
     assert clip((0, 4, 4, 9), 3, 2) == (0, 3, (0, 1, 1, 2))
     assert clip((0, 10), 3, 4) == (0, 1, (0, 4))
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        [(0, 3)],
-        [(0, 1), (1, 3)],
-        [(0, 1), (1, 2), (2, 3)],
-        [(0, 2), (1, 3)],
-        [(0, 2)],
-        [(1, 3)],
-        [(1, 3), (0, 1)],
-        [(0, 3), (0, 3)],
-        [],
-    ],
-)
-def test_add_up_of_pieces_has_the_sums_of_each_segment(spans: list[tuple[int, int]]) -> None:
-    generator = torch.Generator().manual_seed(len(spans))
-    rows = [
-        torch.rand(last - first, 3, generator=generator, dtype=torch.float64)
-        for first, last in spans
-    ]
-    expected = torch.zeros(3, 3, dtype=torch.float64)
-    for (first, last), mine in zip(spans, rows, strict=True):
-        expected[first:last] += mine
-    pieces = [ClippedPiece((), torch.empty(0), slice(*span), ()) for span in spans]
-    found = add_up(pieces, rows, (3, 3), torch.device("cpu"))
-    assert torch.equal(found, expected)
-    assert found.is_contiguous()
 
 
 def test_reduction_on_a_gpu_waits_for_no_other_program() -> None:

@@ -140,24 +140,6 @@ def test_weighted_and_not_of_a_power_of_two_have_equal_bits(size: int) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_joined_rank_counts_and_its_zeros_are_the_identity() -> None:
-    """Rank 2 of a line of three ranks stands beside two, one of which has joined."""
-    (vector,) = inputs(1)
-    ops = (Adasum, UNWEIGHTED)
-
-    def work(group: Group) -> list[Tensor]:
-        if group.rank == 1:
-            group.join(ops)
-            return []
-        found = [group.all_reduce(vector * (1 + group.rank), op, algorithm="xring") for op in ops]
-        group.join(ops)
-        return found
-
-    weighted, plain = run_threads(3, work)[0]
-    assert relative_error(weighted, vector * (2 * 1 + 3) / 3) <= tolerance(torch.float64)
-    assert relative_error(plain, vector * (1 + 3) / 2) <= tolerance(torch.float64)
-
-
 @pytest.mark.parametrize("kind", ["all_reduce", "all_reduce_init"])
 def test_ranks_that_differ_in_weighted_get_an_error_that_says_so(kind: str) -> None:
     def work(group: Group) -> str:

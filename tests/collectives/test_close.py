@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
 import collectives
-from collectives import CollectiveError, Group, Sum, TransportError, run_threads
-from collectives.reducers import SumReducer
+from collectives import Group, TransportError, run_threads
 from collectives.transport import ThreadTransport, ThreadWorld
 from tests.collectives.consistency.ranks import everywhere, run
 from tests.collectives.queues import Queue, hold
@@ -119,50 +115,6 @@ def test_close_after_abort_says_nothing_of_the_calls_that_it_ended() -> None:
     run_threads(2, job, timeout=5.0)
 
 
-def right_or_told(call: Any, tensor: torch.Tensor) -> str:
-    """Whether a sum of 1 and 2 is right, or else raises a CollectiveError."""
-    try:
-        call()
-    except CollectiveError:
-        return "told"
-    assert (tensor == 3.0).all(), "wrong, without an error"
-    return "right"
-
-
-@everywhere
-def test_close_while_another_thread_is_in_a_call_waits_for_it_or_ends_it_in_an_error(
-    way: str,
-) -> None:
-    """Both ranks are in the call, or one whose peer does not come."""
-
-    class Held(SumReducer):
-        """Which is held up on one rank until it closes."""
-
-        def reduce(self, operands: Any) -> None:
-            inside.set()
-            time.sleep(0.2)
-            super().reduce(operands)
-
-    inside = threading.Event()
-
-    def job(group: Group) -> str:
-        tensor, said = torch.full((4000,), group.rank + 1.0), []
-        op = Held() if group.rank else Sum
-        metrics = threading.Thread(
-            target=lambda: said.append(
-                right_or_told(lambda: group.all_reduce(tensor, op, name="metrics"), tensor)
-            )
-        )
-        metrics.start()
-        assert inside.wait(10.0)
-        with suppress(TransportError):
-            group.close()
-        metrics.join(10.0)
-        return said[0]
-
-    assert {*run(way, 2, job)} <= {"right", "told"}
-
-
 def test_call_beyond_the_bound_waits_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collectives.work.MAX_QUEUED", 3)
     queue, queued = Queue(), threading.Event()
@@ -181,19 +133,3 @@ def test_call_beyond_the_bound_waits_for_the_oldest(monkeypatch: pytest.MonkeyPa
     thread.join(10.0)
     assert [work.wait() for work in works] == [7, 7, 7, 8]
     queue.close()
-
-
-def test_closed_group_is_freed_at_once_without_a_garbage_collection() -> None:
-    """Else its sockets would stay open until one: its queue of calls holds the transport."""
-
-    def job(group: Group) -> weakref.ref[object]:
-        group.all_reduce(torch.ones(3))
-        group.all_reduce(torch.ones(3), async_op=True).wait()
-        return weakref.ref(group._calls.queue)
-
-    gc.collect()
-    gc.disable()
-    try:
-        assert [each() for each in collectives.run_threads(2, job)] == [None, None]
-    finally:
-        gc.enable()

@@ -17,13 +17,12 @@ from collectives import (
     Collective,
     CollectiveMismatchError,
     Group,
-    Schedule,
     Step,
     Sum,
     Transfer,
     run_threads,
 )
-from collectives.schedules import copying, halving, ring, user_schedules
+from collectives.schedules import copying, halving, ring
 from collectives.schedules.schedule import IDLE
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 from tests.processes.conformance import star
@@ -92,26 +91,6 @@ def test_other_steps_on_a_rank_are_a_mismatch_on_all_and_leave_the_tensors(way: 
 
     texts = run(way, 3, job)
     assert len({*texts}) == 1 and "rank 0" in texts[0] and "rank 1" in texts[0]
-
-
-def test_schedule_is_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    verified = []
-    verify = user_schedules.verify
-
-    def counted(schedule: Schedule) -> Any:
-        verified.append(schedule.name)
-        return verify(schedule)
-
-    monkeypatch.setattr(user_schedules, "verify", counted)
-    schedule = replace(star(2), name="counted")
-
-    def main(group: Group) -> None:
-        for _ in range(3):
-            group.run(schedule, torch.ones(3))
-
-    run_threads(2, main)
-    # By the first rank, or by both at once.
-    assert 0 < len(verified) <= 2
 
 
 def never_ending(rank: int) -> Iterator[Step]:

@@ -65,42 +65,12 @@ def test_callback_that_raises_leaves_the_next_calls_running(queue, monkeypatch, 
     assert said in ([ZeroDivisionError], [SystemExit])
 
 
-def test_submit_without_a_thread_to_be_had_raises_and_queues_nothing(queue, monkeypatch):
-    def refuse(self) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="new thread"):
-            queue.later(lambda: 7)
-        with pytest.raises(RuntimeError, match="new thread"):
-            queue.begun(lambda: None, lambda: 7)
-        assert queue.call(lambda: 8) == 8
-    assert done(queue.later(lambda: 9)) == 9
-
-
 def test_begun_call_ends_without_a_wait(queue):
     begun = []
     work = queue.begun(lambda: begun.append(threading.current_thread()), lambda: 7)
     while not work.is_completed():
         time.sleep(1e-3)
     assert begun == [threading.current_thread()] and work.wait() == 7
-
-
-def test_calls_behind_a_begun_one_run_after_it(queue):
-    order, gate = [], threading.Event()
-
-    def rest() -> None:
-        assert gate.wait(10.0)
-        order.append("rest")
-
-    first = queue.begun(lambda: order.append("first"), rest)
-    second = queue.later(lambda: order.append("second"))
-    third = queue.begun(lambda: order.append("never"), lambda: order.append("third"))
-    gate.set()
-    for work in (third, second, first):
-        work.wait()
-    assert order == ["first", "rest", "second", "third"]
 
 
 def test_call_within_a_call_raises_instead_of_waiting_for_itself(queue, monkeypatch):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -143,30 +141,6 @@ def test_a_part_ends_with_its_group() -> None:
     assert third is None and first is not None and second is not None and first.closed
     with pytest.raises(TransportError, match="shut down"):
         second.barrier()
-
-
-def test_a_closed_part_is_forgotten() -> None:
-    """Its memory and what it holds of the system stayed with the group that it was split from."""
-
-    def run(whole: Group) -> list[object]:
-        seen = []
-        for _ in range(2):
-            part = whole.split([0, 1])
-            assert part is not None
-            total(part, 1.0)
-            seen += [
-                weakref.ref(part),
-                weakref.ref(part.transport),
-                weakref.ref(part.transport._world),
-            ]
-            part.close()
-            del part
-        whole.barrier()
-        gc.collect()
-        whole.barrier()
-        return [each() for each in seen]
-
-    assert collectives.run_threads(2, run) == [[None] * 6] * 2
 
 
 def test_new_group_is_a_part_of_the_default_group() -> None:

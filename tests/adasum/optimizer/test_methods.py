@@ -187,38 +187,6 @@ def test_steps_by_parameter_of_known_optimizers_tells_which_do() -> None:
         assert not steps_by_parameter(type(kind(parameter, lr=0.1)))
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-def test_delta_method_with_an_optimizer_that_needs_all_parameters_steps_once(groups: int) -> None:
-    """This one steps by the sign of the gradients' total, which is wrong bucket by bucket."""
-
-    class Coupled(torch.optim.Optimizer):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, {})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            members = self.param_groups[0]["params"]
-            total = sum(p.grad.sum() for p in members)
-            for p in members:
-                p.sub_(0.01 * torch.sign(total) * p.grad)
-
-    def run(group: collectives.Group) -> torch.Tensor:
-        model = make_model()
-        optimizer = DistributedOptimizer(Coupled(model.parameters()), op=hvd.Adasum, groups=groups)
-        loss_of(model, 0, 0).backward()
-        optimizer.step()
-        return flat(model)
-
-    model = make_model()
-    plain = Coupled(model.parameters())
-    loss_of(model, 0, 0).backward()
-    plain.step()
-    # Equal steps average, up to the rounding of after - before, its halves and their sum.
-    want = flat(model)
-    for got in collectives.run_threads(2, run):
-        assert relative_error(got, want) <= 4 * torch.finfo(torch.float64).eps
-
-
 @pytest.mark.parametrize("op", sorted(OPS))
 def test_gradients_when_backward_returns_are_reduced(op: str) -> None:
     """So clipping needs no synchronize(): the same bits with it and without."""

@@ -353,26 +353,6 @@ def test_dropped_optimizer_removes_its_hooks() -> None:
     collectives.run_threads(2, run)
 
 
-@pytest.mark.parametrize("op", sorted(OPS))
-def test_ranks_with_different_backward_paths_end_equal(op: str) -> None:
-    def run(group: collectives.Group) -> torch.Tensor:
-        left, right = make_model(1), make_model(2)
-        both = torch.nn.ModuleList([left, right])
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(both.parameters(), lr=0.1, momentum=0.9),
-            both.named_parameters(),
-            op=OPS[op],
-        )
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of((left, right)[(group.rank + step) % 2], group.rank, step).backward()
-            optimizer.step()
-        return flat(both)
-
-    results = collectives.run_threads(3, run)
-    assert all(torch.equal(result, results[0]) for result in results)
-
-
 def test_parameters_added_or_unfrozen_later_are_reduced() -> None:
     def run(group: collectives.Group, op: Any) -> torch.Tensor:
         first, second, extra = make_model(1), make_model(2), make_model(3)

@@ -16,7 +16,6 @@ from tests.adasum import trainings
 from tests.adasum.definition import (
     OPTIMIZERS,
     flat,
-    loss_of,
     make_model,
 )
 from tests.adasum.jobs import OPS
@@ -145,22 +144,6 @@ def _owned(model: torch.nn.Module, kind: str = "adam", **options: Any) -> Any:
     return DistributedOptimizer(
         OPTIMIZERS[kind](model.parameters()), model.named_parameters(), mode="owners", **options
     )
-
-
-def test_join_while_others_train_is_an_error_on_every_rank() -> None:
-    """Nobody would step what the rank that joined owns."""
-
-    def job(group: collectives.Group) -> None:
-        model = make_model()
-        optimizer = _owned(model)
-        loss_of(model, group.rank, 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = loss_of(model, group.rank, 1)
-        with pytest.raises(collectives.CollectiveMismatchError, match="while rank 0 has joined"):
-            (hvd.join if group.rank == 0 else loss.backward)()
-
-    collectives.run_threads(2, job)
 
 
 def test_owners_with_what_does_not_go_together_raises() -> None:

@@ -28,29 +28,6 @@ def _owned(model: torch.nn.Module, kind: str = "adam", **options: Any) -> Any:
     )
 
 
-def test_gradients_after_synchronize_are_the_owners_alone() -> None:
-    def job(group: collectives.Group) -> list[Tensor | None]:
-        wanted = make_model()
-        plain: Any = DistributedOptimizer(OPTIMIZERS["sgd"](wanted.parameters()), algorithm="rechd")
-        loss_of(wanted, group.rank, 0).backward()
-        model = make_model()
-        optimizer: Any = DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), mode="owners")
-        loss_of(model, group.rank, 0).backward()
-        optimizer.synchronize()
-        for parameter, other in zip(model.parameters(), wanted.parameters(), strict=True):
-            assert parameter.grad is None or torch.equal(parameter.grad, other.grad)
-        held = [p.grad for p in model.parameters()]
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        plain.step()
-        assert torch.equal(flat(model), flat(wanted))
-        return held
-
-    rows = collectives.run_threads(3, job)
-    for column in zip(*rows, strict=True):
-        assert sum(gradient is not None for gradient in column) == 1
-
-
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("size", [1, 3, 5])
 def test_clip_grad_norm_clips_by_the_norm_over_all_owners(size: int, norm_type: float) -> None:

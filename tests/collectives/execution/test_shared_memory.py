@@ -181,45 +181,6 @@ def test_adasum_by_direct_has_the_bits_of_messages_and_is_its_definition(
         assert (got.double() - want).norm() <= 12 * EPS * want.norm()
 
 
-@pytest.mark.parametrize("size", [3, 4, 5, 8, pytest.param(16, marks=pytest.mark.slow)])
-def test_small_adasum_by_auto_is_its_definition_in_one_shot(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By one Gram matrix on every rank, with no wait but the negotiation's."""
-    count = min(SMALL, shared_memory._READ_BYTES // size // 4)
-    cases = [(1, [0, 1]), (4099, [0, 5, 5, 4099]), (count, [0, 7, count]), (count, [0, count])]
-    inputs = [[draw(rank, n, seed=n) for rank in range(size)] for n, _ in cases]
-    waits: list[str] = []
-    barrier = SymmetricMemory.barrier
-
-    def noted(self: SymmetricMemory, step: str, timeout: float) -> None:
-        waits.append(step)
-        barrier(self, step, timeout)
-
-    monkeypatch.setattr(SymmetricMemory, "barrier", noted)
-
-    def job(group: Group) -> list[Tensor]:
-        answers = []
-
-        def reduce() -> None:
-            for (_, bounds), vectors in zip(cases, inputs, strict=True):
-                mine = vectors[group.rank].clone()
-                answers.append(group.all_reduce(mine, Adasum, segments=bounds))
-
-        assert not sends(group, reduce)
-        return answers
-
-    results = run_threads(size, job) + run_threads(size, job)
-    assert not waits
-    for i, ((_, bounds), vectors) in enumerate(zip(cases, inputs, strict=True)):
-        want = definition.tree([vector.double() for vector in vectors], bounds)
-        assert (results[0][i].double() - want).norm() <= 12 * EPS * want.norm()
-        assert all(torch.equal(each[i], results[0][i]) for each in results)
-    # One element more goes in slices.
-    run_threads(size, lambda group: group.all_reduce(draw(group.rank, count + 1), Adasum))
-    assert waits
-
-
 @pytest.mark.parametrize(
     ("count", "op", "options", "sent"),
     [

@@ -169,22 +169,6 @@ def test_one_rank_costs_nothing() -> None:
         assert _flat(text, 1, 1e6) == 0
 
 
-@pytest.mark.parametrize("size", [64, 512])
-def test_many_ranks_take_logarithmic_steps_and_all_bytes(size: int) -> None:
-    nbytes, levels = float(1 << 28), size.bit_length() - 1
-    topology = Topology(size, 8)
-    for text, op, steps in (
-        ("rechd", "sum", 2 * levels),
-        ("rechd/vhdd", "sum", 2 * levels),
-        ("vhdd", "adasum", 2 * levels),
-    ):
-        cost = estimate(text, nbytes, RATES, topology, op)
-        assert cost.steps == steps
-        dots = 24 * size * sum(range(1, levels + 1)) if op == "adasum" else 0
-        assert cost.intra + cost.inter == pytest.approx(2 * (size - 1) * nbytes + dots)
-    assert estimate("rd", nbytes, RATES, topology).steps == levels
-
-
 def test_algorithms_without_steps_are_refused() -> None:
     topology = Topology(4, 2)
     for text in ("nccl", "collective/xring"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -94,24 +92,6 @@ def test_a_message_of_another_length_is_an_error_that_names_both(kind: str) -> N
     # The sender is told.
     with pytest.raises(CollectiveTimeoutError, match="rank 1 in a step: rank 0 sent 4 bytes"):
         exchange(first, [], [(1, poisoned(4))])
-
-
-@both
-def test_slow_peer_holds_up_no_message_of_another(kind: str) -> None:
-    first, second, third = connect(3, kind)
-    done = []
-
-    def late() -> None:
-        time.sleep(0.3)
-        assert done == ["second"]
-        exchange(third, [], [(0, poisoned(LONG))])
-
-    def soon() -> None:
-        exchange(second, [], [(0, poisoned(LONG))])
-        done.append("second")
-
-    sent = [(2, noise(LONG, 0)), (1, noise(LONG, 1))]
-    together(lambda: exchange(first, sent, []), soon, late)
 
 
 @both

@@ -90,36 +90,6 @@ def test_an_interrupt_is_given_to_peers_as_the_reason(
 
 
 @both
-def test_a_forked_child_leaves_the_parents_transport_alone(kind: str) -> None:
-    """And does not keep them open: the peer sees the end of the parent while the child lives."""
-    first, second = connect(2, kind)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            exchange(first, [(1, noise(5, 0))], [])
-        except TransportError as error:
-            os.write(writing, f"{error}, memory {first.symmetric_memory}".encode())
-        time.sleep(5.0)
-        os._exit(0)
-    try:
-        said = os.read(reading, 1000)
-        assert b"forked from a rank" in said and b"memory None" in said
-        got = poisoned(5)
-        exchange(first, [(1, noise(5, 1))], [])
-        exchange(second, [], [(0, got)])
-        assert torch.equal(got, noise(5, 1))
-        first.close()
-        with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended"):
-            exchange(second, [], [(0, got)])
-    finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        os.close(reading)
-        os.close(writing)
-
-
-@both
 def test_rank_that_aborts_ends_waits_for_others(kind: str) -> None:
     """Rank 2 waits for rank 1, which lives and says nothing."""
     first, second, third = connect(3, kind)

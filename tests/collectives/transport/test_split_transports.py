@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import threading
@@ -46,31 +45,6 @@ def receive(transport: Transport, length: int, **options: Any) -> torch.Tensor:
     got = poisoned(length)
     exchange(transport, [], [(1 - transport.rank, got)], **options)
     return got
-
-
-def test_split_transports_leave_nothing_open() -> None:
-    gc.collect()
-    before = descriptors()
-    whole = connect(4)
-    # The memory's, which mmap keeps, and the other ranks' processes'.
-    assert descriptors() - before == 4 * 4
-
-    def use_parts() -> None:
-        parts = [split(whole, [*range(4)]) for _ in range(5)]
-        inner = split(parts[0], [3, 1])
-        assert descriptors() - before == 4 * 4 * (1 + len(parts)) + 2 * 2
-        assert [each.near for each in inner] == [(0, 1)] * 2
-        together(lambda: send(inner[0], noise(9, 1)), lambda: receive(inner[1], 9))
-        for each in [*inner, *(each for part in parts for each in part)]:
-            each.close()
-
-    use_parts()
-    gc.collect()
-    assert descriptors() - before == 4 * 4
-    while whole:
-        whole.pop().close()
-    gc.collect()
-    assert descriptors() == before
 
 
 def test_parts_that_are_used_at_once_in_any_order_keep_their_messages_apart() -> None:

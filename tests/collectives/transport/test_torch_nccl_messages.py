@@ -14,20 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.execution import executor
-from collectives.execution.executor import CallContext, execute
-from collectives.reducers import Operands, SumReducer
-from collectives.schedules.topology import Topology
 from collectives.transport import (
     Message,
     NcclTransport,
-    ThreadWorld,
 )
 from collectives.transport.base import as_bytes
-from tests.collectives.schedules.simulation import one_level
 from tests.fakes.fake_cuda import FakeGraph, device_tensor
 from tests.fakes.fake_torch import FakeTorch
-from tests.fakes.nccl_machine import DeviceWorkspace
 from tests.fakes.torch_machine import TIMEOUT, full, make_fake, of, read
 
 
@@ -75,43 +68,6 @@ def test_messages_posted_ahead_hold_up_only_who_waits_for_them(fake: FakeTorch) 
     assert read(fake, got).tolist() == [1.0] * 3
     nccl.post([], [], "nothing", TIMEOUT)()
     nccl.close()
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["xring", "rechd"])
-def test_schedule_runs_in_parts_over_torchs_nccl(
-    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, name: str, size: int
-) -> None:
-    """Every step is on the streams at once: what is not ordered shows as a wrong sum."""
-    monkeypatch.setattr(executor, "_MIN_PART_BYTES", 400)
-    monkeypatch.setattr(executor, "_NEAR_PART_BYTES", 400)
-    monkeypatch.setattr(executor, "_FAR_PART_BYTES", 400)
-    monkeypatch.setattr(executor, "_ALIGNED", 4)
-    generator = torch.Generator().manual_seed(size)
-    inputs = [torch.randint(-9, 9, (1021,), generator=generator).float() for _ in range(size)]
-    world = ThreadWorld(size)
-
-    class OnStream(SumReducer):
-        def reduce(self, operands: Operands) -> None:
-            for parts, out, _ in operands.pieces:
-                plain = [part.as_subclass(torch.Tensor) for part in (*parts, out)]
-                fake.cuda.current_stream().put(
-                    lambda p=plain: (time.sleep(0.002), torch.add(p[0], p[1], out=p[2]))
-                )
-
-    def work(rank: int) -> torch.Tensor:
-        mixed = of(fake, rank, world.transport(rank))
-        buffer = device_tensor(inputs[rank].clone())
-        assert mixed.posts_ahead(buffer.device)
-        assert not mixed.posts_ahead(torch.device("cpu"))
-        step = CallContext(mixed, "a test", 20.0, DeviceWorkspace())
-        execute(one_level(name, 1, Topology(size, size)), buffer, OnStream(), step)
-        assert any("part 1 of" in posted.step for posted in mixed._watcher.items)
-        return read(fake, buffer)
-
-    with ThreadPoolExecutor(size) as pool:
-        for answer in pool.map(work, range(size)):
-            assert torch.equal(answer, sum(inputs)), "integers: exact in any order"
 
 
 def test_nothing_waits_in_a_capture(fake: FakeTorch) -> None:
