@@ -58,7 +58,6 @@ NIGHTLY = (
     "adasum/optimizer/test_tree_order.py::test_trainings_on_any_number",
     "adasum/test_ddp_fsdp.py",
     "adasum/test_direct.py",
-    "adasum/test_direct_on_nodes.py",
     "adasum/test_compile.py",
     "adasum/test_integrations.py",
     "adasum/test_weights.py",

@@ -1,4 +1,5 @@
-"""Adasum by `direct`, one Gram matrix a segment: precise whatever cancels, and with equal bits."""
+"""Adasum by `direct`, one Gram matrix a segment, also over nodes: precise whatever cancels, with
+equal bits."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from collectives.reducers import Piece
 from collectives.schedules import direct
 from collectives.schedules.algorithm import Order
 from collectives.schedules.halving import balanced_tree
-from tests.collectives.consistency.ranks import WAYS, everywhere, run
+from collectives.schedules.topology import Topology
+from tests.collectives.consistency.ranks import WAYS, everywhere, run, start_and_wait
 from tests.collectives.operators import Longest
 
 UNWEIGHTED = AdasumReducer(weighted=False)
@@ -267,3 +269,56 @@ def test_reduce_and_plans_of_pieces_with_a_tree_have_the_same_bits(
         run_again()
         assert bits(outs[0]) == bits(outs[1])
         check(outs[0], defined(inputs, weighted=op.weighted), (kind, dtype, op, cuts))
+
+
+# Ranks, and ranks a node; folded ones, too.
+FEW_NODES = ((4, 2), (8, 4))
+MORE_NODES = ((8, 2), (16, 8), (16, 2), (17, 17), (24, 8), (32, 8), (32, 1))
+NODES = [*FEW_NODES, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_NODES)]
+
+
+@pytest.mark.parametrize(("size", "local"), NODES)
+def test_ranks_on_nodes_are_the_tree_of_longdoubles_within_100_eps(size: int, local: int) -> None:
+    """Powers of two unweighted are Horovod's Adasum."""
+    cases = [(k, d, op) for k in KINDS for d in NARROW for op in (Adasum, UNWEIGHTED)]
+    # Of more ranks each dtype and operator with every fifth kind.
+    cases = cases if size == 4 else cases[::5]
+
+    def work(group: Group) -> list[Tensor]:
+        answers = []
+        for kind, dtype, op in cases:
+            mine = vectors(kind, size, dtype)[group.rank].clone()
+            answers.append(group.all_reduce(mine, op, algorithm="direct", segments=BOUNDS))
+        return answers
+
+    first, *others = run_threads(size, work, local_size=local)
+    for number, (kind, dtype, op) in enumerate(cases):
+        assert {bits(other[number]) for other in others} == {bits(first[number])}
+        wanted = defined(vectors(kind, size, dtype), weighted=op.weighted)
+        check(first[number], wanted, (kind, dtype, op))
+
+
+def test_nodes_have_the_same_bits_by_every_way_in_every_run_and_as_requests() -> None:
+    topology = Topology(4, 2)
+
+    def work(group: Group) -> list[bytes]:
+        answers = []
+        for dtype in (torch.bfloat16, torch.complex64):
+            for kind in ("common", "opposed 1e-06"):
+                real = dtype.to_real() if dtype.is_complex else dtype
+                vector = vectors(kind, 4, real)[group.rank]
+                if dtype.is_complex:
+                    vector = torch.complex(vector, vector.flip(0))
+                mine, again = vector.clone(), vector.clone()
+                group.all_reduce(mine, Adasum, algorithm="direct", segments=BOUNDS)
+                start_and_wait(
+                    group.all_reduce_init(again, Adasum, algorithm="direct", segments=BOUNDS)
+                )
+                own = direct.all_reduce(4)
+                other = group.run(own, vector.clone(), Adasum, segments=BOUNDS)
+                answers.append(bits(mine))
+                assert answers[-1] == bits(again) == bits(other)
+        return answers
+
+    found = [each for way in WAYS for each in run(way, 4, work, topology=topology)]
+    assert all(each == found[0] for each in found)

@@ -25,12 +25,6 @@ def _aligned(nbytes: int) -> Tensor:
     return raw[first : first + nbytes]
 
 
-def numbers_of(text: str) -> range:
-    """Return so many numbers, "10000", or those from one on, "4000:10000"."""
-    first, _, stop = text.rpartition(":")
-    return range(int(first or 0), int(stop))
-
-
 class Ranks:
     """The buffers, pads and nodes of `size` ranks, and a vector for each.
 
