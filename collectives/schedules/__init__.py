@@ -1,1 +1,1 @@
-"""Collectives as plain data: schedules, the algorithms that generate them, their verification."""
+"""Collectives as plain data: schedules, algorithms that generate them, and their verification."""

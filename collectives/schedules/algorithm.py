@@ -1,4 +1,4 @@
-"""The record of an all-reduce algorithm, and whether an algorithm can carry an operator."""
+"""The record of an all-reduce algorithm, and the test whether it can carry an operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPELLED_OUT = 8
 
 
 class Order(Enum):
-    """The expression tree of a reduction whose order is part of its result, as Adasum's is."""
+    """The expression tree of a reduction whose result depends on the order, such as Adasum."""
 
     BALANCED = "as a balanced tree"
     LINE = "in rank order"
@@ -38,7 +38,7 @@ class Order(Enum):
 
 
 def tree_text(size: int) -> str:
-    """Return the balanced tree over so many ranks, as errors print it."""
+    """Return the text for the balanced tree over `size` ranks in errors."""
     if size > _SPELLED_OUT:
         pairs = "((0·1)·(2·3))" if size == 1 << (size.bit_length() - 1) else "(0·1)"
         return f"the balanced tree {pairs}·... over {size} ranks"
@@ -50,7 +50,7 @@ def _text(tree: Any) -> str:
 
 
 class Shards(Enum):
-    """How many shards (`name#k`) an algorithm takes at most."""
+    """The largest number of shards (`name#k`) of an algorithm."""
 
     ANY = "any number"
     PER_LOCAL_RANK = "one for each rank of a node"
@@ -58,11 +58,11 @@ class Shards(Enum):
 
 
 class RoundRobin(NamedTuple):
-    """The part of a call that matters to an algorithm that places shards on the ranks in turn.
+    """The properties of a call for algorithms that place shards on the ranks in turn.
 
     Attributes:
-        tensors: How many tensors the buffer holds.
-        first: The rank that the first shard goes to, modulo the number of ranks.
+        tensors: The number of tensors in the buffer.
+        first: The rank of the first shard, modulo the number of ranks.
     """
 
     tensors: int = 1
@@ -73,12 +73,12 @@ ONE_TENSOR = RoundRobin()
 
 
 class Level(NamedTuple):
-    """The ranks that an all-reduce runs over: all ranks, the ranks of a node, or one per node.
+    """The ranks that an all-reduce runs over: all ranks, the ranks of one node, or one per node.
 
     Attributes:
         size: Number of ranks.
         shards: As in `name#shards`.
-        topology: Where the ranks are; None for one rank per node.
+        topology: The nodes of the ranks; None for one rank per node.
         one_tree: Whether the operator needs the same expression tree for every element.
         round_robin: For algorithms that place shards on the ranks in turn.
     """
@@ -91,38 +91,38 @@ class Level(NamedTuple):
 
 
 def by_size(make: Callable[[int], Schedule]) -> Callable[[Level], Schedule]:
-    """Return a function that makes the all-reduce of a level, in its shards, from its size."""
+    """Return a function that makes the sharded all-reduce of a level from `make(size)`."""
     return lambda level: sharded(make(level.size), level.shards)
 
 
 ALL = Needs.ONE_TREE | Needs.ALL_OPERANDS | Needs.BALANCED_TREE
-"""What an algorithm meets whose every reduction is of all ranks' operands, in rank order."""
+"""Needs met by algorithms that reduce all ranks' operands at once, in rank order."""
 IN_A_TREE = Needs.ONE_TREE | Needs.BALANCED_TREE
-"""What an algorithm meets that reduces pairs by the balanced tree."""
+"""Needs met by algorithms that reduce pairs by the balanced tree."""
 
 
 class Carrier(Protocol):
-    """An algorithm, or a schedule that was proved: `Algorithm`, `verify.Proof`."""
+    """An algorithm or the proof of a schedule: `Algorithm`, `verify.Proof`."""
 
     @property
     def meets(self) -> Needs:
-        """The needs of an operator that it meets."""
+        """The operators' needs that it meets."""
 
     @property
     def by_tree(self) -> bool:
-        """Whether more than two operands meet with their tree."""
+        """Whether it hands over more than two operands at once, with their tree."""
 
 
 def refusal(
     carrier: Carrier, needs: Needs, reads_tree: bool, *, op: str = "it", size: int = 1
 ) -> str:
-    """Return why an algorithm or schedule cannot carry an operator; "" if it can.
+    """Return the reason that an algorithm or schedule cannot carry an operator; "" if it can.
 
     Args:
         carrier: The algorithm or schedule.
         needs: The operator's needs.
-        reads_tree: Whether the operator reads trees, of the tensors' dtype.
-        op: The operator's name in the text, whose subject is the algorithm.
+        reads_tree: Whether the operator reads trees for the tensors' dtype.
+        op: The operator's name in the text; the subject of the sentence is the algorithm.
         size: Number of ranks.
     """
     lacks = needs & ~carrier.meets
@@ -147,19 +147,19 @@ class Algorithm:
     """An algorithm of the specification string.
 
     Attributes:
-        name: As in the specification.
-        summary: What it does, as in the README's table.
+        name: The name in specifications.
+        summary: A short description, as in the README's table.
         order: The order of the ranks for an operator that needs one tree; None if the algorithm
             cannot carry such an operator.
-        meets: The needs of an operator that it meets.
-        by_tree: Whether more than two operands meet with their tree, which an operator that needs
-            one tree must then read.
+        meets: The operators' needs that it meets.
+        by_tree: Whether it hands over more than two operands at once, with their tree; an operator
+            that needs one tree must then read it.
         pairwise: If by_tree, the algorithm that reduces the same tree in pairs, for dtypes whose
             trees the operator does not read.
-        schedule: Makes the all-reduce of a level; None for a library's own.
-        scatter_gather: Makes the same all-reduce in two parts, if it may stand inside a node.
-        outer: Whether it may stand across nodes.
-        shards: How many shards it takes.
+        schedule: Makes the all-reduce of each level; None for a library's own all-reduce.
+        scatter_gather: Makes the same all-reduce in two parts, if it can run inside nodes.
+        outer: Whether it can run across nodes.
+        shards: The largest number of shards.
         on_host: Whether it reduces in host memory.
     """
 
@@ -177,28 +177,28 @@ class Algorithm:
 
     @property
     def is_library(self) -> bool:
-        """Whether it is a library's own all-reduce, whose steps are not known."""
+        """Whether it is a library's own all-reduce, with unknown steps."""
         return self.schedule is None
 
     @property
     def is_round_robin(self) -> bool:
-        """Whether it places the shards of all tensors of a call on the ranks in turn."""
+        """Whether it places the shards of all of a call's tensors on the ranks in turn."""
         return self.shards is Shards.PER_RANK
 
     @property
     def inner(self) -> bool:
-        """Whether it may stand inside a node: in two parts, or a library's."""
+        """Whether it can run inside nodes: it has two parts, or is a library's."""
         return self.is_library or self.scatter_gather is not None
 
     def check_shards(self, shards: int, size: int, local_size: int) -> None:
-        """Raise ValueError for fewer shards than 1, or more than it takes.
+        """Raise ValueError for fewer than 1 shard, or too many.
 
-        size: Number of ranks that it runs over. local_size: Ranks of a node of the whole topology.
+        size: The number of ranks that it runs over. local_size: Ranks per node of the topology.
         """
         most = {Shards.PER_RANK: size, Shards.PER_LOCAL_RANK: local_size}.get(self.shards)
         if shards < 1:
             raise ValueError(f"{self.name} takes at least 1 shard, got {shards}")
-        # One rank takes any number of rings.
+        # With one rank, any number of rings is allowed.
         if most is not None and shards > most and (size > 1 or self.is_round_robin):
             raise ValueError(
                 f"{self.name} takes 1 to {most} shards, {self.shards.value}, got {shards}"

@@ -1,9 +1,9 @@
-"""What `auto` stands for: the same on all ranks and in every run; `algorithm=` overrides it.
+"""The algorithms that `auto` chooses: the same on all ranks and in every run.
 
-Recursive doubling (`rd`) has the fewest steps and takes small buffers. A larger sum goes by
-recursive halving (`rechd`), or by a ring if it is large for its ranks and recursive halving would
-fold some of them. Nodes of several ranks reduce inside the nodes first. Operators that read trees
-go by `direct`, which rounds once, on up to 16 ranks.
+Small buffers use recursive doubling (`rd`), which has the fewest steps. Larger sums use recursive
+halving (`rechd`), or a ring if they are large for the number of ranks and recursive halving would
+fold some of them. If nodes have several ranks, these reduce inside their node first. Operators that
+read trees use `direct`, which rounds once, on up to 16 ranks.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 
 STEP_BYTES = {"cpu": 1 << 18, "cuda": 1 << 23}
-"""Up to so many bytes a buffer's steps take longer than its bytes, by device.
+"""Up to this number of bytes, by device, the steps of a buffer take longer than its bytes.
 
-By the cost model and by `python -m bench.collectives.all_reduce`; a buffer that is cut in slices
-pays for more steps.
+From the cost model and `python -m bench.collectives.all_reduce`; slicing a buffer adds steps.
 """
-# Up to here a reduction to one rank goes in pairs, with half of the buffer as extra memory, or all
-# of it if ranks are folded; beyond by a ring, with one n-th.
+# Up to this size a reduction to one rank runs in pairs, with half of the buffer as extra memory, or
+# all of it if ranks are folded; beyond it, by a ring with one n-th.
 PAIRS_BYTES = 1 << 20
 
 
-# Every call asks, and few differ.
+# Called by every collective, with few different arguments.
 @lru_cache(maxsize=256)
 def sum_algorithm(
     device: str,
@@ -37,14 +36,14 @@ def sum_algorithm(
     *,
     ordered: bool = False,
 ) -> AllReduceSpec:
-    """Return the algorithm of a sum.
+    """Return the algorithm for a sum.
 
     Args:
         device: "cpu" or "cuda".
         nbytes: Length of each rank's buffer.
-        topology: Where the ranks are.
+        topology: The nodes of the ranks.
         library: The name of a library's own sum, if there is one.
-        ordered: Whether it has order="tree"; all its algorithms give the same bits.
+        ordered: Whether it has order="tree"; the algorithms chosen for it give the same bits.
     """
     size, local, step = topology.size, topology.local_size, STEP_BYTES[device]
     power = not size & (size - 1)
@@ -65,9 +64,9 @@ def sum_algorithm(
 
 
 def tree_algorithm(device: str, nbytes: int, size: int) -> AllReduceSpec:
-    """Return the algorithm of an operator that reads trees, as Adasum does."""
+    """Return the algorithm for an operator that reads trees, such as Adasum."""
     if size in TREE_RANKS:
-        # At any size: the first levels of `rd` round what later levels may cancel.
+        # For small buffers too: `rd` rounds at each level, and later levels may cancel.
         name = "direct"
     elif nbytes <= STEP_BYTES[device]:
         name = "rd"
@@ -77,10 +76,10 @@ def tree_algorithm(device: str, nbytes: int, size: int) -> AllReduceSpec:
 
 
 def all_gather_schedule(device: str, nbytes: int, topology: Topology) -> Schedule:
-    """Return the all-gather of so many bytes in all: Bruck's, of few steps, or a ring's.
+    """Return the all-gather for `nbytes` in all: Bruck's, with few steps, or a ring's.
 
-    Both send as many bytes, but fewer of a ring's leave a node. On GPUs a ring's steps cost the
-    host too much.
+    Both send equally many bytes, but the ring sends fewer between nodes. On GPUs the ring's steps
+    cost the host too much.
     """
     alike = 1 in (topology.num_nodes, topology.local_size)
     if alike or device == "cuda" or nbytes <= STEP_BYTES[device]:
@@ -89,7 +88,7 @@ def all_gather_schedule(device: str, nbytes: int, topology: Topology) -> Schedul
 
 
 def reduce_schedule(nbytes: int, root: int, size: int, needs: Needs) -> Schedule:
-    """Return the reduction of so many bytes of each rank onto `root`, in the order of `needs`."""
+    """Return the reduction of `nbytes` from each rank to `root`, in the order of `needs`."""
     if Needs.ALL_OPERANDS in needs:
         return direct.scatter_gather(size).reduce(root)
     in_pairs = needs or nbytes <= PAIRS_BYTES

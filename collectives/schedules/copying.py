@@ -1,21 +1,21 @@
 """Schedules that only copy: all-gathers, all-reduces by one, and a broadcast.
 
-`bruck`: every rank gets every vector, and reduces all of them by itself. It wins on tiny messages,
-where latency is all that counts: ceil(log2 n) steps for any number of ranks, the fewest there are,
-where recursive doubling takes two more unless that is a power of two; and one n-way reduction in
-place of one a step. In each step a rank sends all vectors that it has, twice as many from step to
-step: n - 1 of them each way in all, with n as extra memory. Every rank holds all operands whole and
-at once, so an operator that needs whole-vector sums computes them without a message; the tree is
-the line ((0 · 1) · 2) · ... Source: Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms
-for all-to-all communications in multiport message-passing systems", IEEE TPDS 1997.
+`bruck`: every rank gets every vector and reduces all of them by itself. It wins on tiny messages,
+when only latency counts: ceil(log2 n) steps for any number of ranks, the fewest possible (recursive
+doubling needs two more unless n is a power of two), and one n-way reduction instead of one per
+step. In each step all ranks send all vectors that they have, and these double from step to step:
+n - 1 vectors each way in all, with n as extra memory. Every rank holds all operands whole and at
+once, so an operator that needs whole-vector sums computes them without a message; the tree is the
+line ((0 · 1) · 2) · ... Source: Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for
+all-to-all communications in multiport message-passing systems", IEEE TPDS 1997.
 
-`oneshot`: the same result in one step, in which every rank sends its vector to all others. It wins
-where a step costs more than the messages in it, on few ranks and small buffers, as on GPUs of one
-node. A rank sends n - 1 messages, so that of many ranks `bruck` and `rd` are faster. Source: the
-one-shot all-reduce of NVIDIA's TensorRT-LLM and of PyTorch's symmetric memory.
+`oneshot`: the same result in one step: every rank sends its vector to all others. It wins if steps
+cost more than their messages: with few ranks and small buffers, as on the GPUs of one node. Each
+rank sends n - 1 messages, so `bruck` and `rd` are faster with many ranks. Source: the one-shot
+all-reduce of NVIDIA's TensorRT-LLM and of PyTorch's symmetric memory.
 
-`all_gather` is Bruck's exchange for its own sake: as many bytes as a ring's, in ceil(log2 n) steps
-where that takes n - 1, but to ranks that are far, so that more of them cross between nodes.
+`all_gather` is Bruck's exchange without a reduction: as many bytes as a ring's, in ceil(log2 n)
+steps instead of n - 1, but to distant ranks, so that more bytes cross between nodes.
 
 `broadcast` is a binomial tree: ceil(log2 n) steps; the root sends the whole buffer in each. Source:
 Thakur, Rabenseifner and Gropp, IJHPCA 2005.
@@ -31,7 +31,7 @@ from collectives.schedules.schedule import IDLE, Collective, Schedule, Step, Tra
 
 
 def _bruck(size: int, rank: int) -> Iterator[Step]:
-    """Yield a rank's steps; before distance d it has the vectors of d ranks, from its own on."""
+    """Yield one rank's steps; before distance d it has the vectors of d ranks, from its own on."""
     distance = 1
     while distance < size:
         count = min(distance, size - distance)
@@ -43,7 +43,7 @@ def _bruck(size: int, rank: int) -> Iterator[Step]:
 
 
 def _vectors(size: int, peer: int, first: int, count: int) -> tuple[Transfer, ...]:
-    """Return the vectors of `count` ranks from `first` on, where rank 0 follows the last."""
+    """Return the vectors of `count` ranks from `first` on; rank 0 follows the last."""
     wrapped = max(first + count - size, 0)
     whole = (Transfer(peer, first, first + count - wrapped),)
     return (*whole, Transfer(peer, 0, wrapped)) if wrapped else whole
@@ -63,7 +63,7 @@ _Steps = Callable[[int, int], Iterable[Step]]
 
 
 def _gathered(name: str, steps: _Steps, size: int) -> Schedule:
-    """Return the all-reduce of vectors that `steps` copy to every rank."""
+    """Return an all-reduce that copies all vectors to every rank by `steps`."""
     of_rank = partial(steps, size)
     return Schedule(name, size, size, Collective.ALL_REDUCE, of_rank, gathered=True)
 
@@ -82,7 +82,7 @@ def one_shot(size: int) -> Schedule:
 
 @lru_cache(maxsize=64)
 def all_gather(size: int) -> Schedule:
-    """Return ceil(log2 n) steps that send every rank's chunk to all others."""
+    """Return an all-gather in ceil(log2 n) steps."""
     steps = partial(_bruck, size)
     return Schedule("bruck all_gather", size, size, Collective.ALL_GATHER, steps)
 

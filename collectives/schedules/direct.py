@@ -1,24 +1,24 @@
 """Direct exchange: every region of the buffer is sent to one rank, reduced there, and sent back.
 
-`direct`: rank r owns slice r of all vectors. It wins for Adasum on more than two ranks where a step
-costs more than a message, as on GPUs of one node: 2 steps whatever the size, 2 (n - 1) / n of the
+`direct`: rank r owns slice r of all vectors. It wins for Adasum on more than two ranks if steps
+cost more than messages, as on the GPUs of one node: 2 steps for any size, 2 (n - 1) / n of the
 buffer each way, and (n - 1) / n of it as extra memory, the slices of the n - 1 other ranks. Each
-rank sends n - 1 messages a step, so that where latency is all that counts `rd` is faster. An
-operator that reads trees is handed all n operands with the tree of `rd` and `vhdd`, for which it
-needs tables of all slices: between the two steps every rank sends every other one its table. Adasum
-takes Gram matrices, since every vector of its tree is a linear combination of the ranks' vectors.
-Tables grow with the square of the ranks, so that `vhdd` is better for more than 16. Other operators
-take all operands in rank order.
+rank sends n - 1 messages per step, so `rd` is faster if only latency counts. An operator that reads
+trees receives all n operands with the tree of `rd` and `vhdd`, and needs tables of all slices for
+it: between the two steps every rank sends its table to every other. Adasum's tables are Gram
+matrices, since every vector of its tree is a linear combination of the ranks' vectors. They grow
+with the square of the ranks, so `vhdd` is better for more than 16. Other operators receive all
+operands in rank order.
 
-`pscpu` and `psgpu`, the parameter-server shuffle: each shard goes to its gather rank. They win
-where latency is all that counts and ranks are few. With g gather ranks spread over the n ranks, a
-gather rank sends and receives (n + g - 2) / g of the buffer, any other rank the whole of it; a
-gather rank needs (n - 1) / g of it as extra memory, which `pscpu` takes on the host and `psgpu` on
-the device. Every tensor of a call has k shards, which are placed on all ranks in turn. Shards in
-one buffer are joined to one region per gather rank, g = min(n, k · tensors) regions of equal
-length, so that each rank gets one message from each peer. Each call begins one rank after the call
-before. Each shard is reduced in one n-way pass in rank order, so every shard has the tree
-((0 · 1) · 2) · ...; for an operator that needs one tree, regions are whole segments.
+`pscpu` and `psgpu`, the parameter-server shuffle: each shard goes to its gather rank. They win if
+only latency counts and there are few ranks. With g gather ranks spread over the n ranks, a gather
+rank sends and receives (n + g - 2) / g of the buffer, the other ranks the whole of it; gather ranks
+need (n - 1) / g of it as extra memory, on the host for `pscpu`, on the device for `psgpu`. Every
+tensor has k shards, which are placed on all ranks in turn. Shards in one buffer are joined into one
+region per gather rank, g = min(n, k · tensors) regions of equal length, so that each rank gets one
+message from each peer. Each call begins one rank after the call before. Each shard is reduced in
+one n-way pass in rank order, so every shard has the tree ((0 · 1) · 2) · ...; for an operator that
+needs one tree, regions are whole segments.
 
 Sources: the direct algorithms of Thakur, Rabenseifner and Gropp, IJHPCA 2005; the Gram matrix is
 this library's own; Li et al., "Scaling distributed machine learning with the parameter server",
@@ -45,7 +45,7 @@ from collectives.schedules.schedule import (
 
 
 def _scatter(size: int, owners: Sequence[int], rank: int) -> Iterator[Step]:
-    """Yield the step in which every owner receives its region from all other ranks."""
+    """Yield one step: every owner receives its region from all other ranks."""
     if size == 1:
         return
     # The next rank first, so that not all begin with rank 0.
@@ -93,7 +93,7 @@ def all_reduce(size: int) -> Schedule:
 
 @lru_cache(maxsize=64)
 def reduce_scatter(size: int) -> Schedule:
-    """Return its first step alone, which leaves rank r with slice r reduced."""
+    """Return only the first step of `direct`: rank r ends with slice r reduced."""
     steps = scatter_gather(size).scatter
     return Schedule("direct reduce_scatter", size, size, Collective.REDUCE_SCATTER, steps)
 
@@ -122,8 +122,8 @@ def shuffle_parts(
 ) -> ScatterGather:
     """Return the shuffle of `tensors`, each in `shards`, to gather ranks and back.
 
-    whole_segments: Whether regions hold whole segments, so that a gather rank reduces them by
-    itself with any operator. first: The first region's gather rank.
+    whole_segments: whether regions hold whole segments, so that the gather rank can reduce them by
+    itself with any operator; first: the first region's gather rank.
     """
     regions = min(size, shards * tensors)
     owners = tuple((first + i * size // regions) % size for i in range(regions))

@@ -1,21 +1,21 @@
 """Recursive halving and doubling: ever farther partners exchange halves, or whole buffers.
 
-`rechd` reduces half of what is left at each level. It wins on medium and large buffers where
-latency matters: 2 log2 n steps, 2 (n - 1) / n of the buffer each way and half of it as extra memory
-(powers of two). The tree is the same for every element: adjacent ranks first, then adjacent pairs,
-and so on (distance doubling), so the same schedule carries Adasum, under the name `vhdd`: at the
-level of distance d the aligned block of 2d ranks holds both operands in pieces.
+`rechd` exchanges and reduces half of the remaining region at each level. It wins on medium and
+large buffers if latency matters: 2 log2 n steps, 2 (n - 1) / n of the buffer each way and half of
+it as extra memory (powers of two). The tree is the same for every element: adjacent ranks first,
+then adjacent pairs, and so on (distance doubling), so the same schedule carries Adasum, under the
+name `vhdd`: at the level of distance d the aligned block of 2d ranks holds both operands in pieces.
 
-`rd`, recursive doubling of the whole buffer, wins on small messages: log2 n steps, the fewest there
-are for a power of two, each moving the whole buffer, which is also what it needs as extra memory.
+`rd`, recursive doubling of the whole buffer, wins on small messages: log2 n steps, the fewest
+possible for a power of two. Each step moves the whole buffer and needs another one as extra memory.
 Every rank holds both operands whole, so an operator that needs whole-vector sums computes them
 without a message.
 
-Folding makes room for any number of ranks. With P the largest power of two <= n and r = n - P,
-ranks (0, 1), (2, 3), ... of the first 2r reduce pairwise; the even one of each pair and the
-remaining ranks, P in all, are the leaves of a balanced tree in rank order; at the end the even
-ranks send the result to the odd ones. It costs two steps, a whole buffer each way between the ranks
-of a pair, and a whole buffer as extra memory on the even ones.
+Folding allows any number of ranks. With P the largest power of two <= n and r = n - P, ranks
+(0, 1), (2, 3), ... of the first 2r reduce pairwise; the even rank of each pair and the remaining
+ranks, P in all, are the leaves of a balanced tree in rank order; at the end the even ranks send the
+result to the odd ones. It costs two steps, a whole buffer each way between the ranks of each pair,
+and a whole buffer as extra memory on the even ranks.
 
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
 MPICH", IJHPCA 2005; Rabenseifner, "Optimization of collective reduction operations", ICCS 2004;
@@ -55,7 +55,7 @@ class Fold:
 
     @cached_property
     def leaves(self) -> int:
-        """P, the largest power of two that is at most `size`."""
+        """P, the largest power of two up to `size`."""
         return 1 << (self.size.bit_length() - 1)
 
     @cached_property
@@ -69,29 +69,29 @@ class Fold:
         return self.leaves.bit_length() - 1
 
     def rank(self, leaf: int) -> int:
-        """Return the rank that stands for a leaf."""
+        """Return the rank of a leaf."""
         return 2 * leaf if leaf < self.extra else leaf + self.extra
 
     def leaf(self, rank: int) -> int | None:
-        """Return the leaf that a rank stands for, None if it was folded away."""
+        """Return the leaf of a rank; None if the rank was folded away."""
         if rank >= 2 * self.extra:
             return rank - self.extra
         return None if rank % 2 else rank // 2
 
     def behind(self, leaf: int, width: int) -> int:
-        """Return how many ranks stand behind the aligned block of `width` leaves with `leaf`."""
+        """Return the number of ranks in the aligned block of `width` leaves that has `leaf`."""
         return width + min(max(self.extra - (leaf - leaf % width), 0), width)
 
     def ranks_behind(self, leaf: int, distance: int) -> tuple[int, int]:
-        """Return how many ranks stand behind the operands of the level of `distance`, own first."""
+        """Return the numbers of ranks in both operands at the level of `distance`, own first."""
         return self.behind(leaf, distance), self.behind(leaf ^ distance, distance)
 
     def block(self, leaf: int, width: int) -> tuple[int, ...]:
-        """Return the ranks of the aligned block of `width` leaves that `leaf` is in."""
+        """Return the ranks of the leaves in the aligned block of `width` that has `leaf`."""
         return _block(self, leaf - leaf % width, width)
 
 
-# All ranks of a block share one tuple, which may be as long as there are ranks.
+# All ranks of one block share the tuple, which may contain every rank.
 @lru_cache(maxsize=256)
 def _block(fold: Fold, first: int, width: int) -> tuple[int, ...]:
     return tuple(fold.rank(leaf) for leaf in range(first, first + width))
@@ -99,7 +99,7 @@ def _block(fold: Fold, first: int, width: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def balanced_tree(size: int) -> Tree:
-    """Return the whole tree of `size` operands in rank order: pairs folded in, then the levels."""
+    """Return the tree of `size` operands in rank order: first the folded pairs, then the levels."""
     fold = Fold(size)
     operands = [(fold.rank(leaf), fold.behind(leaf, 1)) for leaf in range(fold.leaves)]
     found = [(2 * i, 2 * i + 1, 1, 1) for i in range(fold.extra)]
@@ -111,9 +111,9 @@ def balanced_tree(size: int) -> Tree:
 
 
 def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
-    """Yield the step in which even ranks of the pairs reduce what the odd ones send, if any.
+    """Yield one step if ranks are folded: the odd ranks send, and the even ranks reduce.
 
-    The same step `back` sends the odd ranks the result.
+    `back` of this step sends the result to the odd ranks.
     """
     if fold.extra:
         if rank >= 2 * fold.extra:
@@ -128,7 +128,7 @@ def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
 def on_leaves(
     fold: Fold, rank: int, steps: Callable[[Fold, int], Iterator[Step]]
 ) -> Iterator[Step]:
-    """Yield `steps(fold, leaf)`, one for each level; a rank that is no leaf idles meanwhile."""
+    """Yield `steps(fold, leaf)`, one step per level; a folded rank idles instead."""
     leaf = fold.leaf(rank)
     if leaf is None:
         yield from [IDLE] * fold.levels
@@ -189,13 +189,13 @@ def _halving(fold: Fold, leaf: int) -> Iterator[Step]:
 
 
 def _owner(fold: Fold, chunk: int) -> int:
-    """Return the rank that is left with a chunk: the bits of its leaf chose half after half."""
+    """Return the final owner of a chunk: the bits of its leaf selected the halves in turn."""
     return fold.rank(int(f"{chunk:0{fold.levels}b}"[::-1], 2))
 
 
 @lru_cache(maxsize=64)
 def scatter_gather(size: int, name: str = "rechd") -> ScatterGather:
-    """Return recursive halving and recursive doubling; ranks folded away own nothing."""
+    """Return recursive halving, then doubling; ranks folded away own nothing."""
     fold = Fold(size)
     owners = tuple(_owner(fold, chunk) for chunk in range(fold.leaves))
 

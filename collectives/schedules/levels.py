@@ -1,14 +1,14 @@
 """Two levels: reduce inside every node, all-reduce across nodes, share the result inside again.
 
-Wins where connections between nodes are slower than those inside them. The inner algorithm reduces
-each region of the buffer onto one owner per node; a region's owners, one per node, all-reduce it by
+It wins if connections between nodes are slower than inside them. The inner algorithm reduces each
+region of the buffer to one owner per node; the owners of a region, one per node, all-reduce it by
 the outer schedule, all regions at once; the inner algorithm sends it from the owner to the rest of
-the node. Steps are the sum of both levels'; a rank's bytes are the inner algorithm's on the whole
-buffer and the outer's on a region, and its extra memory is the larger of the two. A region is 1/L
-of the buffer for `xring`, L = local_size; 1/P for `rechd`, P the largest power of two <= L; 1/k for
-`pscpu` and `psgpu` with k shards. Inner reductions are phase 0, outer ones phase 1, so that Adasum
-across nodes can follow a sum inside them. Sources: Mikami et al., "Massively distributed SGD",
-arXiv 1811.05233 (2D-torus all-reduce); Maleki et al., arXiv 2006.02924 (Adasum across nodes).
+the node. The steps of both levels add up; each rank sends the inner algorithm's bytes for the whole
+buffer and the outer's for one region, and its extra memory is the larger of the two. A region is
+1/L of the buffer for `xring`, L = local_size; 1/P for `rechd`, P the largest power of two <= L; 1/k
+for `pscpu` and `psgpu` with k shards. Inner reductions are phase 0, outer ones phase 1, so that
+Adasum across nodes can follow a sum inside them. Sources: Mikami et al., "Massively distributed
+SGD", arXiv 1811.05233 (2D-torus all-reduce); Maleki et al., arXiv 2006.02924 (Adasum across nodes).
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def levels_of(
     one_tree: bool = False,
     round_robin: RoundRobin = ONE_TENSOR,
 ) -> tuple[Level | None, Level]:
-    """Return the level inside a node, None if there is only one level, and the other level.
+    """Return the level inside nodes, None if there is only one level, and the other level.
 
-    A node of one rank, and a single node, take any number of shards.
+    With one rank per node, or a single node, any number of shards is allowed on that level.
 
     Args:
         spec: The algorithms.
-        topology: Where the ranks are.
+        topology: The nodes of the ranks.
         one_tree: Whether the operator needs one expression tree; on two levels, across the nodes.
-        round_robin: The call's, for both levels.
+        round_robin: For both levels.
 
     Raises:
-        ValueError: A name may not stand on its level, takes fewer shards, or cannot carry the
+        ValueError: An algorithm cannot run on its level, allows fewer shards, or cannot carry the
             operator; or there are two levels and the nodes are not equal runs of ranks.
     """
     outer, size = algorithm(spec.outer), topology.size
@@ -85,12 +85,12 @@ def schedule_of(
     one_tree: bool = False,
     round_robin: RoundRobin = ONE_TENSOR,
 ) -> Schedule:
-    """Return the all-reduce of all ranks by a range of the specification string.
+    """Return the all-reduce of all ranks by one range of the specification string.
 
     On two levels the inner reductions are phase 0 and the outer ones phase 1; the leaves of an
-    outer tree are the nodes in order. An inner algorithm that is a library's runs before the
-    schedule, which starts from its result. Arguments and errors are those of `levels_of`; a library
-    as the only level or the outer one is a ValueError, too.
+    outer tree are the nodes in order. If the inner algorithm is a library's, it runs before the
+    schedule, which starts from its result. Arguments and errors are the same as for `levels_of`; a
+    library's algorithm on the only or outer level also raises ValueError.
     """
     near, far = levels_of(spec, topology, one_tree=one_tree, round_robin=round_robin)
     make = algorithm(spec.outer).schedule
@@ -107,20 +107,20 @@ def order_of(
 ) -> Any:
     """Return the expression tree of every element of an all-reduce.
 
-    A rank is its number, and a reduction of two operands a pair. It is read off the schedule, which
-    `verify` runs for all ranks on symbols: for up to some hundred of them.
+    Ranks are numbers, and a reduction of two operands is a pair. `verify` finds the tree by running
+    all ranks' schedules on symbols, which is practical for up to some hundred ranks.
 
     Args:
         algorithm: One range of a specification, such as "rd", "xring#2" or "rechd/rd".
         size: Number of ranks.
         op: The operator, which may join more than two operands at once.
         order: As in `Group.all_reduce`.
-        nodes: Over how many nodes the ranks are spread evenly.
+        nodes: The number of nodes; the ranks are spread evenly over them.
 
     Raises:
         TypeError: An argument has another type.
-        ValueError: It is no such algorithm, or its elements are reduced in different orders, as in
-            a ring.
+        ValueError: There is no such algorithm, or it reduces elements in different orders, like a
+            ring.
 
     Examples:
         >>> collectives.order_of("rd", 4)
@@ -135,7 +135,7 @@ def order_of(
 
 
 def joins_of(op: Reducer) -> Joins:
-    """Return how an operator joins more than two operands at once."""
+    """Return the way in which an operator joins more than two operands at once."""
     if Needs.BALANCED_TREE in op.needs:
         return "tree"
     return "said" if op.reads_tree else "list"
@@ -143,7 +143,7 @@ def joins_of(op: Reducer) -> Joins:
 
 @lru_cache(maxsize=64)
 def tree_of(spec: AllReduceSpec, topology: Topology, joins: Joins, one_tree: bool = False) -> Any:
-    """Return the tree of `order_of` of an algorithm on a topology; ValueError as there."""
+    """Return the tree of an algorithm on a topology; ValueError if elements have several."""
     schedule = schedule_of(spec, topology, one_tree=one_tree)
     tree = verify(schedule, joins=joins).tree
     if tree is None:
@@ -157,8 +157,9 @@ def tree_of(spec: AllReduceSpec, topology: Topology, joins: Joins, one_tree: boo
 def two_level(topology: Topology, inner: ScatterGather | None, outer: Schedule) -> Schedule:
     """Return `inner` on every node's local ranks around `outer` on the nodes.
 
-    inner: None if a library has done the inner all-reduce, so that the local ranks start with
-    their node's sum: the schedule then has no phase 0 and ends with a ring all-gather in the node.
+    inner: None if a library has already done the inner all-reduce, so that the local ranks start
+    with their node's sum: the schedule then has no phase 0 and ends with a ring all-gather in each
+    node.
     """
     local_size, nodes = topology.local_size, topology.num_nodes
     node = inner or ring.scatter_gather(local_size, topology.node().ring_orders())
@@ -169,7 +170,7 @@ def two_level(topology: Topology, inner: ScatterGather | None, outer: Schedule) 
     if outer.gathered:
         raise ValueError(f"outer is {outer.name}, which reduces whole buffers, not regions")
 
-    # With `inner` a node's value stands for all of its ranks.
+    # With `inner` each node's value counts for all of its ranks.
     behind = 1 if inner is None else local_size
 
     def steps(rank: int) -> Iterator[Step]:
@@ -226,7 +227,7 @@ def across_nodes(topology: Topology, outer: Schedule) -> Schedule:
 
 
 def _inside(steps: Iterable[Step], first: int, width: int) -> Iterator[Step]:
-    """Yield the steps of a node whose first rank is `first`, in chunks `width` times smaller."""
+    """Yield steps mapped to the node with first rank `first`, with `width` times the chunks."""
     for step in steps:
         yield Step(
             sends=_mapped(step.sends, first, 1, 0, width),
@@ -235,9 +236,9 @@ def _inside(steps: Iterable[Step], first: int, width: int) -> Iterator[Step]:
 
 
 def _across(node: ScatterGather, outer: Schedule, rank: int, behind: int) -> Iterator[Step]:
-    """Yield a rank's steps of `outer`: on the region that it owns, or idle where it owns none.
+    """Yield one rank's steps of `outer`: on the region that it owns, or idle without one.
 
-    `behind` ranks stand behind a node's value.
+    Each node's value counts for `behind` ranks.
     """
     at, local = divmod(rank, node.size)
     regions = {owner: region for region, owner in enumerate(node.owners)}
@@ -252,7 +253,7 @@ def _across(node: ScatterGather, outer: Schedule, rank: int, behind: int) -> Ite
         yield Step(
             sends=_mapped(step.sends, local, node.size, start, node.width),
             recvs=_mapped(step.recvs, local, node.size, start, node.width, behind),
-            # Each owner of a node's regions holds whole segments by itself.
+            # Each owner in the node holds whole segments by itself.
             group=(rank,) if group and outer.whole_segments else group,
             phase=1,
             tree=tuple((left, right, p * behind, q * behind) for left, right, p, q in step.tree),
@@ -267,7 +268,7 @@ def _mapped(
     width: int,
     behind: int = 1,
 ) -> tuple[Transfer, ...]:
-    """Return a level's transfers in the ranks and chunks of the whole schedule."""
+    """Return one level's transfers in the ranks and chunks of the whole schedule."""
     return tuple(
         one._replace(
             peer=first + one.peer * stride,

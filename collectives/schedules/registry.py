@@ -1,6 +1,6 @@
 """All all-reduce algorithms by the names of the specification string.
 
-An algorithm is added by one entry here; the record beside its steps has the rest.
+To add an algorithm, add its record here; the record is defined in the file with the steps.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm("nccl", "NCCL's own all-reduce", outer=False),
     )
 }
-"""The records by name; `auto`, which chooses among them, has none."""
+"""The records by name, without `auto`, which chooses among them."""
 
 SCHEDULES = tuple(name for name, record in ALGORITHMS.items() if not record.is_library)
-"""The names that stand for a schedule, not for a library's own all-reduce."""
+"""The names of algorithms with a schedule."""
 
 LIBRARIES = frozenset(ALGORITHMS) - frozenset(SCHEDULES)
-"""The names that stand for a library's own all-reduce."""
+"""The names of libraries' own all-reduces, which have no schedule."""
 
 
 def carriers(needs: Needs, reads_tree: bool = False) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ ORDERED = carriers(Needs.ONE_TREE, reads_tree=True)
 
 
 def algorithm(name: str) -> Algorithm:
-    """Return the record of a name; ValueError if there is none."""
+    """Return the record of a name; raise ValueError for an unknown one."""
     if name not in ALGORITHMS:
         raise ValueError(f"{name!r} is no algorithm: use {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]

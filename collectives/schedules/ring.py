@@ -1,13 +1,12 @@
-"""Rings: every rank talks to its two neighbours only.
+"""Rings: every rank exchanges messages with its two neighbours only.
 
-`all_reduce` wins on large buffers: 2 (n - 1) steps in which every rank sends and receives
-2 (n - 1) / n of the buffer, the least any all-reduce can, with 1/n of it as extra memory. Chunks
-are summed in different orders, so it cannot carry an operator that is not associative. Source:
-Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC
-2009.
+`all_reduce` wins on large buffers: in 2 (n - 1) steps every rank sends and receives 2 (n - 1) / n
+of the buffer, the minimum for any all-reduce, with 1/n of it as extra memory. Chunks are summed in
+different orders, so it cannot carry an operator that is not associative. Source: Patarasuk and
+Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 
-`linear_all_reduce` carries such an operator: whole segments travel the line 0, 1, ..., n - 1 and
-the results travel on round the ring, chunk after chunk in a pipeline. With c chunks: c + 2n - 3
+`linear_all_reduce` carries such an operator: whole segments travel along the line 0, 1, ..., n - 1,
+and the results continue around the ring, chunk after chunk in a pipeline. With c chunks: c + 2n - 3
 steps; ranks n - 2 and n - 1 send the buffer once, the others twice; 1/c of it as extra memory.
 Source of the pipeline: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
 broadcast, reduction and scan", Parallel Computing 2009.
@@ -35,9 +34,9 @@ Orders = tuple[tuple[int, ...], ...]
 
 
 def _rings(orders: Orders, rank: int, lag: int) -> Iterator[Step]:
-    """Yield the steps once round every ring, from the chunk of the rank `lag` positions before.
+    """Yield the steps once around every ring; each rank begins with the chunk `lag` positions back.
 
-    The chunks of owner r are [r k, (r + 1) k), one for each of the k rings.
+    Owner r has chunks [r k, (r + 1) k), one for each of the k rings.
     """
     size, rings = len(orders[0]), len(orders)
     positions = [order.index(rank) for order in orders]
@@ -57,8 +56,8 @@ def _rings(orders: Orders, rank: int, lag: int) -> Iterator[Step]:
 def scatter_gather(size: int, orders: Orders | None = None) -> ScatterGather:
     """Return k rings at once, one for each of `orders`, each on 1/k of every rank's region.
 
-    orders: The ranks by their position on each ring; one ring 0, 1, ..., size - 1 unless given. It
-    is a ValueError if one is no permutation of the ranks.
+    orders: the ranks by their position on each ring; by default one ring 0, 1, ..., size - 1.
+    Raises ValueError unless each is a permutation of the ranks.
     """
     validation.integer("size", size, 1)
     rings = orders or (tuple(range(size)),)
@@ -82,14 +81,14 @@ def all_reduce(size: int, orders: Orders | None = None) -> Schedule:
 
 @lru_cache(maxsize=64)
 def reduce_scatter(size: int) -> Schedule:
-    """Return n - 1 steps that leave chunk r reduced on rank r; each moves 1 / n of the buffer."""
+    """Return n - 1 steps that reduce chunk r to rank r; each moves 1 / n of the buffer."""
     steps = scatter_gather(size).scatter
     return Schedule("ring reduce_scatter", size, size, Collective.REDUCE_SCATTER, steps)
 
 
 @lru_cache(maxsize=64)
 def all_gather(size: int) -> Schedule:
-    """Return n - 1 steps that send every rank's chunk round the ring."""
+    """Return n - 1 steps that send every rank's chunk around the ring."""
     steps = scatter_gather(size).gather
     return Schedule("ring all_gather", size, size, Collective.ALL_GATHER, steps)
 
@@ -97,9 +96,9 @@ def all_gather(size: int) -> Schedule:
 def _line(
     order: Sequence[int], rank: int, chunks: int, first: int, action: Action
 ) -> Iterator[tuple[tuple[Transfer, ...], tuple[Transfer, ...]]]:
-    """Yield what a rank sends and receives while chunks follow each other down a line of ranks.
+    """Yield one rank's (sends, recvs) per step, for chunks that follow each other along a line.
 
-    The first chunk leaves the line's first rank in step `first`. There is no last step.
+    The first chunk leaves the line's first rank in step `first`. The steps do not end.
     """
     at = order.index(rank)
 
@@ -119,7 +118,7 @@ def _line(
 
 @lru_cache(maxsize=64)
 def linear_all_reduce(size: int, chunks: int | None = None) -> Schedule:
-    """Return `xring` for Adasum: ((0 · 1) · 2) · ... for every segment; 4n chunks unless given."""
+    """Return `xring` for Adasum: ((0 · 1) · 2) · ... for every segment; by default 4n chunks."""
     pieces = 4 * size if chunks is None else chunks
 
     def steps(rank: int) -> Iterator[Step]:

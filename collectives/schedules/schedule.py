@@ -1,8 +1,8 @@
 """A collective as plain data: the steps of every rank.
 
-A schedule runs in lockstep: what rank a sends to rank b in its step t, rank b receives in its own
-step t. All messages of a step are posted together, so a schedule whose sends and receives match
-step by step cannot deadlock. `verify.verify` proves that, and that the result is right.
+Schedules run in lockstep: a message that rank a sends to rank b in its step t is received by rank b
+in its own step t. All messages of one step are posted together, so a schedule whose sends and
+receives match step by step cannot deadlock. `verify.verify` proves that, and the result.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import NamedTuple
 
 from collectives import validation
 
-# A run keeps a boundary for each chunk.
+# Each run keeps one boundary per chunk.
 MAX_CHUNKS = 1 << 20
 
 Tree = tuple[tuple[int, int, int, int], ...]
-"""How the operands of a reduction are joined, as `Operands.tree`; empty: from left to right."""
+"""The joins of a reduction's operands, like `Operands.tree`; empty: from left to right."""
 
 
 class Action(Enum):
-    """What a receiver does with a message; LEFT and RIGHT say which operand the message is.
+    """The receiver's use of a message; LEFT and RIGHT say which operand the message is.
 
-    Several REDUCE receives of one range in one step are one n-way reduction. Its operands are the
+    Several REDUCE receives of one range in one step form one n-way reduction. Its operands are the
     LEFT messages in the order listed, the receiver's own value, and the RIGHT messages.
 
     Examples:
@@ -40,7 +40,9 @@ class Action(Enum):
 
 
 class Collective(Enum):
-    """What a schedule computes. Rank i's piece in REDUCE_SCATTER and ALL_GATHER is chunk i.
+    """The collective that a schedule computes.
+
+    In REDUCE_SCATTER and ALL_GATHER, chunk i is rank i's piece.
 
     REDUCE leaves the result on the root; the other ranks' buffers hold partial results.
 
@@ -64,9 +66,9 @@ class Transfer(NamedTuple):
         start: The first chunk.
         stop: One more than the last chunk.
         action: For a receive.
-        leaves: For a REDUCE receive: how many ranks stand behind the receiver's own value before
-            the step, and how many behind the message, by which Adasum weighs both. None if the
-            schedule does not say; `verify.with_leaves` finds out.
+        leaves: For a REDUCE receive: the numbers of ranks that the receiver's own value and the
+            message combine before the step; Adasum weighs both by them. None if the schedule does
+            not say; `verify.with_leaves` finds out.
 
     Examples:
         >>> collectives.Transfer(peer=1, start=0, stop=2)
@@ -84,19 +86,19 @@ class Step(NamedTuple):
     """The messages that one rank exchanges at once.
 
     Attributes:
-        sends: The messages that it sends.
-        recvs: The messages that it receives.
+        sends: The messages to send.
+        recvs: The messages to receive.
         group: The ranks, in ascending order, whose reductions of this step together cover the whole
-            operands, so that a reducer can sum over all of both vectors (Adasum's dot products). A
-            rank that holds whole vectors, or whole segments of them, is a group by itself. Empty if
-            the operands are not whole vectors (a ring reduces another pair in every chunk):
-            operators that need such sums cannot use the step. A rank with a group reduces one
-            range, in ascending order if it comes in pieces.
-        phase: Which of the run's reducers the REDUCE receives use. A two-level Adasum sums inside a
-            node in phase 0 and runs Adasum across nodes in phase 1.
-        tree: How the operands of each of the step's reductions are joined, for operators that read
-            trees; others join any number of operands from left to right. Ranks of a group have
-            their operands in one order.
+            operands, so that a reducer can sum over all of both vectors (Adasum's dot products).
+            Only this rank if it holds whole vectors, or whole segments of them. Empty if the
+            operands are not whole vectors (a ring reduces another pair in every chunk): operators
+            that need such sums cannot use the step. With a group, the step reduces one range, in
+            ascending order if it comes in pieces.
+        phase: The index of the reducer for the REDUCE receives. A two-level Adasum sums inside
+            nodes in phase 0 and runs Adasum across nodes in phase 1.
+        tree: The joins of the operands in each of the step's reductions, for operators that read
+            trees; others join any number of operands from left to right. All ranks of the group
+            have their operands in the same order.
 
     Examples:
         >>> step = next(collectives.schedule("rd", 2).steps(0))
@@ -115,7 +117,7 @@ IDLE = Step()
 
 
 def back(steps: Iterable[Step]) -> Iterator[Step]:
-    """Yield the steps with every message the other way, the last first: what takes results back."""
+    """Yield the steps in reverse order with reversed messages, to copy results back."""
     for step in reversed(list(steps)):
         yield Step(tuple(Transfer(*recv[:3]) for recv in step.recvs), step.sends)
 
@@ -124,7 +126,7 @@ def back(steps: Iterable[Step]) -> Iterator[Step]:
 class Schedule:
     """A collective over `size` ranks on a buffer of `chunks` nearly equal pieces.
 
-    What its fields mean is said where users get it, at `collectives.Schedule` (tools/lab.py).
+    `collectives.Schedule` (tools/lab.py) documents the fields for users.
     """
 
     name: str
@@ -139,7 +141,7 @@ class Schedule:
 
     @property
     def parts(self) -> int:
-        """Number of chunks of one vector; each is 1 / parts of the buffer."""
+        """The number of chunks per vector; each is 1 / parts of the buffer."""
         return self.chunks // self.size if self.gathered else self.chunks
 
     def __post_init__(self) -> None:
@@ -166,7 +168,7 @@ class Schedule:
 
 @lru_cache(maxsize=256)
 def steps_of(schedule: Schedule, rank: int) -> tuple[Step, ...]:
-    """Return the steps of one rank, kept for the latest schedules."""
+    """Return the steps of one rank; cached for the latest schedules."""
     return tuple(schedule.steps(rank))
 
 
@@ -174,16 +176,17 @@ def steps_of(schedule: Schedule, rank: int) -> tuple[Step, ...]:
 class ScatterGather:
     """An all-reduce of `size` ranks as a reduce-scatter and an all-gather.
 
-    The reduce-scatter leaves every region of the buffer reduced on its owner; the all-gather sends
-    it from there to the others. A two-level all-reduce runs another all-reduce between them.
+    The reduce-scatter reduces every region of the buffer to its owner; the all-gather sends it from
+    the owner to the others. A two-level all-reduce runs another all-reduce between them.
 
     Attributes:
-        name: The algorithm's.
+        name: The name of the algorithm.
         size: Number of ranks.
-        owners: The rank that owns each region; no rank owns two, and some may own none.
-        width: Chunks of a region, equally many in each.
-        scatter: Generates a rank's steps of the reduce-scatter, equally many for every rank.
-        gather: The same of the all-gather.
+        owners: The owner of each region; ranks own at most one region.
+        width: The number of chunks in each region.
+        scatter: Generates the steps of the reduce-scatter for one rank, equally many for every
+            rank.
+        gather: The same for the all-gather.
     """
 
     name: str
@@ -199,7 +202,7 @@ class ScatterGather:
         return len(self.owners) * self.width
 
     def all_reduce(self) -> Schedule:
-        """Return the schedule of one part after the other."""
+        """Return the schedule of both parts, one after the other."""
 
         def steps(rank: int) -> Iterator[Step]:
             yield from self.scatter(rank)
@@ -208,9 +211,9 @@ class ScatterGather:
         return Schedule(self.name, self.size, self.chunks, Collective.ALL_REDUCE, steps)
 
     def reduce(self, root: int) -> Schedule:
-        """Return the reduction to one rank: the reduce-scatter, and a step in which owners send it.
+        """Return the reduction to one rank: the reduce-scatter, then each owner sends its region.
 
-        Each sends `root` its region: of those that other ranks own it receives every byte once.
+        So `root` receives every byte of the other owners' results once.
         """
 
         def steps(rank: int) -> Iterator[Step]:
@@ -229,7 +232,7 @@ class ScatterGather:
         return Schedule(name, self.size, self.chunks, Collective.REDUCE, steps, root=root)
 
     def sharded(self, shards: int) -> ScatterGather:
-        """Return both parts with every message in `shards` pieces, as `sharded` does."""
+        """Return both parts with every message in `shards` pieces, like `sharded`."""
         if _is_one(shards):
             return self
         return replace(
@@ -244,8 +247,8 @@ class ScatterGather:
 def sharded(schedule: Schedule, shards: int) -> Schedule:
     """Return the schedule on `shards` times the chunks, with every message in `shards` pieces.
 
-    All pieces of a message are sent at once, so that a transport can use several channels to a
-    peer. A schedule of exactly one chunk per rank is a ValueError.
+    All pieces of each message are sent at once, so that a transport can use several channels to a
+    peer. Raises ValueError for reduce-scatters and all-gathers, whose chunks are the ranks'.
     """
     if _is_one(shards):
         return schedule
@@ -299,14 +302,14 @@ def split_bounds(numel: int, pieces: int) -> list[int]:
 
 
 def piece_bounds(numel: int, pieces: int, index: int) -> tuple[int, int]:
-    """Return the boundaries of one piece of `split_bounds`; the arguments are not checked."""
+    """Return the boundaries of one piece of `split_bounds`; arguments are not checked."""
     base, longer = divmod(numel, pieces)
     start = index * base + min(index, longer)
     return start, start + base + (index < longer)
 
 
 def segment_bounds(segments: Sequence[int], pieces: int) -> list[int]:
-    """Return the boundaries of `split_bounds`, each moved to the nearest boundary of a segment.
+    """Return the boundaries of `split_bounds`, each moved to the nearest segment boundary.
 
     segments: Element boundaries (0, ..., numel), not descending. Pieces may be empty.
     """

@@ -1,4 +1,4 @@
-"""The algorithm specification string: which all-reduce algorithm for which element count.
+"""The algorithm specification string: all-reduce algorithms for ranges of element counts.
 
     int   ::= positive integer, ASCII digits only
     g_int ::= int [KkMGT]                      powers of 1024
@@ -6,8 +6,8 @@
     range ::= alg | alg/alg                    inside a node / across nodes
     spec  ::= range (: g_int : range)*
 
-A g_int is the largest element count, inclusive, that the range before it is for. The grammar is
-that of the TensorFlow benchmarks' allreduce.py; names and limits are checked more strictly.
+A g_int is the largest element count, inclusive, for the range before it. The grammar comes from the
+TensorFlow benchmarks' allreduce.py; names and limits are checked more strictly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AllReduceSpec:
     Attributes:
         alg: A name, or "inner/outer".
         shards: Shards of the only level, or of the outer one.
-        limit: The largest element count that the range is for, -1 for no limit.
+        limit: The largest element count of the range, -1 for no limit.
         inner_shards: Shards of the inner level; 1 if there is none.
 
     Examples:
@@ -84,7 +84,7 @@ class AllReduceSpec:
         return hash(self._key)
 
     def __str__(self) -> str:
-        """Return the range as a specification has it, without its limit."""
+        """Return the range in the form of a specification, without its limit."""
         outer = _with_shards(self.outer, self.shards)
         inner = self.inner
         return f"{_with_shards(inner, self.inner_shards)}/{outer}" if inner else outer
@@ -99,8 +99,8 @@ def parse_general_int(text: str) -> int:
     """Return a positive integer, at most 2^63 - 1, written with an optional K, k, M, G or T.
 
     Raises:
-        TypeError: `text` is no string.
-        ValueError: It is anything else.
+        TypeError: `text` is not a string.
+        ValueError: It is not such an integer.
 
     Examples:
         >>> collectives.parse_general_int("32k")
@@ -119,8 +119,8 @@ def parse_all_reduce_spec(text: str) -> tuple[AllReduceSpec, ...]:
     """Return the ranges of a specification in ascending order; the last has limit -1.
 
     Raises:
-        TypeError: `text` is no string.
-        ValueError: It is no specification; the text names the part that is wrong.
+        TypeError: `text` is not a string.
+        ValueError: It is not a valid specification; the error names the wrong part.
 
     Examples:
         >>> small, large = collectives.parse_all_reduce_spec("rd:64k:xring#2")
@@ -132,7 +132,7 @@ def parse_all_reduce_spec(text: str) -> tuple[AllReduceSpec, ...]:
     return _parsed(text)
 
 
-# Every call of a collective asks for its specification, and few differ.
+# Every collective parses its specification, and few of them differ.
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> tuple[AllReduceSpec, ...]:
     parts = text.split(":")
@@ -156,12 +156,12 @@ def format_all_reduce_spec(specs: Sequence[AllReduceSpec]) -> str:
 
 @lru_cache(maxsize=256)
 def canonical_spec(text: str) -> str:
-    """Return the one text of all specifications that mean what this one does."""
+    """Return the canonical text, equal for all specifications with the same meaning."""
     return format_all_reduce_spec(_parsed(text))
 
 
 def spec_for(specs: Sequence[AllReduceSpec], numel: int) -> AllReduceSpec:
-    """Return the range that `numel` elements fall in."""
+    """Return the range for `numel` elements."""
     for spec in specs[:-1]:
         if numel <= spec.limit:
             return spec
@@ -169,7 +169,7 @@ def spec_for(specs: Sequence[AllReduceSpec], numel: int) -> AllReduceSpec:
 
 
 def _general_int(text: str) -> int | None:
-    """Return the value, which may be negative or 0; None where `text` is no g_int."""
+    """Return the value, which may be negative or 0; None if `text` is not a g_int."""
     validation.instance("the text", text, str, "a str")
     match = _GENERAL_INT.fullmatch(text)
     return int(match[1]) * _FACTORS[match[2]] if match else None

@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeAlias
 from collectives.schedules.algorithm import Order
 from collectives.schedules.schedule import Action, Step, Transfer, Tree
 
-# As `Transfer.leaves`: None for a COPY, and if a receive's chunks differ in them.
+# Like `Transfer.leaves`: None for COPY, and if the chunks of one receive differ.
 Leaves = tuple[int, int] | None
-# How a reduction joins more than two operands: as its step's tree says, from left to right without
-# one; always from left to right; or by the balanced tree.
+# How a reduction joins more than two operands: "said", by the step's tree, or from left to right
+# without one; "list", always from left to right; "tree", by the balanced tree.
 Joins: TypeAlias = Literal["said", "list", "tree"]
 
 
@@ -25,9 +25,9 @@ class Expressions:
     """Interned expression trees over the ranks' inputs; a node is an int.
 
     Attributes:
-        ranks: The inputs in each node, a bit each.
+        ranks: The inputs in each node, one bit each.
         phase: The phase of each node's root, -1 for an input.
-        all_at_once: Whether every reduction was of all inputs at once, in their order.
+        all_at_once: Whether every reduction so far took all inputs at once, in their order.
     """
 
     def __init__(self, inputs: int) -> None:
@@ -41,11 +41,11 @@ class Expressions:
         self._operands: list[tuple[int, int] | None] = [None] * inputs
 
     def see(self, operands: Sequence[int]) -> None:
-        """Note which nodes meet in one reduction."""
+        """Note the operands of one reduction, for `all_at_once`."""
         self.all_at_once &= operands == self._inputs
 
     def reduce(self, left: int, right: int, phase: int, where: str) -> int:
-        """Return the node that reduces `left` and `right`, which share no rank.
+        """Return the node that reduces `left` and `right`, which must not share a rank.
 
         Errors begin with `where`.
         """
@@ -65,12 +65,12 @@ class Expressions:
         return node
 
     def shape(self, node: int, phase: int) -> int:
-        """Return an id of the node's tree, with earlier phases as the sets of their inputs."""
+        """Return an id of the node's tree; results of earlier phases count as sets of inputs."""
         return self._shapes[node] if self.phase[node] == phase else self._id(self.ranks[node])
 
     def tree(self, node: int) -> Any:
         """Return the node as nested pairs of inputs."""
-        # Not by recursion: the line of a thousand ranks is as deep.
+        # Without recursion: the line of a thousand ranks is a thousand levels deep.
         trees: list[Any] = []
         for each, pair in enumerate(self._operands[: node + 1]):
             trees.append(each if pair is None else (trees[pair[0]], trees[pair[1]]))
@@ -80,13 +80,13 @@ class Expressions:
         return self._ids.setdefault(key, len(self._ids))
 
 
-# By rank and chunk: the node that it holds, None before it is written.
+# By rank and chunk: the node in it, None before it is written.
 State = list[list[int | None]]
-# By chunk: the shapes of the operands of its reduction in their order.
+# By chunk: the shapes of its reduction's operands in order.
 Reductions = dict[int, tuple[int, ...]]
 # By sender and receiver: first chunk, last chunk + 1 and values of each message, in order.
 _Mail = dict[tuple[int, int], deque[tuple[int, int, list[int]]]]
-# By chunk: what is received to stand before, and after, the rank's own value.
+# By chunk: the received operands before, and after, the rank's own value.
 _Operands = dict[int, tuple[list[int], list[int]]]
 
 
@@ -136,7 +136,7 @@ def run_step(
 
 
 def _send(steps: Sequence[Step], state: State, chunks: int, where: str) -> _Mail:
-    """Return all ranks' messages of a step, with the values before it.
+    """Return all ranks' messages of one step, with the values before the step.
 
     Also checks that no rank receives by COPY into chunks that it sends.
     """
@@ -156,7 +156,7 @@ def _send(steps: Sequence[Step], state: State, chunks: int, where: str) -> _Mail
 
 
 def _receive(rank: int, recv: Transfer, mail: _Mail, where: str) -> list[int]:
-    """Take the message that is next for a receive; return its values."""
+    """Remove the next message for a receive from the mail; return its values."""
     queue = mail.get((recv.peer, rank))
     if not queue:
         raise ScheduleError(f"{where}: rank {rank} waits for rank {recv.peer}, which sends none")
@@ -177,7 +177,7 @@ def _reduce(
     where: str,
     joins: Joins,
 ) -> Reductions:
-    """Reduce what a rank has received into its own chunks; return its reductions."""
+    """Reduce the received operands into one rank's own chunks; return the reductions."""
     reductions: Reductions = {}
     for chunk, (before, after) in operands.items():
         own = mine[chunk]
@@ -191,7 +191,7 @@ def _reduce(
         elif joins == "tree":
             mine[chunk] = _folded(Order.BALANCED.tree(whole), step.phase, expressions, where)
         else:
-            # Not by recursion: the line of a thousand ranks is as deep.
+            # Without recursion: the line of a thousand ranks is a thousand levels deep.
             mine[chunk] = reduce(
                 lambda left, right: expressions.reduce(left, right, step.phase, where), whole
             )
@@ -199,7 +199,7 @@ def _reduce(
 
 
 def _folded(tree: Any, phase: int, expressions: Expressions, where: str) -> int:
-    """Return the node of nested pairs of nodes."""
+    """Return the node that reduces nested pairs of nodes."""
     if isinstance(tree, int):
         return tree
     left, right = (_folded(each, phase, expressions, where) for each in tree)
@@ -209,7 +209,7 @@ def _folded(tree: Any, phase: int, expressions: Expressions, where: str) -> int:
 def _joined(
     operands: Sequence[int], tree: Tree, phase: int, expressions: Expressions, where: str
 ) -> int:
-    """Return the node that a tree makes of the operands, each of which it must use once."""
+    """Return the node that joins the operands by a tree; it must use each operand once."""
     left_over = dict(enumerate(operands))
     for left, right, *said in tree:
         if left == right or not {left, right} <= left_over.keys():
@@ -233,7 +233,7 @@ def _joined(
 def _leaves(
     mine: Sequence[int | None], received: Sequence[int | None], expressions: Expressions
 ) -> Leaves:
-    """Return how many inputs stand behind each pair of values; None if pairs differ."""
+    """Return the numbers of inputs in both values of each pair; None if pairs differ."""
 
     def count(value: int | None) -> int:
         return 0 if value is None else expressions.ranks[value].bit_count()

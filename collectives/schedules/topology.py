@@ -1,4 +1,4 @@
-"""Where ranks are: equal nodes of consecutive ranks, and the orders that rings visit them in."""
+"""The topology: equal nodes of consecutive ranks, and the orders in which rings visit them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Topology:
 
     Attributes:
         size: Number of ranks.
-        local_size: Ranks of a node.
-        local_order: The local ranks in the order in which a ring visits them: those next to each
-            other should be joined by the fastest links. 0, 1, 2, ... unless given.
+        local_size: Ranks per node.
+        local_order: The order in which rings visit the local ranks: the fastest links should join
+            neighbours. By default 0, 1, 2, ....
         uneven: The ranks of each real node, if these are not equal runs of consecutive ranks:
             algorithms then see one rank per node, and two levels are an error.
 
     Raises:
-        TypeError: A field has another type; the text names it.
-        ValueError: The ranks do not fill equal nodes, or local_order is no permutation.
+        TypeError: A field has another type; the error names it.
+        ValueError: The ranks do not fill equal nodes, or local_order is not a permutation.
 
     Examples:
         >>> topology = collectives.Topology(size=6, local_size=3)
@@ -49,7 +49,7 @@ class Topology:
         object.__setattr__(self, "local_order", order)
 
     def require_even(self, algorithm: str) -> None:
-        """Raise ValueError, naming nodes and ranks, if `algorithm` cannot have two levels."""
+        """Raise ValueError for an algorithm of two levels if nodes are uneven; it names them."""
         if self.uneven:
             nodes = ", ".join(f"node {w} has {_text(own)}" for w, own in enumerate(self.uneven))
             raise ValueError(
@@ -60,21 +60,21 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes that algorithms see."""
+        """The number of nodes that algorithms see."""
         return self.size // self.local_size
 
     def node_of(self, rank: int) -> int:
-        """Return the node of a rank."""
+        """Return the rank's node."""
         validation.rank("rank", rank, self.size)
         return rank // self.local_size
 
     def local_rank_of(self, rank: int) -> int:
-        """Return a rank's number on its node, from 0."""
+        """Return the rank's number on its node, from 0."""
         validation.rank("rank", rank, self.size)
         return rank % self.local_size
 
     def ranks_of(self, node: int) -> range:
-        """Return the ranks of a node."""
+        """Return the node's ranks."""
         if not 0 <= node < self.num_nodes:
             raise ValueError(f"node must be from 0 to {self.num_nodes - 1}, got {node}")
         return range(node * self.local_size, (node + 1) * self.local_size)
@@ -84,12 +84,12 @@ class Topology:
         return Topology(self.local_size, self.local_size, self.local_order)
 
     def ring_orders(self, shards: int = 1) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of each of `shards` rings in order, as `ring_permutations` has them."""
+        """Return the ranks of each of `shards` rings in order; see `ring_permutations`."""
         return _ring_orders(self.num_nodes, shards, self.local_order)
 
 
 def topology_of(size: int, nodes: int) -> Topology:
-    """Return `size` ranks on equal nodes; TypeError or ValueError if they do not fill them."""
+    """Return `size` ranks on equal nodes; raise ValueError if they do not fill them."""
     validation.integer("size", size, 1)
     validation.integer("nodes", nodes, 1)
     if size % nodes:
@@ -107,7 +107,7 @@ def ring_permutations(
 
     Args:
         num_nodes: Nodes of n ranks each.
-        shards: Rings, at most n of them unless there is only one rank.
+        shards: The number of rings, at most n unless there is only one rank.
         local_order: A permutation of 0, ..., n - 1.
 
     Returns:
@@ -116,7 +116,7 @@ def ring_permutations(
 
     Raises:
         TypeError: A number is not an int.
-        ValueError: local_order is no permutation, or there are more shards than n.
+        ValueError: local_order is not a permutation, or there are more shards than n.
 
     Examples:
         >>> collectives.ring_permutations(num_nodes=2, shards=1, local_order=[0, 1, 2])
@@ -139,7 +139,7 @@ def _ring_orders(
     validation.integer("shards", shards, 0)
     local_size = len(local_order)
     _require_order(local_order, local_size)
-    # More rings than a node has ranks to start them at.
+    # Each ring starts at another local rank.
     if shards > local_size and num_nodes * local_size > 1:
         raise ValueError(
             f"{shards} ring shards need as many ranks on every node, which has {local_size}: "
@@ -155,7 +155,7 @@ def _ring_orders(
 
 
 def _text(ranks: Sequence[int]) -> str:
-    """Return how an error names ranks, in ascending order: a run of them by its ends."""
+    """Return a text for ranks in errors, in ascending order, with runs as ranges."""
     return f"rank{'s' if len(ranks) > 1 else ''} {compact(ranks)}"
 
 

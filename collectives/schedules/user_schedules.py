@@ -1,4 +1,4 @@
-"""All-reduces that users write themselves: verified before they run, and known by their steps."""
+"""All-reduces that users write: verified before they run, and identified by their steps."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from collectives.schedules.schedule import Action, Collective, Schedule, Step, T
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.verify import Proof, verify, with_leaves
 
-# For one rank: a generator that never ends must not hang its caller.
+# Limits per rank: an endless generator must not hang its caller.
 MAX_STEPS = 1 << 16
 MAX_MESSAGES = 1 << 17
 _MAX_ENTRIES = 64
 
 
 class VerifiedSchedule(NamedTuple):
-    """A user's all-reduce that was proved right.
+    """A user's all-reduce and its proof.
 
-    The schedule has the steps as they were verified. The digest is a hash of them, equal in every
-    process.
+    The schedule has the steps as verified. The digest is their hash, equal in every process.
     """
 
     schedule: Schedule
@@ -38,11 +37,11 @@ class VerifiedSchedule(NamedTuple):
 
 
 def verified(schedule: Schedule, size: int) -> VerifiedSchedule:
-    """Verify an all-reduce of `size` ranks; the latest are kept.
+    """Verify an all-reduce of `size` ranks; the latest results are cached.
 
     Raises:
-        TypeError: It is no Schedule, or yields something else than Steps.
-        ValueError: It is no all-reduce, a wrong one, or for other ranks.
+        TypeError: It is not a Schedule, or yields something other than Steps.
+        ValueError: It is not an all-reduce, is wrong, or is for another number of ranks.
     """
     validation.instance("schedule", schedule, Schedule, "a Schedule")
     if schedule.collective is not Collective.ALL_REDUCE or schedule.replicas > 1:
@@ -57,12 +56,12 @@ def verified(schedule: Schedule, size: int) -> VerifiedSchedule:
 
 
 def require_carries(known: VerifiedSchedule, op: Reducer, dtype: torch.dtype) -> None:
-    """Raise ValueError unless a schedule can carry an operator on tensors of a dtype."""
+    """Raise ValueError unless the schedule can carry the operator on tensors of this dtype."""
     schedule, proof = known.schedule, known.proof
     if proof.phases > 1:
         proof = replace(proof, meets=proof.meets & ~Needs.ONE_TREE)
     elif Needs.BALANCED_TREE in op.needs:
-        # The operator makes the tree of several operands that meet at once.
+        # The operator itself joins several operands by the balanced tree.
         proof = replace(proof, meets=proof.meets | _with_trees(schedule).meets)
     if reason := refusal(
         proof, op.needs, op.reads_tree_of(dtype), op=f"{op} of {dtype}", size=schedule.size
@@ -88,7 +87,7 @@ def _verified(schedule: Schedule) -> VerifiedSchedule:
 
 
 def _checked_steps(schedule: Schedule, rank: int) -> Iterator[Step]:
-    """Yield a rank's steps with every number an int; raise for wrong types, or too many steps."""
+    """Yield one rank's steps with all numbers as ints; raise for wrong types, or too many steps."""
     where = f"schedule {schedule.name!r}, rank {rank}"
     left = MAX_MESSAGES
     for number, step in enumerate(islice(schedule.steps(rank), MAX_STEPS + 1)):
@@ -96,7 +95,7 @@ def _checked_steps(schedule: Schedule, rank: int) -> Iterator[Step]:
             raise ValueError(f"{where} has more than {MAX_STEPS} steps")
         validation.instance(f"{where}, step {number}", step, Step, "a Step")
         try:
-            # One more than there may be, to notice that there are too many.
+            # One more than allowed, to notice an excess.
             sends = tuple(map(_checked, islice(step.sends, left + 1)))
             recvs = tuple(map(_checked, islice(step.recvs, left + 1)))
             group = tuple(map(index, islice(step.group, schedule.size + 1)))

@@ -22,7 +22,7 @@ from collectives.schedules.symbolic_step import (
     run_step,
 )
 
-# Of all ranks together; each takes some bytes, and a part of a microsecond in every step.
+# For all ranks together; each value needs some bytes, and part of a microsecond in every step.
 _MAX_VALUES = 1 << 24
 
 LeafWeights = tuple[tuple[tuple[Leaves, ...], ...], ...]
@@ -35,17 +35,17 @@ class Proof:
 
     Attributes:
         steps: Number of steps.
-        phases: Number of reducers that the run takes, 0 if nothing is reduced.
-        meets: The needs of an operator (`Needs`) that the last phase meets. ONE_TREE: all chunks
-            end with one expression tree, whose leaves are what the earlier phases reduced in any
-            order; every reduction names a group that holds its whole operands, or whole segments of
-            them; and as many ranks stand behind each chunk of a message.
-        by_tree: Whether a step of the last phase says a tree of its operands, which an operator
-            that needs one tree must then read.
-        leaves: How many ranks stand behind both operands of every REDUCE receive: for the receive
-            `schedule.steps(rank)[step].recvs[i]` entry [rank][step][i] is (p, q) with p ranks
-            behind the receiver's own value before the step and q behind the message.
-        tree: The expression of every element, nested pairs of ranks (of nodes, by replicas); None
+        phases: Number of reducers for a run, 0 if nothing is reduced.
+        meets: The operators' needs (`Needs`) that the last phase meets. ONE_TREE: all chunks end
+            with one expression tree, whose leaves are the results of earlier phases in any order;
+            every reduction names a group that holds its whole operands, or whole segments of them;
+            and all chunks of each message combine equally many ranks.
+        by_tree: Whether some step of the last phase has a tree for its operands; an operator that
+            needs one tree must then read it.
+        leaves: The numbers of ranks in both operands of every REDUCE receive: for the receive
+            `schedule.steps(rank)[step].recvs[i]` entry [rank][step][i] is (p, q): the receiver's
+            own value combines p ranks before the step, the message q ranks.
+        tree: The expression of every element, nested pairs of ranks (of nodes, with replicas); None
             if elements have different ones, or nothing is reduced.
     """
 
@@ -67,25 +67,25 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
 
     Proved: every send has its receive in the same step and of the same chunks, and the reverse;
     no chunk is read before it is written, nor received into while it is being sent; every rank
-    ends with every contribution exactly once if the collective says so; all ranks hold the same
-    expression tree for a chunk; no phase reduces the result of a later one; the ranges that a rank
-    reduces in a step are equal or disjoint; and every non-empty `group` holds the same whole
-    operands in one order, each chunk once, every rank's part of it in one range: a pair of
-    operands, or any number if the group is one rank or the step says their tree. A tree joins each
-    operand once. With whole_segments a group is one rank, which holds whole segments. A gathered
-    schedule only copies, and ends with every rank's vector on every rank. If a receive or a tree
-    says how many ranks stand behind its operands, that is checked.
+    ends with every contribution exactly once, as the collective requires; all ranks hold the same
+    expression tree for each chunk; no phase reduces the result of a later one; the ranges that each
+    rank reduces in one step are equal or disjoint; and every non-empty `group` holds the same whole
+    operands in one order, each chunk once, with each rank's part in one range: a pair of operands,
+    or any number if the group is one rank or the step has a tree for them. Each tree joins every
+    operand once. With whole_segments each group is one rank, which holds whole segments. A gathered
+    schedule only copies, and ends with every rank's vector on every rank. Numbers of ranks that
+    receives or trees state for their operands are checked.
 
     Args:
         schedule: The schedule.
-        joins: How an operator joins more than two operands at once: "said", as the step's tree
-            says, from left to right without one; "list", always from left to right; "tree", by
-            the balanced tree, as order="tree" does.
+        joins: How an operator joins more than two operands at once: "said", by the step's tree, or
+            from left to right without one; "list", always from left to right; "tree", by the
+            balanced tree, like order="tree".
 
     Raises:
-        ScheduleError: One of these does not hold; the text names the rank and the step.
-        TypeError: `schedule` is no Schedule.
-        ValueError: `joins` is something else.
+        ScheduleError: One of these does not hold; the error names the rank and the step.
+        TypeError: `schedule` is not a Schedule.
+        ValueError: `joins` has another value.
 
     Examples:
         >>> proof = collectives.verify(collectives.schedule("rechd", 6))
@@ -125,7 +125,7 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
     if expressions.all_at_once:
         meets |= Needs.ALL_OPERANDS | Needs.BALANCED_TREE
     if schedule.gathered:
-        # All of it is reduced at once, at the end.
+        # All vectors are reduced at once, at the end.
         last = 0 if size > 1 else -1
         tree = balanced if joins == "tree" else Order.LINE.tree(range(size))
     if tree == balanced:
@@ -168,7 +168,7 @@ def _initial(schedule: Schedule) -> State:
 
 
 def _owner(schedule: Schedule, chunk: int) -> int | None:
-    """Return the rank whose chunk every rank is sent; None where all ranks' are reduced."""
+    """Return the rank whose chunk is copied to every rank; None if the chunk is reduced."""
     if schedule.collective is Collective.BROADCAST:
         return schedule.root
     if schedule.gathered:
@@ -177,13 +177,13 @@ def _owner(schedule: Schedule, chunk: int) -> int | None:
 
 
 def _is_uneven(step: Step, leaves: Sequence[Leaves]) -> bool:
-    """Return whether the chunks of a REDUCE receive differ in their leaves."""
+    """Return whether the leaves differ between the chunks of any REDUCE receive."""
     recvs = zip(step.recvs, leaves, strict=True)
     return any(found is None and recv.action is not Action.COPY for recv, found in recvs)
 
 
 def _check_ranges(steps: Sequence[Step], where: str) -> None:
-    """Check that a rank reduces equal or disjoint ranges, and one range where it has a group."""
+    """Check that each rank reduces equal or disjoint ranges, and only one if it has a group."""
     for rank, step in enumerate(steps):
         recvs = [r for r in step.recvs if r.action is not Action.COPY]
         ranges = list(dict.fromkeys(recv[1:3] for recv in recvs))
@@ -196,7 +196,7 @@ def _check_ranges(steps: Sequence[Step], where: str) -> None:
 def _check_groups(
     steps: Sequence[Step], reductions: Sequence[Reductions], schedule: Schedule, where: str
 ) -> None:
-    """Check that every group of a step holds the same whole operands, each chunk once."""
+    """Check that every group holds the same whole operands, each chunk once."""
     seen: set[tuple[int, ...]] = set()
     for rank, step in enumerate(steps):
         group = step.group
@@ -231,7 +231,7 @@ def _check_groups(
 
 
 def _results(schedule: Schedule, state: State, expressions: Expressions) -> set[int]:
-    """Check what every rank ends with; return the distinct expressions of the reduced chunks."""
+    """Check every rank's final chunks; return the distinct expressions of the reduced ones."""
     size, chunks, collective = schedule.size, schedule.chunks, schedule.collective
     everyone = (1 << size // schedule.replicas) - 1
     results: set[int] = set()
