@@ -35,6 +35,8 @@ myst_enable_extensions = ["dollarmath"]
 html_math_renderer = "mathml"
 
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_title = f"adasum {release}"
 html_copy_source = False
 html_show_sphinx = False

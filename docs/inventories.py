@@ -1,4 +1,4 @@
-"""What signatures name of Python and torch, as inventories that intersphinx reads.
+"""Names of Python and torch in our signatures, as inventories that intersphinx reads.
 
 The inventories of both sites would have to be fetched at each build; a name that is not here has no
 link.

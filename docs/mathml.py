@@ -23,7 +23,7 @@ def inline(writer: Any, node: nodes.math) -> None:
 
 
 def block(writer: Any, node: nodes.math_block) -> None:
-    """Write a formula that stands alone; a wide one scrolls on a phone."""
+    """Write a displayed formula; a wide one scrolls on a phone."""
     formula = tex2mathml(node.astext(), as_block=True)
     writer.body.append(f'<div style="overflow-x: auto; padding: 0.5em 0">{formula}</div>\n')
     raise nodes.SkipNode

@@ -1,4 +1,4 @@
-"""Sphinx extension: the directive `public-names` documents what a package exports.
+"""Sphinx extension: the directive `public-names` documents the exports of a package.
 
 It renders names of `__all__` as users import them: those that are its content, in that order, or
 without content the package's docstring and then all names: functions, classes, errors and

@@ -1,4 +1,4 @@
-"""Sphinx extension: the page `readme` shows the repository's README, with links into this site."""
+"""Sphinx extension: the landing page begins with the README's first screen."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+# The line of docs/index.md that the first screen replaces.
+POINTER = "The [README](../README.md) is the first page.\n"
 
 
 def setup(app: Any) -> dict[str, bool]:
@@ -16,10 +18,21 @@ def setup(app: Any) -> dict[str, bool]:
 
 
 def insert_readme(app: Any, docname: str, source: list[str]) -> None:
-    """Replace the page's text by the README, and links to the README by links to the page."""
-    if docname == "readme":
-        source[0] = relink((ROOT / "README.md").read_text())
-    source[0] = source[0].replace("](../README.md", "](readme.md")
+    """Put the README's first screen into the landing page."""
+    if docname == "index":
+        if POINTER not in source[0]:
+            raise ValueError(f"docs/index.md lacks the line {POINTER!r}")
+        readme = relink(first_screen((ROOT / "README.md").read_text()))
+        source[0] = source[0].replace(POINTER, readme)
+
+
+def first_screen(readme: str) -> str:
+    r"""Return the README up to its first section, without its title.
+
+    >>> first_screen("# title\n\ntext\n\n## Use it\n\nmore")
+    '\ntext\n\n'
+    """
+    return readme.partition("\n## ")[0].partition("\n")[2] + "\n"
 
 
 def relink(readme: str) -> str:

@@ -1,4 +1,4 @@
-"""Draw the pictures beside this file; `python docs/pictures/draw.py` writes all of them again.
+"""Draw the pictures in this folder; `python docs/pictures/draw.py` writes all of them again.
 
 The messages are what `collectives.schedule(...).draw()` makes of the schedules that run, the
 results of the pairs come from `kernels.adasum`, and the accuracies from docs/evidence/results:

@@ -22,10 +22,12 @@ from collectives.schedules.registry import ALGORITHMS, SCHEDULES
 from tests.processes.harness import run_ranks, script
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("adasum", "collectives", "kernels")
 GUIDE = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *(ROOT / folder / "README.md" for folder in ("tests", "bench")),
+    *sorted(path for name in PACKAGES for path in (ROOT / name).rglob("README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
@@ -140,7 +142,7 @@ def test_functions_that_tables_name_are_in_their_files() -> None:
 def test_every_page_of_the_guide_is_linked_from_its_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", index))
-    assert {page.name for page in GUIDE} - {"index.md", "readme.md"} <= linked
+    assert {page.name for page in GUIDE} - {"index.md"} <= linked
 
 
 @pytest.mark.parametrize("package", ["kernels", "collectives", "adasum"])
@@ -154,9 +156,24 @@ def test_every_public_name_is_in_one_group_of_the_reference(package: str) -> Non
 
 def test_titles_of_all_pages_differ() -> None:
     """Search results and the list of pages show titles alone."""
-    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "readme.md"]
-    titles = [page.read_text().partition("\n")[0] for page in [*pages, ROOT / "README.md"]]
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    titles = [page.read_text().partition("\n")[0] for page in pages]
     assert len(set(titles)) == len(titles) > 25
+
+
+# What people search for: a site's search shows titles and headings first.
+SEARCHED = (
+    *("reproducible", "bitwise", "deterministic", "batch-invariant", "RL", "Muon", "DeviceMesh"),
+    *("AMP", "GradScaler", "gradient clipping", "TensorBoard", "wandb", "uv", "conda", "cupy"),
+    *("FSDP2", "torch.compile", "ZeRO", "learning rate", "FAQ"),
+)
+
+
+@pytest.mark.parametrize("word", SEARCHED)
+def test_words_that_people_search_for_are_in_a_heading(word: str) -> None:
+    pages = [re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M) for page in GUIDE]
+    headings = [line for page in pages for line in re.findall(r"^#+ (.*)$", page, re.M)]
+    assert any(re.search(rf"(?<!\w){re.escape(word)}", line, re.I) for line in headings)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from tests.processes.harness import run_ranks, script
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
@@ -32,6 +36,16 @@ def test_readme_snippet_runs(snippet: str, tmp_path: Path) -> None:
     path.write_text(snippet + "\nprint('ended')\n")
     size = 2 if "init_process_group" in snippet else 1
     assert [said[-6:] for said in run_ranks(size, script, str(path))] == ["ended\n"] * size
+
+
+def test_snippet_without_a_process_group_runs_by_plain_python(tmp_path: Path) -> None:
+    """As the README says; for the others it names torchrun before the first block."""
+    (snippet,) = [each for each in SNIPPETS if "init_process_group" not in each]
+    path = tmp_path / "snippet.py"
+    path.write_text(snippet)
+    bare = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    subprocess.run([sys.executable, path], cwd=ROOT, env={**bare, "PYTHONPATH": "."}, check=True)
+    assert 0 < README.index("torchrun --nproc-per-node") < README.index("```python")
 
 
 def test_files_that_the_readme_names_exist() -> None:

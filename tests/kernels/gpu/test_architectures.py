@@ -67,7 +67,7 @@ def test_the_bits_of_sm_90(capability, dtype):
     assert list(map(bits, got)) == list(map(bits, expected))
     if capability == 80:
         assert list(map(bits, close)) == list(map(bits, exact))
-    # From sm_100 on two float32 are added at once, in another order: see docs/diagnostics.md.
+    # From sm_100 on two float32 are added at once, in another order: see docs/bits.md.
     for mine, theirs in zip(close, exact, strict=True):
         assert relative_l2(mine, theirs.double()) <= torch.finfo(dtype).eps
 
