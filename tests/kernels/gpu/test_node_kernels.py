@@ -154,7 +154,7 @@ def test_host_that_gives_up_ends_what_waits_and_what_is_behind():
     with emulated() as emulator:
         # Within a look at the clock: in the emulator's time the 600 s would not pass.
         ranks.run(emulator, "two one", absent=(1,))
-    with pytest.raises(TimeoutError, match="rank 0 of the node gave up its launches"):
+    with pytest.raises(TimeoutError, match="rank 0 gave up its launches"):
         ranks.nodes[0].check()
     assert bits(ranks.held(0)) == bits(ranks.vectors[0])
     assert ranks.results[0].isnan().all()
