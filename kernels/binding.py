@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -20,7 +20,6 @@ from kernels.gpu import (
     sum_kernels,
 )
 from kernels.gpu.device_tables import AddressTable
-from kernels.memory import byte_range, check_disjoint, check_no_overlap
 from kernels.reading import read_again
 from kernels.validation import check_memory_of
 
@@ -83,7 +82,7 @@ def locate(call: Call) -> None:
     named = ((call.name(i), tensor) for i, tensor in enumerate(inputs))
     for name, tensor in itertools.chain(named, others):
         check_memory_of(name, tensor)
-    check_memory(call, others)
+    _check_overlap(call, others)
     call.addresses = array("Q", map(Tensor.data_ptr, inputs))
 
 
@@ -98,15 +97,41 @@ def _bound(call: Call, table: AddressTable | None = None) -> Run:
     return _OTHERS_ON_TRITON[call.function](call)
 
 
-def check_memory(call: Call, others: list[tuple[str, Tensor]]) -> None:
+def _check_overlap(call: Call, others: list[tuple[str, Tensor]]) -> None:
     """Raise ValueError for overlap; what is written element by element may be what is read."""
     for (name, tensor), (other_name, other) in itertools.combinations(others, 2):
-        check_no_overlap(name, tensor, other_name, other)
+        _check_no_overlap(name, tensor, other_name, other)
     for name, tensor in others:
         if not (tensor is call.dots or tensor is call.coefficients):
             in_place = tensor is call.out and call.in_place
             for i, one in enumerate(call.inputs):
-                if not (in_place and byte_range(one) == byte_range(tensor)):
-                    check_no_overlap(name, tensor, call.name(i), one)
+                if not (in_place and _byte_range(one) == _byte_range(tensor)):
+                    _check_no_overlap(name, tensor, call.name(i), one)
     if call.function == "unpack":
-        check_disjoint("tensors", call.inputs)
+        _check_disjoint("tensors", call.inputs)
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of a contiguous tensor, and the first one after it."""
+    start = tensor.data_ptr()
+    return start, start + tensor.nbytes
+
+
+def _check_no_overlap(name: str, written: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise ValueError if any byte of `written` belongs to `other`."""
+    (low, high), (start, stop) = _byte_range(written), _byte_range(other)
+    if low < stop and start < high and low < high and start < stop:
+        raise ValueError(f"{name} overlaps {other_name} in memory: pass a separate tensor")
+
+
+def _check_disjoint(name: str, tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError if two of a list's tensors, all of which are written, share memory."""
+    last, owner = 0, 0
+    for (start, end), i in sorted((_byte_range(one), i) for i, one in enumerate(tensors)):
+        if start < end and start < last:
+            raise ValueError(
+                f"{name}[{min(i, owner)}] and {name}[{max(i, owner)}] overlap in memory: "
+                "pass separate ones"
+            )
+        if start < end:
+            last, owner = end, i

@@ -19,7 +19,6 @@ from torch.compiler import is_dynamo_compiling as is_compiling
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-_SUPPORTED = frozenset(DTYPES)
 
 
 class NoMemory(TypeError):
@@ -56,18 +55,6 @@ def check_tensor(name: str, tensor: object) -> Tensor:
 
     Raises TypeError (not a tensor, dtype) or ValueError (layout, contiguity, device).
     """
-    if (
-        (type(tensor) in PLAIN or is_compiling())
-        and isinstance(tensor, Tensor)
-        and tensor.dtype in _SUPPORTED
-        and tensor.layout is torch.strided
-        and (tensor.is_cpu or tensor.is_cuda)
-        and not tensor.is_nested
-        and tensor.is_contiguous()
-        # dynamo cannot trace is_neg, and makes no negative views itself.
-        and (is_compiling() or not tensor.is_neg())
-    ):
-        return tensor
     if not isinstance(tensor, Tensor) or not (type(tensor) in PLAIN or tracing()):
         raise TypeError(_not_plain(name, tensor))
     check_dtype(name, tensor.dtype)
@@ -75,6 +62,7 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         raise ValueError(f"{name} is {tensor.layout}, not dense: call .to_dense() first")
     if tensor.is_nested:
         raise ValueError(f"{name} is a nested tensor: pass its parts, {name}.unbind()")
+    # dynamo cannot trace is_neg, and makes no negative views itself.
     if not is_compiling() and tensor.is_neg():
         raise ValueError(f"{name} is a negative view: pass {name}.resolve_neg()")
     if tensor.device.type not in ("cpu", "cuda"):
@@ -276,8 +264,5 @@ def check_writable(name: str, tensor: Tensor) -> Tensor:
 
 def check_all_writable(name: str, tensors: Sequence[Tensor]) -> None:
     """`check_writable` of each of a list."""
-    if is_compiling() or torch.is_inference_mode_enabled():
-        return
-    if any(map(Tensor.is_inference, tensors)):
-        for i, tensor in enumerate(tensors):
-            check_writable(f"{name}[{i}]", tensor)
+    for i, tensor in enumerate(tensors):
+        check_writable(f"{name}[{i}]", tensor)
