@@ -45,4 +45,4 @@ def test_bits_does_not_warn_of_itself(tmp_path: Path) -> None:
     file.write_text(json.dumps({"reduction": {"op": "Sum"}, "torch": torch_facts()}))
     done = ran("adasum.bits", str(file))
     assert "gradients are reduced:" in done.stdout
-    assert done.stderr == ""
+    assert "RuntimeWarning" not in done.stderr
