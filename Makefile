@@ -78,8 +78,8 @@ test-collectives: $(READY) build  ## the tests of collectives in one process, wi
 	$(PY) -m pytest tests/collectives $(THREE_FILES) $(PYTEST_ARGS)
 
 test-emulated: $(READY) build  ## collectives and adasum over the kernels' compiled code, emulated: 10 minutes
-	$(PY) -m pytest tests/collectives tests/adasum/test_reducer.py tests/adasum/optimizer/test_optimizer.py \
-		tests/adasum/horovod/test_allreduce.py --emulated -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(PY) -m pytest tests/collectives tests/adasum/test_reducer.py tests/adasum/optimizer/test_distributed_optimizer.py \
+		tests/adasum/horovod/test_reductions.py --emulated -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-timing: $(READY) build  ## tests of measured times, for a machine with nothing else to do
 	$(PY) -m pytest tests -m timing $(PYTEST_ARGS)

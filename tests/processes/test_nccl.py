@@ -3,7 +3,7 @@
 One rank alone sends to itself, which any NCCL does on any GPU.
 
 bench/results/nvidia-h200/results.md has what an H200 made of them, and
-tests/collectives/transport/test_nccl_wrapper.py what a stand-in for NCCL does.
+tests/collectives/transport/test_cupy_backend.py what a stand-in for NCCL does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the NCCL transport does, over fakes that keep NCCL's rules (fake_nccl.py): no GPU needed.
 
-What it does when something fails: test_nccl_failures.py, test_nccl_ends.py. What real NCCL makes of
+What it does when something fails: test_nccl_failures.py, test_watcher.py. What real NCCL makes of
 it: tests/processes/test_nccl.py.
 """
 
