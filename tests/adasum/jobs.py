@@ -12,6 +12,19 @@ from adasum import DistributedOptimizer
 from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
 
 OPS = {"Sum": hvd.Sum, "Average": hvd.Average, "Adasum": hvd.Adasum}
+WAYS: dict[str, dict[str, Any]] = {
+    "average": {"op": hvd.Average},
+    "sum": {"op": hvd.Sum},
+    "gradient": {"op": hvd.Adasum, "method": "gradient"},
+    "owners": {"op": hvd.Average, "mode": "owners"},
+    "delta": {"op": hvd.Adasum},
+    "delta in backward": {"op": hvd.Adasum, "step_in_backward": True},
+}
+
+
+def ways(*names: str) -> dict[str, dict[str, Any]]:
+    """Return options of DistributedOptimizer, by the names of the ways in which it reduces."""
+    return {name: WAYS[name] for name in names}
 
 
 def train(op: str, kind: str, passes: int, steps: int, **options: Any) -> Tensor:

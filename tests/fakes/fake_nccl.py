@@ -7,7 +7,7 @@ destroy, abort) waits for all ranks, without a limit; collecting a communicator 
 error.
 
 What it cannot show: that NCCL does as modelled here, speed, anything about memory on a GPU. The
-names, arguments and error codes are those of cupy 14.2 (test_nccl_wrapper.py compares them where
+names, arguments and error codes are those of cupy 14.2 (test_cupy_backend.py compares them where
 cupy is installed).
 """
 

@@ -11,12 +11,9 @@ from torch import Tensor
 
 import adasum as hvd
 from collectives import CollectiveMismatchError, Group, run_threads
+from tests.adasum.jobs import ways
 
-WAYS: dict[str, dict[str, Any]] = {
-    "average": {"op": hvd.Average},
-    "gradient": {"op": hvd.Adasum, "method": "gradient"},
-    "owners": {"op": hvd.Average, "mode": "owners"},
-}
+WAYS = ways("average", "gradient", "owners")
 
 
 @pytest.mark.parametrize("way", ["average", "gradient"])

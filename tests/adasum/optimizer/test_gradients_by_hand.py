@@ -12,12 +12,9 @@ from torch import Tensor
 
 import adasum as hvd
 from collectives import Group, run_threads
+from tests.adasum.jobs import ways
 
-WAYS: dict[str, dict[str, Any]] = {
-    "average": {"op": hvd.Average},
-    "sum": {"op": hvd.Sum},
-    "owners": {"op": hvd.Average, "mode": "owners"},
-}
+WAYS = ways("average", "sum", "owners")
 SIZE = 2
 
 

@@ -12,14 +12,9 @@ import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
 from collectives import CollectiveMismatchError, Group, run_threads
 from tests.adasum.definition import loss_of, make_model
+from tests.adasum.jobs import ways
 
-WAYS: dict[str, dict[str, Any]] = {
-    "average": {"op": hvd.Average},
-    "gradient": {"op": hvd.Adasum, "method": "gradient"},
-    "owners": {"op": hvd.Average, "mode": "owners"},
-    "delta": {"op": hvd.Adasum},
-    "delta in backward": {"op": hvd.Adasum, "step_in_backward": True},
-}
+WAYS = ways("average", "gradient", "owners", "delta", "delta in backward")
 
 
 class Scene:

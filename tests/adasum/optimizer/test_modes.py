@@ -15,13 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import adasum as hvd
 from collectives import Group, run_threads
 from tests.adasum.definition import flat, loss_of, make_model
+from tests.adasum.jobs import ways
 
-WAYS: dict[str, dict[str, Any]] = {
-    "average": {"op": hvd.Average},
-    "gradient": {"op": hvd.Adasum, "method": "gradient"},
-    "delta": {"op": hvd.Adasum},
-    "owners": {"op": hvd.Average, "mode": "owners"},
-}
+WAYS = ways("average", "gradient", "delta", "owners")
 
 
 class Counting(TorchDispatchMode):

@@ -12,17 +12,14 @@ import adasum as hvd
 from adasum import OptimizerOrderError
 from collectives import Group, run_threads
 from tests.adasum.definition import flat, loss_of, make_model
+from tests.adasum.jobs import ways
 
 
 def wrapped(parameters: Any, **options: Any) -> Any:
     return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), **options)
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "average": {"op": hvd.Average},
-    "owners": {"op": hvd.Average, "mode": "owners"},
-    "delta": {"op": hvd.Adasum},
-}
+WAYS = ways("average", "owners", "delta")
 
 
 @pytest.mark.parametrize("way", WAYS)
