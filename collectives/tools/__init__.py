@@ -1,1 +1,1 @@
-"""Tools that draw, price, trace, time or analyse what the core runs, which works without them."""
+"""Tools that draw, price, trace, time or analyse collectives; the core works without them."""

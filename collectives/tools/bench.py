@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 8 -m collectives.bench -b 8 -e 128M -o sum,avg -d float,half
     torchrun --nproc-per-node 4 -m collectives.bench -a xring,rd:16k:rechd -o adasum:Adasum
 
-size is a rank's buffer, reduced in place; time is the slowest rank's for a call, over all
-iterations; algbw is size / time, and busbw 2 (n - 1) / n of it, what each rank has to send, by
-which all numbers of ranks compare with the speed of the links (nccl-tests, doc/PERFORMANCE.md).
-#wrong counts elements of all ranks that are not the answer; the status is 1 if there are any. An
-operator of your own, MODULE:NAME, is timed and not checked.
+size is the length of each rank's buffer, reduced in place; time is the slowest rank's mean per
+call; algbw is size / time, and busbw 2 (n - 1) / n of algbw: the bytes that each rank has to send
+per time, comparable with the speed of the links for any number of ranks (nccl-tests,
+doc/PERFORMANCE.md). #wrong counts wrong elements on all ranks; the exit status is 1 if there are
+any. Your own operator, MODULE:NAME, is timed and not checked.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ DTYPES = {
     for name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
 }
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
-# Each with what makes the answer.
+# Each operator with the torch function for the expected result.
 _OPS: dict[str, tuple[Reducer, Callable[..., Tensor]]] = {
     "sum": (Sum, torch.sum),
     "avg": (Average, torch.mean),
     "max": (Max, torch.amax),
     "min": (Min, torch.amin),
 }
-# Elements that are drawn, and checked, at a time.
+# The number of elements to draw, and check, at a time.
 _BLOCK = 1 << 20
 
 
@@ -56,7 +56,7 @@ def bandwidths(size: int, seconds: float, ranks: int) -> tuple[float, float]:
 
 
 def _inputs(count: int, dtype: torch.dtype, rank: int) -> Iterator[Tensor]:
-    """Yield a rank's input on the CPU in blocks, the same in every process.
+    """Yield the input of `rank` on the CPU in blocks, the same in every process.
 
     Numbers are so small that every dtype holds the sums of 64 ranks exactly, in any order.
     """
@@ -68,16 +68,16 @@ def _inputs(count: int, dtype: torch.dtype, rank: int) -> Iterator[Tensor]:
 
 
 def _count_wrong(result: Tensor, op: str, ranks: int) -> int:
-    """Return how many elements of a rank's result are not float64's answer, rounded."""
+    """Return the number of elements that differ from the rounded result in float64."""
     count, dtype, wrong = result.numel(), result.dtype, 0
     blocks = zip(*(_inputs(count, dtype, rank) for rank in range(ranks)), strict=True)
     for block, parts in enumerate(blocks):
         terms = torch.stack([part.double() for part in parts])
         value = _OPS[op][1](terms, 0)
-        # An average rounds twice: float16 is divided by a power of two first, all by the rest.
+        # Averages round twice: float16 is divided by a power of two first, all by the rest.
         eps = 2 * torch.finfo(dtype).eps if op == "avg" else 0.0
         found = result[block * _BLOCK :][: len(value)].cpu().double()
-        # A NaN is never near.
+        # A NaN always counts as wrong.
         wrong += int(((found - value).abs() <= eps * value.abs()).logical_not().sum())
     return wrong
 
@@ -85,9 +85,9 @@ def _count_wrong(result: Tensor, op: str, ranks: int) -> int:
 def _measure(
     group: Any, device: torch.device, algorithm: str, op: str, count: int, args: Any
 ) -> tuple[float, int | None]:
-    """Return the slowest rank's seconds of a call, and the wrong elements of all ranks.
+    """Return the slowest rank's seconds per call, and the number of wrong elements on all ranks.
 
-    All ranks of the group must call it. None were counted if the operator is the user's.
+    All ranks of the group must call it. The number is None if the results were not checked.
     """
     dtype, reducer = DTYPES[args.datatype], _operator_of(op)
     blocks = [*_inputs(count, dtype, group.rank), torch.empty(0, dtype=dtype)]
@@ -113,13 +113,13 @@ def _measure(
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has done all that was started."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _operator_of(name: str) -> Reducer:
-    """Return the operator of a name, or of MODULE:NAME; ValueError if there is none."""
+    """Return the operator of a name, or of MODULE:NAME; raise ValueError for others."""
     if name in _OPS:
         return _OPS[name][0]
     module, _, attribute = name.partition(":")
@@ -131,7 +131,7 @@ def _operator_of(name: str) -> Reducer:
 
 
 def dtype_of(name: str) -> str:
-    """Return torch's name of a dtype of nccl-tests; ValueError if there is none."""
+    """Return torch's name for a dtype of nccl-tests; raise ValueError for unknown ones."""
     name = _ALIASES.get(name, name)
     if name not in DTYPES:
         raise ValueError(f"-d must be one of {', '.join([*DTYPES, *_ALIASES])}, got {name}")
@@ -139,7 +139,7 @@ def dtype_of(name: str) -> str:
 
 
 def sizes_of(args: argparse.Namespace) -> list[int]:
-    """Return the sizes in bytes that -b, -e and -f ask for; ValueError names a wrong flag."""
+    """Return the sizes in bytes, by -b, -e and -f; ValueError names a wrong flag."""
     ends = []
     for flag, text in (("-b", args.minbytes), ("-e", args.maxbytes)):
         try:
@@ -173,13 +173,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def started(
     parser: argparse.ArgumentParser, kind: str = "cpu"
 ) -> Iterator[tuple[collectives.Group, torch.device]]:
-    """Give the group of all ranks, and this rank's device; the parser's error without ranks."""
+    """Yield the group of all ranks and this rank's device; exit by the parser without ranks."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         module = parser.prog.split()[-1]
         parser.error(f"needs ranks: start with torchrun --nproc-per-node 2 -m {module}")
     device = torch.device(kind)
     if kind == "cuda":
-        # Before init, which looks up the GPU that a rank is on.
+        # Before init, which reads each rank's current GPU.
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     group = collectives.init()
@@ -190,7 +190,7 @@ def started(
 
 
 def run(group: Any, device: torch.device, args: Any, say: Callable[[str], object]) -> int:
-    """Measure and say all that was asked for; return how many elements were wrong."""
+    """Measure all combinations and print a table by `say`; return the number of wrong elements."""
     say(
         f"# all_reduce: {group.size} ranks, {group.num_nodes} hosts, {group.transport!r}, "
         f"{device.type}, torch {torch.__version__}"
@@ -222,7 +222,7 @@ def run(group: Any, device: torch.device, args: Any, say: Callable[[str], object
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run on every rank, or start ranks; rank 0 prints. Return 1 if an element was wrong."""
+    """Run on every rank, or start ranks; rank 0 prints. Return 1 if elements were wrong."""
     parser = argparse.ArgumentParser(prog="python -m collectives.bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False
@@ -245,14 +245,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             say = print if group.rank == 0 else lambda text: None
             return int(run(group, device, args, say) > 0)
         except ValueError as error:
-            # All ranks raise the same error; one line of it is enough.
+            # All ranks raise the same error; print it once.
             if group.rank == 0:
                 print(f"{parser.prog}: error: {error}", file=sys.stderr)
             return 2
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Check what needs no rank, and make the dtype's name torch's."""
+    """Check the flags without starting ranks, and replace the dtype's name by torch's."""
     args.datatype = dtype_of(args.datatype)
     sizes_of(args)
     for op in args.op.split(","):
@@ -274,7 +274,7 @@ def _start(ranks: int, argv: Sequence[str]) -> int:
     only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     only.add_argument("--ranks")
     _, flags = only.parse_known_args(argv)
-    # Without a number torchrun says so, at length, and takes one.
+    # Without a number torchrun uses 1, with a long warning.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, "-m", *launch, "-m", "collectives.bench", *flags]

@@ -38,8 +38,8 @@ Rates are seconds and seconds a byte, by default assumptions about H100 nodes; t
 one node. A two-level algorithm averages inside nodes before Adasum, which is another result than
 Adasum over all ranks. NCCL's own sum has no schedule here, and no price.
 """
-# A rank of `psgpu` or `direct` sends to all others, and a ring takes that many steps: with more
-# ranks those rows take long to price.
+# With `psgpu` and `direct` every rank sends to all others, and rings have as many steps: with more
+# ranks these rows take long to price.
 _MOST_RANKS = 64
 
 
@@ -162,7 +162,7 @@ def costs(
     segments: int,
     device: str,
 ) -> list[str]:
-    """Return a Markdown table, by operator, the fastest first."""
+    """Return the lines of a Markdown table, by operator, with the fastest algorithm first."""
     lines = [
         f"{topology.num_nodes} nodes of {topology.local_size} ranks, {_bytes(nbytes)} a rank",
         f"{'assumed' if rates == ASSUMED else 'given'} rates: {rates}",
@@ -185,7 +185,7 @@ def costs(
 
 
 def _algorithms(op: str, topology: Topology) -> list[str]:
-    """Return the algorithms that the table has rows for unless asked for others."""
+    """Return the algorithms that the table has by default."""
     size, local = topology.size, topology.local_size
     halving = "vhdd" if op == "adasum" else "rechd"
     names = [halving, "rd"]

@@ -1,11 +1,11 @@
-"""The α-β-γ cost model: what the steps of a schedule take on a machine. No call asks it.
+"""The α-β-γ cost model: the time of a schedule's steps on a machine. Collectives do not use it.
 
-A schedule runs in lockstep, and a step ends when its messages have arrived and are reduced. What a
-rank sends in a step to one class of peers, in its node or on other nodes, takes alpha for every
-peer and beta for every byte; so does what it receives, at the same time. Before every step, those
-of Adasum's dot products too, the host spends `host` seconds: the model does not count on its being
-ahead of the device. Source: Thakur, Rabenseifner and Gropp, IJHPCA 2005, for one peer a step;
-several are taken one by one.
+Schedules run in lockstep, and each step ends when its messages have arrived and are reduced. A
+rank's sends to one class of peers, in its node or on other nodes, take alpha per peer and beta per
+byte; its receives take as long, at the same time. Before every step, including the steps for
+Adasum's dot products, the host spends `host` seconds: the model does not assume that it runs ahead
+of the device. Source: Thakur, Rabenseifner and Gropp, IJHPCA 2005, for one peer per step; several
+peers count one by one.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ __all__ = ["ASSUMED", "OPS", "Cost", "LinkRates", "Rate", "estimate", "one_launc
 Floats = NDArray[np.float64]
 
 OPS = ("sum", "adasum")
-# Bytes of Adasum's partial products of one segment: a dot and two squared norms in float64.
+# Bytes of Adasum's partial products per segment: a dot and two squared norms in float64.
 _DOTS_BYTES = 24
-# What a rank launches to add up tables that others go on with, and to look whether its own table is
-# precise enough and make coefficients of all.
+# Launches per rank: one checks the precision of its own table, one adds up all tables and computes
+# the coefficients.
 _COEFFICIENTS_LAUNCHES = 2
-# Columns of a rank's load in a step: for each class and direction the peers and the share of the
-# buffer in their messages, then the reductions and the share received for them.
+# Columns of each rank's load in a round: for each class and direction the peers and the share of
+# the buffer in their messages, then the reductions and the share received for them.
 _INTRA, _INTER, _REDUCE, _COLUMNS = 0, 4, 8, 10
 
 
 class Rate(NamedTuple):
-    """The time of a message or a reduction.
+    """The time of messages or reductions.
 
     Attributes:
-        alpha: Seconds for each.
-        beta: Seconds a byte.
-        knee: Bytes beyond which each takes another time; on a CPU, what fits in the caches.
-        far: Seconds a byte beyond the knee.
+        alpha: Seconds for each message or reduction.
+        beta: Seconds per byte.
+        knee: The largest number of bytes for beta; on a CPU, the size of the caches.
+        far: Seconds per byte beyond the knee.
     """
 
     alpha: float
@@ -61,25 +61,25 @@ class Rate(NamedTuple):
     far: float = 0.0
 
     def seconds(self, count: Floats | float, nbytes: Floats | float) -> Floats:
-        """Return the time of `count`, with `nbytes` in all."""
+        """Return the time of `count` messages or reductions with `nbytes` in all."""
         near = self.alpha * count + self.beta * np.minimum(nbytes, self.knee)
         return near + self.far * np.maximum(nbytes - self.knee, 0.0)
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """How fast a machine moves bytes between ranks, and reduces them.
+    """A machine's rates for moving bytes between ranks, and for reducing them.
 
     Attributes:
-        intra: What a rank sends to, or receives from, a peer on its node.
-        inter: The same with a peer on another node.
-        sum: One reduction on a rank, by the bytes that it has received for it.
-        adasum: The same by Adasum.
-        nic: Seconds a byte of the network adapter that all ranks of a node share, each way; None
-            if every rank has its own.
+        intra: Messages to or from peers on the same node.
+        inter: Messages to or from peers on other nodes.
+        sum: Reductions by a sum, by the bytes received for them.
+        adasum: Reductions by Adasum.
+        nic: Seconds per byte of the network adapter that all ranks of each node share, each way;
+            None if every rank has its own.
         call: Fixed cost of a collective in seconds, on top of its steps.
-        host: Seconds that the host spends on a step before the device begins it; 0 on a CPU, where
-            it is a part of alpha.
+        host: Seconds that the host spends on each step before the device begins it; 0 on a CPU,
+            since it is part of alpha there.
 
     Raises:
         ValueError: A number is negative or not finite.
@@ -109,29 +109,29 @@ ASSUMED = LinkRates(
     adasum=Rate(7.5e-6, 5.7 / 3.35e12),
     host=60e-6,
 )
-"""Assumptions, not measurements: nodes of H100 GPUs, each with a 400 Gb/s adapter of its own.
+"""Assumptions, not measurements: nodes of H100 GPUs, each with its own 400 Gb/s adapter.
 
-alpha: the latencies that NCCL's tuning tables give a hop of a ring over NVLink and over the network
+alpha: the latencies in NCCL's tuning tables for one hop of a ring over NVLink and over the network
 (protocol Simple). beta: the makers' figures, NVLink 4 at 450 GB/s each way and 400 Gb/s. sum: a
 kernel launch of 3 µs, and two reads and a write at the 3.35 TB/s of the data sheet. adasum: five
-units of such traffic in two launches, 1.14 times as long a byte as a sum's: on an H200, the one GPU
-that was measured, 1.12 to 1.18 of pairs of 1 GiB and of 8 slices of 128 MiB (bench/results). host:
-what one exchange through NCCL takes of the calling thread's processor time over stand-ins for CUDA
-and NCCL (tests/fakes; a loaded 2-core EPYC), without a driver's part and NCCL's own thread.
+reads or writes in two launches, with 1.14 times a sum's time per byte of traffic: measured on one
+GPU, an H200, 1.12 to 1.18 times for pairs of 1 GiB and for 8 slices of 128 MiB (bench/results).
+host: the calling thread's processor time for one exchange through NCCL, with stand-ins for CUDA and
+NCCL (tests/fakes; a loaded 2-core EPYC), so without the driver and NCCL's own thread.
 """
 
 
 class Cost(NamedTuple):
-    """What one collective takes.
+    """The cost of one collective.
 
     Attributes:
         seconds: Its time.
-        steps: Of its schedule.
+        steps: The number of its schedule's steps.
         intra: Bytes sent inside nodes, by all ranks.
         inter: Bytes sent between nodes, by all ranks.
         busiest_intra: Most bytes that one rank sends or receives inside its node.
         busiest_inter: Most bytes that one node sends to or receives from others.
-        memory: Most bytes that a rank has received and not yet reduced.
+        memory: Most bytes that any rank has received and not yet reduced.
     """
 
     seconds: float
@@ -152,25 +152,25 @@ def estimate(
     segments: int = 1,
     device: str | None = None,
 ) -> Cost:
-    """Return the cost of an all-reduce by a specification, or by a schedule.
+    """Return the cost of an all-reduce by a specification or a schedule.
 
-    Every rank's steps are walked: 1,024 ranks take seconds, and those of a flat ring a minute.
+    The model walks every rank's steps: 1,024 ranks take seconds, a flat ring of them a minute.
 
     Args:
-        spec: The specification ("rechd/xring#2", "rd:16k:rechd", whose limits count elements of 4
-            bytes, or "auto"), or a schedule of your own.
+        spec: The specification ("rechd/xring#2", "auto", or "rd:16k:rechd": limits count elements
+            of 4 bytes), or your own schedule.
         nbytes: Length of each rank's buffer.
         rates: The machine, such as `ASSUMED`; required.
-        topology: Where the ranks are; required.
-        op: "sum" or "adasum"; Average costs what Sum does.
-        segments: How many tensors lie in the buffer, which Adasum projects on their own, and whose
-            shards a parameter-server shuffle places on the ranks.
-        device: Of `auto`: "cpu" or "cuda".
+        topology: The nodes of the ranks; required.
+        op: "sum" or "adasum"; Average costs the same as Sum.
+        segments: The number of tensors in the buffer: Adasum has dot products for each, and a
+            parameter-server shuffle places their shards on the ranks.
+        device: For `auto`: "cpu" or "cuda".
 
     Raises:
         TypeError: The rates or the topology are missing.
         ValueError: The specification is unknown, is `auto` without a device, or is a library's
-            algorithm, whose steps are not known; or the schedule is for other ranks.
+            algorithm with unknown steps; or the schedule is for another number of ranks.
     """
     if rates is None or topology is None:
         raise TypeError("estimate needs rates and a topology: ASSUMED, Topology(8, 8)")
@@ -185,19 +185,19 @@ def estimate(
 def one_launch(
     nbytes: float, rates: LinkRates, topology: Topology, op: str = "sum", *, copied: bool = True
 ) -> Cost:
-    """Return the cost of an all-reduce in memory that a node's GPUs share, `auto`'s choice there.
+    """Return the cost of an all-reduce in memory that a node's GPUs share, as chosen by `auto`.
 
     Each rank reads its slice of all vectors and writes the result to all ranks, so that each way
-    2 (n - 1) / n buffers cross its link. Ranks wait for each other twice, for Adasum's tables once
-    more.
+    2 (n - 1) / n buffers cross its link. Ranks wait for each other twice, and once more for
+    Adasum's tables.
 
     Args:
         nbytes: Length of each rank's buffer.
         rates: The machine.
         topology: One node.
         op: "sum" or "adasum".
-        copied: Whether the buffer is copied to the shared memory, and back; a copy has two of the
-            three accesses of a sum.
+        copied: Whether the buffer is copied to the shared memory, and back; a copy has two memory
+            accesses, a sum three.
 
     Raises:
         ValueError: There are several nodes.
@@ -230,10 +230,11 @@ def schedule_for(
     op: str,
     segments: int = 1,
 ) -> tuple[AllReduceSpec, Schedule]:
-    """Return the range of a specification for a buffer, of `auto` by messages, and its schedule.
+    """Return the range of a specification for a buffer, and its schedule; `auto` uses messages.
 
-    nbytes may be None for one range that is not `auto`, and device unless the range is `auto`; else
-    that is a ValueError, as is a library's algorithm. Limits count elements of 4 bytes.
+    `nbytes` may be None for a single range other than `auto`, `device` for ranges other than
+    `auto`. Otherwise, and for a library's algorithm, raises ValueError. Limits count elements of 4
+    bytes.
     """
     specs = parse_all_reduce_spec(text)
     if nbytes is None and (len(specs) > 1 or specs[0].outer == "auto"):
@@ -249,20 +250,20 @@ def schedule_for(
         spec = sum_algorithm(str(device), size, topology)
     if spec.inner is not None and algorithm(spec.inner).is_library:
         raise ValueError(f"{spec.inner!r} is no schedule, so its steps are not known")
-    # Only a shuffle asks how many tensors there are.
+    # Only shuffles depend on the number of tensors.
     tensors = RoundRobin(min(segments, topology.size) if spec.is_round_robin else 1)
     return spec, schedule_of(spec, topology, one_tree=one_tree, round_robin=tensors)
 
 
 class Round(NamedTuple):
-    """What all ranks do in a step, or to exchange the dot products that a step needs.
+    """The load of all ranks in one step, or in an exchange of its dot products.
 
     Attributes:
         step: The number of the step.
         load: [ranks, columns], see `_COLUMNS`.
         reduction: "sum" or "adasum".
         dots: Whether shares are of the partial products, not of the buffer.
-        passes: How often received bytes are read, relative to a reduction in pairs.
+        passes: Memory traffic per received byte, relative to a reduction in pairs.
     """
 
     step: int
@@ -274,7 +275,7 @@ class Round(NamedTuple):
 
 @dataclass
 class _Walked:
-    """A step of all ranks; `operands` meet at most in a reduction."""
+    """One step of all ranks; `operands` is the largest number in one reduction."""
 
     load: Floats
     phase: int = 0
@@ -287,7 +288,7 @@ class _Walked:
 def walk(
     schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("sum",)
 ) -> tuple[Round, ...]:
-    """Return what the ranks of `topology` do, one round after the other, walking every rank.
+    """Return the rounds of all ranks of `topology`, by walking every rank's steps.
 
     reductions: "sum" or "adasum" by phase of the steps; the last is for all later phases.
     """
@@ -297,11 +298,11 @@ def walk(
     for number, step in _steps_of(schedule, topology, reductions).items():
         reduction, passes, load = _of_phase(reductions, step.phase), 1.0, step.load
         if rounds and np.array_equal(load, rounds[-1].load):
-            # A ring has thousands of steps that are alike: keep one table.
+            # Rings have thousands of equal steps: keep one table.
             load = rounds[-1].load
         if step.by_tree and reduction == "adasum":
-            # A Gram matrix and a blend of n vectors read and write (2 n + 1) / 5 as much a byte
-            # received as a reduction in pairs, which reads two vectors twice and writes one.
+            # A Gram matrix and a blend of n vectors have 2 n + 1 reads and writes of a vector. A
+            # reduction in pairs has 5: it reads two vectors twice and writes one.
             passes = (2 * step.operands + 1) / (5 * max(1, step.operands - 1))
         rounds.append(Round(number, load, reduction, passes=passes))
         # Ranks that hold whole segments by themselves exchange no dot products.
@@ -324,7 +325,7 @@ def _steps_of(
     schedule: Schedule, topology: Topology, reductions: Sequence[str]
 ) -> dict[int, _Walked]:
     found: dict[int, _Walked] = defaultdict(lambda: _Walked(np.zeros((topology.size, _COLUMNS))))
-    # Rank after rank, so that no more than one rank's steps are held.
+    # Rank after rank, to hold only one rank's steps at a time.
     for rank in range(schedule.size):
         for number, step in enumerate(schedule.steps(rank)):
             its, shares, spans = found[number], Counter[int](), Counter[tuple[int, int]]()
@@ -336,7 +337,7 @@ def _steps_of(
                 spans[start, stop] += action is not Action.COPY
             for peer, share in shares.items():
                 _add_message(its.load, topology, peer, rank, share / schedule.parts)
-            # Adasum of n vectors is n - 1 reductions of pairs, or by a tree one; so is a sum of n.
+            # Adasum of n vectors is n - 1 reductions of pairs, or one by a tree; a sum is one.
             in_pairs = _of_phase(reductions, step.phase) == "adasum" and not step.tree
             for (start, stop), others in spans.items():
                 its.operands = max(its.operands, others + 1)
@@ -353,7 +354,7 @@ def _add_message(load: Floats, topology: Topology, source: int, target: int, sha
 
 
 def _dots(step: _Walked, topology: Topology) -> Iterable[Floats]:
-    """Return what sums partial products in all groups at once, by recursive doubling in each."""
+    """Return the loads to sum partial products in all groups at once, by recursive doubling."""
     loads: dict[int, Floats] = defaultdict(lambda: np.zeros((topology.size, _COLUMNS)))
     for group in step.groups:
         doubling = halving.doubling(len(group))
@@ -366,9 +367,9 @@ def _dots(step: _Walked, topology: Topology) -> Iterable[Floats]:
 
 
 def _tables(step: _Walked, topology: Topology) -> Iterable[Floats]:
-    """Return the load of gathering the Gram matrices of groups and making coefficients of them."""
+    """Return the load to gather Gram matrices in groups and compute coefficients from them."""
     load: Floats = np.zeros((topology.size, _COLUMNS))
-    # Two float64 numbers an entry.
+    # Two float64 numbers per entry.
     share = step.operands**2 * 16 / _DOTS_BYTES
     for group in (group for group in step.groups if len(group) > 1):
         for rank in group:
@@ -386,10 +387,10 @@ def cost_of(
     topology: Topology,
     segments: int = 1,
 ) -> Cost:
-    """Return the cost of rounds; `segments` tensors, which Adasum projects on their own."""
+    """Return the cost of rounds, with dot products for each of `segments` tensors."""
     seconds, memory, moved = rates.call, 0.0, np.zeros((topology.size, 4))
     for each in rounds:
-        # An idle step costs nothing.
+        # Idle steps cost nothing.
         seconds += rates.host if each.load.any() else 0.0
         moving, reducing = times_of(each, nbytes, rates, topology, segments)
         seconds += float((moving + reducing).max())
@@ -406,7 +407,7 @@ def cost_of(
 def times_of(
     each: Round, nbytes: float, rates: LinkRates, topology: Topology, segments: int = 1
 ) -> tuple[Floats, Floats]:
-    """Return how long each rank's messages of a round take, and then its reductions."""
+    """Return the seconds of each rank's messages in a round, and of its reductions after them."""
     size, load = _DOTS_BYTES * segments if each.dots else nbytes, each.load
     intra, inter = (
         np.maximum(*(rate.seconds(load[:, i], size * load[:, i + 1]) for i in (start, start + 2)))

@@ -1,8 +1,8 @@
 """The messages of a schedule, as a picture in SVG and as a table.
 
-Time runs from left to right, a rank is a line, and a message an arrow between two of them: solid
-if it is reduced, dashed if it is copied, the thicker the more of the buffer it carries. The colours
-are Okabe and Ito's, which colour-blind readers tell apart.
+Time runs from left to right. Ranks are lines, and messages are arrows between them: solid if they
+are reduced, dashed if they are copied, and thicker if they carry more of the buffer. The colours
+are Okabe and Ito's, which colour-blind readers can tell apart.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from xml.sax.saxutils import escape
 
 from collectives.schedules.schedule import IDLE, Action, Schedule, Step, Transfer, steps_of
 
-# Scoped by its class, since the style of a picture inside a page is the whole page's. A picture has
-# a ground of its own, since many pages are dark for other reasons than the system's setting.
+# Scoped by a class, since a style inside a page's picture applies to the whole page. Pictures have
+# their own background, since many pages are dark independently of the system's setting.
 _STYLE = """
 .schedule { font: 14px system-ui, 'DejaVu Sans', sans-serif; }
 .schedule .ground { fill: #fff; } .schedule .node { fill: #f0f3f6; }
@@ -33,17 +33,17 @@ _STYLE = """
 .schedule .reduced { stroke: #56B4E9; fill: #56B4E9; }
 .schedule .copied { stroke: #E69F00; fill: #E69F00; }
 }"""
-# In pixels. A phone shows about 350 of them across, and scales a wider picture down.
+# In pixels. Phones show about 350 pixels across, and scale wider pictures down.
 _TOP, _FOOT, _ROW, _CAPTION, _MARGIN = 40, 92, 32, 22, 12
 _NARROWEST_PLOT, _PLOT, _NARROWEST_STEP, _WIDEST_STEP = 284, 384, 17, 72
 _CHARACTER, _TITLE_CHARACTER = 8, 9.5
 
 
 class Message(NamedTuple):
-    """What one rank sends another in one step.
+    """The chunks that one rank sends to another in one step, for the same action.
 
     Attributes:
-        step: Its number, from 0.
+        step: The number of the step, from 0.
         chunks: The ranges [start, stop) of chunks.
         share: Their part of the buffer.
         reduces: Whether the receiver reduces them.
@@ -74,7 +74,7 @@ class Svg(str):
 
 
 def messages(schedule: Schedule) -> Iterator[Message]:
-    """Yield all messages by step, joined if one rank sends another several to do one thing."""
+    """Yield all messages by step; transfers with equal ranks and action are joined."""
     for number, together in enumerate(_steps(schedule)):
         for rank, step in enumerate(together):
             ranges: dict[tuple[int, bool], list[tuple[int, int]]] = {}
@@ -88,7 +88,7 @@ def messages(schedule: Schedule) -> Iterator[Message]:
 def svg(schedule: Schedule, nodes: int, title: str) -> Svg:
     """Return the picture as SVG, for light and dark pages.
 
-    nodes: How many equal runs of ranks stand apart. title: What stands above.
+    nodes: the number of equal runs of ranks, drawn apart; title: the text at the top.
     """
     drawn, steps = list(messages(schedule)), len(_steps(schedule))
     at = _Layout(schedule.size, nodes, steps)
@@ -104,7 +104,7 @@ def svg(schedule: Schedule, nodes: int, title: str) -> Svg:
     ]
     seen = set()
     for message in drawn:
-        # What is copied along what is reduced would hide it.
+        # Shift a second arrow between the same ranks, which would hide the first.
         aside = 4 if message[:3] in seen else 0
         seen.add(message[:3])
         start = at.x(message.step + 0.06) + aside, at.row(message.source)
@@ -117,7 +117,7 @@ def svg(schedule: Schedule, nodes: int, title: str) -> Svg:
 
 
 def table(schedule: Schedule) -> str:
-    """Return what each rank sends and receives in each step, a line for each, as text."""
+    """Return a table as text, with each rank's sends and receives in each step on one line."""
     rows = [("step", "rank", "sends these chunks", "receives these (+ reduces them)")]
     for number, together in enumerate(_steps(schedule)):
         for rank, step in enumerate(together):
@@ -132,7 +132,7 @@ def table(schedule: Schedule) -> str:
 
 
 def _steps(schedule: Schedule) -> list[tuple[Step, ...]]:
-    """Return the steps of all ranks by number; one that is being written may lack some."""
+    """Return all ranks' steps by number, with idle ones if an unfinished schedule lacks some."""
     ranks = [steps_of(schedule, rank) for rank in range(schedule.size)]
     return list(zip_longest(*ranks, fillvalue=IDLE))
 
@@ -142,13 +142,13 @@ def _received(each: Transfer) -> str:
 
 
 def _text_of(chunks: Sequence[int]) -> str:
-    """Return a range of chunks by its first and its last."""
+    """Return a text for a range of chunks: its first and last."""
     start, stop = chunks
     return f"{start}" if stop - start == 1 else f"{start}-{stop - 1}"
 
 
 class _Layout:
-    """Where the parts of an SVG are, in pixels."""
+    """The positions of an SVG's parts, in pixels."""
 
     def __init__(self, size: int, nodes: int, steps: int) -> None:
         self.size, self.nodes, self.steps = size, nodes, max(1, steps)
@@ -167,7 +167,7 @@ class _Layout:
 
 
 def _grid(at: _Layout) -> Iterator[str]:
-    """Yield the nodes, a line for each rank and one between steps."""
+    """Yield the nodes, one line per rank, and lines between steps."""
     for node in range(at.nodes if at.nodes > 1 else 0):
         y, height = at.row(node * at.local) - _ROW / 2 - _CAPTION, at.local * _ROW + _CAPTION
         place = f'x="6" y="{y + 2:g}" width="{at.right:g}" height="{height - 4:g}"'
@@ -182,7 +182,7 @@ def _grid(at: _Layout) -> Iterator[str]:
 
 
 def _foot(at: _Layout, drawn: Sequence[Message]) -> Iterator[str]:
-    """Yield each step's number and its messages' share, if there is room, and the key."""
+    """Yield each step's number and share, as far as there is room, and the key."""
     for y, name in ((18, "step"), (36, "share")):
         yield _text(_MARGIN, at.bottom + y, name, "small")
     shares: list[set[Fraction]] = [set() for _ in range(at.steps)]

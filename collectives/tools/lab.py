@@ -1,4 +1,4 @@
-"""Schedules to look at: drawn, listed, priced and simulated before anything runs."""
+"""Schedules to draw, list, price and simulate before anything runs."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ class Schedule(plain.Schedule):
     """A collective over `size` ranks on a buffer of `chunks` nearly equal pieces.
 
     Attributes:
-        name: How errors and traces call it.
+        name: The name in errors and traces.
         size: Number of ranks.
         chunks: Number of pieces.
-        collective: What it computes.
-        steps: Generates the steps of a rank, equally many for every rank.
-        root: The rank that a broadcast comes from and a reduce goes to.
-        whole_segments: Whether chunk boundaries must lie on segment boundaries, so that a rank that
-            reduces a chunk holds whole segments.
+        collective: The collective that it computes.
+        steps: Generates the steps of each rank, equally many for every rank.
+        root: The source of a broadcast, and the destination of a reduce.
+        whole_segments: Whether chunk boundaries must lie on segment boundaries, so that each chunk
+            has whole segments.
         replicas: Each run of this many consecutive ranks starts with the same contribution (their
             node's).
-        gathered: Whether the steps copy every rank's whole vector to every rank, which at the end
-            reduces all of them in one n-way pass in rank order. The chunks are then those of all
-            vectors, rank 0's first; each rank starts with its own.
-        nodes: How many equal runs of consecutive ranks share a host, in pictures, prices and
-            traces. A run does not ask.
-        op: What prices and traces reduce with, "sum" or "adasum"; if steps have two phases, the
-            first one sums. A run does not ask.
+        gathered: Whether the steps copy every rank's whole vector to every rank; at the end every
+            rank reduces all vectors in one n-way pass in rank order. The chunks are then the chunks
+            of all vectors, rank 0's first; each rank starts with its own.
+        nodes: The number of equal runs of consecutive ranks that share a host, for pictures, prices
+            and traces; not used in a run.
+        op: The operator for prices and traces, "sum" or "adasum"; if steps have two phases, the
+            first one sums. Not used in a run.
 
     Raises:
         TypeError: A field has another type.
-        ValueError: A field has no meaning with the others.
+        ValueError: Fields contradict each other.
 
     Examples:
         >>> collectives.schedule("rd", 4).table().splitlines()[0]
@@ -68,10 +68,10 @@ class Schedule(plain.Schedule):
     def draw(self, *, title: str | None = None) -> drawing.Svg:
         """Return a picture of the messages as SVG, which notebooks show.
 
-        Time runs from left to right, a rank is a line, and a message an arrow.
+        Time runs from left to right, ranks are lines, and messages are arrows.
 
         Args:
-            title: What stands above; None for name, ranks and nodes.
+            title: The text at the top; None for name, ranks and nodes.
         """
         if title is None:
             on = f" on {self.nodes} nodes" if self.nodes > 1 else ""
@@ -79,7 +79,7 @@ class Schedule(plain.Schedule):
         return drawing.svg(self, self.nodes, title)
 
     def table(self) -> str:
-        """Return what each rank sends and receives in each step, as text, a line a step and rank.
+        """Return a table as text: each rank's sends and receives in each step, on one line.
 
         Steps and chunks are numbered from 0, as in errors.
         """
@@ -90,18 +90,19 @@ class Schedule(plain.Schedule):
 
         Args:
             nbytes: Length of each rank's buffer.
-            rates: The machine; nodes of H100 GPUs by assumption, not by measurement.
-            segments: How many tensors lie in the buffer, which Adasum projects on their own.
+            rates: The machine; the default, for nodes of H100 GPUs, is assumed, not measured.
+            segments: The number of tensors in the buffer: Adasum has dot products for each.
         """
         topology = self._checked(nbytes, segments)
         rounds = walk(self, topology, self._reductions())
         return cost_of(rounds, nbytes, rates, topology, segments)
 
     def trace(self, nbytes: float, rates: LinkRates = ASSUMED, segments: int = 1) -> str:
-        """Return the run that the cost model has in mind, as JSON in Chrome's trace format.
+        """Return the cost model's simulated run, as JSON in Chrome's trace format.
 
-        Perfetto (ui.perfetto.dev) and chrome://tracing open it: a process a node, a thread a rank,
-        a slice a step with its messages. Its end is the time that `cost` says. Arguments as there.
+        Perfetto (ui.perfetto.dev) and chrome://tracing open it: nodes are processes, ranks are
+        threads, and steps are slices with their messages. It ends at the time of `cost`, which has
+        the same arguments.
         """
         topology = self._checked(nbytes, segments)
         events: list[_Event] = []
@@ -120,7 +121,7 @@ class Schedule(plain.Schedule):
         return topology_of(self.size, self.nodes)
 
     def _reductions(self) -> tuple[str, ...]:
-        """Return what the phases of the steps reduce with."""
+        """Return the operator for each phase of the steps."""
         ranks = range(self.size if self.op == "adasum" else 0)
         two = any(step.phase for rank in ranks for step in plain.steps_of(self, rank))
         return ("sum", self.op) if two else (self.op,)
@@ -128,7 +129,7 @@ class Schedule(plain.Schedule):
     def _run(
         self, topology: Topology, nbytes: float, rates: LinkRates, segments: int
     ) -> Iterator[_Event]:
-        """Yield of each step what the host spends, the messages and the reduction."""
+        """Yield events for each step: the host's time, the messages and the reduction."""
         texts: dict[tuple[int, int], dict[str, list[str]]] = {}
         for message in drawing.messages(self):
             text = f"{message}: {float(message.share) * nbytes:.0f} bytes"
@@ -145,7 +146,7 @@ class Schedule(plain.Schedule):
             for rank in range(self.size):
                 node, begin = topology.node_of(rank), clock
                 parts = {"host": rates.host, messages: moved[rank], "reduction": reduced[rank]}
-                # Dot products, and a reduction after all steps, come with the step before them.
+                # Rounds of dot products, and a final reduction, belong to the step before them.
                 args = texts.pop((each.step, rank), {})
                 yield {**_at("B", node, rank, begin), "name": f"step {each.step}", "args": args}
                 for name, seconds in parts.items():
@@ -167,7 +168,7 @@ def schedule(
     nbytes: float | None = None,
     device: str | None = None,
 ) -> Schedule:
-    """Return the schedule that runs for a specification, to be drawn, priced, simulated or run.
+    """Return the schedule of a specification, to draw, price, simulate or run it.
 
     ::
 
@@ -177,17 +178,17 @@ def schedule(
     Args:
         spec: As for `algorithm` of `Group.all_reduce`; limits count elements of 4 bytes.
         size: Number of ranks.
-        nodes: How many equal runs of consecutive ranks share a host.
-        op: "sum", which stands for Average and others without an order, too; or "adasum", whose
-            order is a part of the answer.
-        nbytes: Length of each rank's buffer, if the specification goes by it.
-        device: Of "auto": "cpu" or "cuda". The answer is the messages; sums on GPUs leave most
-            sizes to NCCL if it is there, and ranks that share memory reduce in it.
+        nodes: The number of equal runs of consecutive ranks that share a host.
+        op: "sum", also for Average and other operators without an order; or "adasum", whose result
+            depends on the order.
+        nbytes: Length of each rank's buffer, if the specification depends on it.
+        device: For "auto": "cpu" or "cuda". The schedule is for messages; in a run, NCCL makes most
+            sums on GPUs if it is available, and ranks that share memory reduce in it.
 
     Raises:
         TypeError: An argument has another type.
-        ValueError: It is no specification, goes by what is not given, does not fit the ranks or the
-            operator, or is a library's algorithm, whose steps are not known.
+        ValueError: The specification is invalid, depends on a missing argument, does not fit the
+            ranks or the operator, or is a library's algorithm with unknown steps.
 
     Examples:
         >>> schedule = collectives.schedule("xring", 8, nodes=2)
@@ -200,7 +201,7 @@ def schedule(
     check_op(op)
     chosen, found = schedule_for(spec, topology, nbytes, device, op)
     made = {each.name: getattr(found, each.name) for each in fields(found)}
-    # Two levels on one node reduce only inside it, and average Adasum's operands there.
+    # Two levels on one node only reduce inside it: a sum, or an average before Adasum.
     inside = chosen.inner is not None and nodes == 1
     return Schedule(**made | {"name": str(chosen)}, nodes=nodes, op="sum" if inside else op)
 
@@ -211,11 +212,11 @@ def _slice(node: int, rank: int, name: str, begin: float, end: float) -> Iterato
 
 
 def _at(kind: str, node: int, rank: int, seconds: float) -> _Event:
-    # Begin and end as two events: slices that meet have one time stamp, however it is rounded.
+    # Begin and end are two events: adjacent slices then share a time stamp after rounding.
     return {"ph": kind, "cat": "schedule", "pid": node, "tid": rank, "ts": seconds * 1e6}
 
 
 def _named(kind: str, node: int, rank: int, name: str, position: int) -> Iterator[_Event]:
-    """Name a process or thread and place it; a process is named on one of its threads."""
+    """Yield the name and position of a process or thread; `rank` is a thread of the process."""
     for what, args in (("name", {"name": name}), ("sort_index", {"sort_index": position})):
         yield {"name": f"{kind}_{what}", "ph": "M", "pid": node, "tid": rank, "args": args}

@@ -1,11 +1,11 @@
-"""Who is at fault: follow the waits of all ranks to the rank that waits for nobody.
+"""Find the rank at fault: follow the waits of all ranks to the one that does not wait.
 
-A rank waits in a call for the members of its group that have not made it, or made it after others
-had given up. One of those may wait itself, in a call of another group, and so on. The last one is a
-rank without a file (it has ended, or is stopped), one outside of any call, one that called abort(),
-one whose call failed by an error of its own, or one that made another call than its peers. If the
-waits form a circle, the rank at fault is the one that went on from its last calls to another call
-than in earlier steps. Times of several hosts are compared, as far as their clocks agree.
+In each call, ranks wait for the members of the group that have not made it, or made it after others
+had given up. These members may wait themselves, in another group's call, and so on. The last one
+has no file (it has ended, or is stopped), is outside of any call, called abort(), failed by its own
+error, or made another call than its peers. If the waits form a circle, the rank at fault is the one
+whose latest calls continued with another call than in earlier steps. Times of different hosts are
+compared, so their clocks should agree.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import NamedTuple
 from collectives.errors import compact
 from collectives.tools.flight.reader import NO_RECORD, BadInput, Call, Dump, read
 
-# A call of fewer seconds is no hang: the rank was at work when its file was written.
+# Calls shorter than this, in seconds, are no hangs: the rank was working when its file was written.
 _PATIENCE = 1.0
-# A rank is excused if it waited elsewhere itself for this part of the others' wait.
+# Ranks are excused if they waited elsewhere for this part of the others' wait.
 _HALF = 0.5
-# How many calls before one are compared with earlier ones.
+# The largest number of preceding calls to compare with earlier ones.
 _LONGEST = 32
 _WAITED = ("CollectiveTimeoutError", "TransportError")
 _INTERRUPTED = ("KeyboardInterrupt", "SystemExit")
 _MISMATCH = "CollectiveMismatchError"
-# How sure it is that a rank is at fault: of several ranks the surest are named.
+# The certainty of a rank's fault, ascending: only the most certain are named.
 _FAILED, _ABORTED, _LOST, _ABSENT, _CERTAIN = range(5)
 _NEVER = float("inf")
 # The report fits on a screen.
@@ -43,7 +43,7 @@ records.
 
 
 class Wait(NamedTuple):
-    """A rank that waits in a call, or did until it failed, and the ranks that it waits for."""
+    """One rank's wait in its call, which may have failed, and the ranks that it waits for."""
 
     rank: int
     call: Call
@@ -59,16 +59,16 @@ class Culprit(NamedTuple):
 
 
 class Analysis:
-    """What the files of a job's ranks say together.
+    """The analysis of the files of a job's ranks.
 
-    `culprits` are the ranks at fault, none if nothing is wrong; `waits` lead to them; `circle` is
+    `culprits` are the ranks at fault, empty if nothing is wrong; `waits` lead to them; `circle` is
     whether ranks wait for each other in different calls.
     """
 
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
         self._dumps = dumps
         self._made = {r: {each.key: each for each in dump.calls} for r, dump in dumps.items()}
-        # When a rank first failed in a call.
+        # By call, the time of the first failure.
         self._given_up: dict[tuple[str, int], float] = defaultdict(lambda: _NEVER)
         for call in (each for dump in dumps.values() for each in dump.calls):
             if call.error and call.ended:
@@ -93,22 +93,22 @@ class Analysis:
         self.culprits = [each for _, each in sorted(self._found.items()) if each.sure == surest]
 
     def _is_open(self, rank: int, call: Call) -> bool:
-        """Return whether a rank waits in a call, or failed because it waited."""
+        """Return whether `rank` waits in the call, or failed while it waited."""
         if call.ended is None:
             return self._dumps[rank].written - call.begun >= _PATIENCE
         state = self._dumps[rank].groups.get(call.group)
         error = state.error if state and state.last == call else ""
-        # On a GPU a call ends on the host before it fails on its stream.
+        # With a GPU, calls end on the host before they fail on their stream.
         return (call.failed_by or error.partition(":")[0]) in (*_WAITED, *_INTERRUPTED)
 
     def _end(self, rank: int, call: Call) -> float:
-        """Return when a rank no longer waited for others to make its call."""
+        """Return the time when the rank stopped waiting for others to make its call."""
         if call.error:
             return call.ended or 0.0
         return call.negotiated or call.ended or self._dumps[rank].written
 
     def _follow(self, rank: int, call: Call) -> None:
-        """Follow a rank's wait to its end."""
+        """Follow the wait of `rank` in the call to its end."""
         if (rank, call.key) in self._seen:
             return
         targets = self._targets(rank, call)
@@ -120,7 +120,7 @@ class Analysis:
             self._explain(target, call)
 
     def _targets(self, rank: int, call: Call) -> list[int]:
-        """Return the ranks that a rank waits for in a call."""
+        """Return the ranks that `rank` waits for in the call."""
         state = self._dumps[rank].groups.get(call.group)
         members = [each for each in (state.ranks if state else ()) if each != rank]
         lost = [each for each in members if each not in self._dumps]
@@ -128,16 +128,16 @@ class Analysis:
         if broken := [r for r, its in made.items() if _broke(its)]:
             return broken
         if not self._is_open(rank, call):
-            # The call has ended: it waited for those that came last.
+            # The call has ended: it waited for the members that came last.
             since = call.begun + _HALF * (self._end(rank, call) - call.begun)
             return [r for r, its in made.items() if its.begun > since]
-        # A rank that is late itself waits for nobody: the others have failed because of it.
+        # If this rank itself is late, the others have failed because of it.
         if self._is_late(rank, call):
             return []
         late = [r for r in members if r in self._dumps and self._is_late(r, call)]
         if late or lost:
             return late + lost
-        # All have made the call: it waits in the middle of it.
+        # All members have made the call: the rank waits in the middle of it.
         if interrupted := [r for r, its in made.items() if its.failed_by in _INTERRUPTED]:
             return interrupted if call.failed_by not in _INTERRUPTED else []
         latest = max((its.ended or _NEVER for its in made.values()), default=0.0)
@@ -146,7 +146,7 @@ class Analysis:
         return []
 
     def _is_late(self, rank: int, call: Call) -> bool:
-        """Return whether a rank has not made a call, or made it after a member had failed in it."""
+        """Return whether `rank` has not made the call, or only after a member had failed in it."""
         its = self._made[rank].get(call.key)
         if its is not None:
             return its.begun > self._given_up[call.key]
@@ -157,7 +157,7 @@ class Analysis:
         return bool(call.error) or self._dumps[rank].written >= call.begun + _PATIENCE
 
     def _explain(self, target: int, call: Call) -> None:
-        """Say why a rank did not come to a call, or follow it to where it waits itself."""
+        """Blame `target` for missing or delaying the call, or follow its own wait elsewhere."""
         if target not in self._dumps:
             self._blame_lost(target)
             return
@@ -180,7 +180,7 @@ class Analysis:
                 self._follow(target, elsewhere)
 
     def _elsewhere(self, rank: int, call: Call, until: float) -> Call | None:
-        """Return the call in which a rank waited while others waited for it in another one."""
+        """Return the call that kept `rank` waiting while others waited for it in `call`."""
         made = [each for each in self._dumps[rank].calls if each.key != call.key]
         latest = next((each for each in reversed(made) if each.begun <= until), None)
         if latest and (latest.failed_by == _MISMATCH or self._is_open(rank, latest)):
@@ -194,7 +194,7 @@ class Analysis:
         return longest if enough else None
 
     def _absence(self, rank: int, call: Call, its: Call | None) -> str:
-        """Say of a rank that it did not make a call, or made it too late, and what it did."""
+        """Return text on a missing or late call of `rank`, and on its latest call."""
         if its:
             return f"came {its.begun - call.begun:.3g} s late to {its}"
         dump, did = self._dumps[rank], "it has made no call yet"
@@ -208,7 +208,7 @@ class Analysis:
             self._found[rank] = Culprit(rank, why, sure)
 
     def _blame_lost(self, rank: int) -> None:
-        """Blame a rank without a file, with what its peers' errors say of it."""
+        """Blame `rank`, which left no file, with a reason from its peers' errors."""
         errors = {state.error for dump in self._dumps.values() for state in dump.groups.values()}
         for what in ("has ended", "called abort()"):
             if any(f"rank {rank} {what}" in error for error in errors):
@@ -217,7 +217,7 @@ class Analysis:
         self._blame(rank, "has ended, is stopped, or cannot be reached: it left no file", _LOST)
 
     def _blame_abort(self, rank: int, at: float, why: str) -> None:
-        """Blame a rank that called abort(), less surely if it did so after a failure or a wait."""
+        """Blame `rank` for abort(), with less certainty after a failure or a wait."""
         waited = any(
             call.begun + _PATIENCE <= at <= (call.ended or _NEVER)
             or (call.failed_by in _WAITED and (call.ended or _NEVER) < at)
@@ -238,7 +238,7 @@ class Analysis:
             self._blame(rank, f"made another call than its peers, {theirs[rank]}", _ABSENT)
 
     def _break_circle(self) -> None:
-        """Blame the ranks that went on to another call than in earlier steps."""
+        """Blame the ranks that continued with another call than in earlier steps."""
         self.circle = True
         calls = {each.rank: each.call for each in self.waits}
         ways: dict[int, list[Call]] = defaultdict(list)
@@ -249,7 +249,7 @@ class Analysis:
             self._blame(rank, f"is in {calls[rank]}, and its peers are in other calls", _LOST)
 
     def _way(self, rank: int, call: Call) -> list[Call]:
-        """Return a rank's calls from its last one in a call's group up to the call itself."""
+        """Return the rank's calls after its previous one in the group, up to `call` itself."""
         calls = self._dumps[rank].calls
         end = next((at + 1 for at, each in enumerate(calls) if each.key == call.key), len(calls))
         group, number = call.key
@@ -259,10 +259,11 @@ class Analysis:
         return calls[earlier[-1] + 1 if earlier else 0 : end]
 
     def _odd(self, ways: Mapping[int, list[Call]]) -> list[int]:
-        """Return the ranks that went on to another call than in earlier steps; none if all did.
+        """Return the ranks that continued with another call than in earlier steps; [] if all did.
 
-        ways: By rank, the calls of which one may be wrong. A call is new after the fewest calls
-        before it that came earlier, but were never followed by such a call.
+        ways: by rank, calls that may include a wrong one. For each call, find the shortest run of
+        calls before it that occurred earlier but was never followed by an equal call. The ranks
+        with the shortest run are odd.
         """
         fewest = dict.fromkeys(ways, _NEVER)
         for rank, way in ways.items():
@@ -284,17 +285,17 @@ class Analysis:
 
 
 def _broke(call: Call) -> bool:
-    """Return whether a call failed by an error of the rank's own."""
+    """Return whether the call failed by the rank's own error."""
     return bool(call.error) and call.failed_by not in (*_WAITED, *_INTERRUPTED, _MISMATCH)
 
 
 def _kind(call: Call) -> str:
-    """Return what is the same of a call in each training step; numbers in names differ."""
+    """Return a text that is equal for the same call in each training step, without numbers."""
     return f"{call.group} {call.kind} {re.sub('[0-9]+', '#', call.name or '')} {call.tensors}"
 
 
 def report(found: Analysis, dumps: Mapping[int, Dump]) -> Iterator[str]:
-    """Yield the lines that say what the files say."""
+    """Yield the lines of the report."""
     groups = [each for dump in dumps.values() for each in dump.groups.values()]
     world = {*dumps}.union(*(each.ranks for each in groups))
     written = sorted(dump.written for dump in dumps.values())
@@ -333,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"python -m collectives.flight: {said}", file=sys.stderr)
         return 2
     for line in lines:
-        # A file may hold any text, such as a terminal's escape sequences.
+        # Files may contain any text, such as a terminal's escape sequences.
         shown = "".join(each if each.isprintable() else " " for each in line)
         print(shown if len(shown) <= _COLUMNS else f"{shown[: _COLUMNS - 3]}...")
     return 0 if found.culprits else 1

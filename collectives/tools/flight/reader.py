@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from collectives.tools.flight.writer import FORMAT
 
 _MAX_BYTES = 1 << 26
-# What JSON that is no record raises.
+# Exceptions raised by JSON that is not a record.
 NO_RECORD = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Call(NamedTuple):
-    """A call of one rank. Times are the wall clock's, and None for an event that has not come."""
+    """One rank's call. Times are wall-clock times, and None for events that have not happened."""
 
     group: str
     number: int
@@ -32,12 +32,12 @@ class Call(NamedTuple):
 
     @property
     def failed_by(self) -> str:
-        """The class of its error; empty without an error."""
+        """The class name of its error; "" without an error."""
         return self.error.partition(":")[0]
 
     @property
     def key(self) -> tuple[str, int]:
-        """The same on all ranks."""
+        """The call's identity, the same on all ranks."""
         return self.group, self.number
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 class GroupState(NamedTuple):
-    """One rank's part in a group; `aborted` is when and why it called abort()."""
+    """One rank's part in a group; `aborted` is the time and reason of its abort()."""
 
     name: str
     ranks: list[int]
@@ -73,7 +73,7 @@ class BadInput(Exception):
 
 
 def read(paths: Sequence[str]) -> dict[int, Dump]:
-    """Read the files of one job, or those in folders, by rank; BadInput if they are none."""
+    """Read one job's files, or all files in folders, by rank; raise BadInput for others."""
     dumps: dict[int, Dump] = {}
     for given in map(Path, paths):
         for path in sorted(given.glob("flight-*.json")) if given.is_dir() else [given]:
@@ -93,8 +93,8 @@ def read(paths: Sequence[str]) -> dict[int, Dump]:
 
 def _read(path: Path) -> Dump:
     try:
-        # A FIFO or a device would wait, and a link may lead to one. The flags hold if one of them
-        # takes the file's place after the check.
+        # A FIFO or a device would block, and a link may lead to one. The flags guard against one
+        # that replaces the file after this check.
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise BadInput(f"{path} is not a regular file")
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
@@ -114,7 +114,7 @@ def _read(path: Path) -> Dump:
 
 
 def _typed(said: dict[str, Any]) -> Any:
-    """Return the Call or the GroupState that a JSON object is, or the object itself."""
+    """Return a JSON object as a Call or GroupState, or unchanged."""
     for kind in (Call, GroupState):
         if said.keys() >= {*kind._fields}:
             return kind(**{name: said[name] for name in kind._fields})

@@ -1,9 +1,9 @@
-"""Write a rank's record to a file: JSON, whole or not at all, without an error of its own.
+"""Write each rank's record to a JSON file, whole or not at all, without raising errors.
 
-SIGUSR1 and SIGTERM write it, too, also while the rank waits in C, as in gloo, where no Python
-handler would run before the wait ends. So the handler is faulthandler's, which at once writes the
-stack of the thread that got the signal to a pipe. A thread that reads the pipe writes the file, and
-then lets SIGTERM do what it would have done.
+SIGUSR1 and SIGTERM write it too, even while the rank waits in C code such as gloo's. No Python
+handler would run before that wait ends, so the handler is faulthandler's, which immediately writes
+the stack of the signalled thread to a pipe. A thread reads the pipe and writes the file; for
+SIGTERM it then restores the former handler and sends the signal again.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from collectives.recorder import FOLDER_VARIABLE, UNRECORDED, GroupRecord, Recor
 __all__ = ["dump_flight_record"]
 
 _logger = logging.getLogger("collectives.flight")
-# The version of the format; a new one if a field's meaning changes.
+# The version of the format, to be increased if a field's meaning changes.
 FORMAT = 1
-# Limits, so that a file's size is bounded.
+# Limits that bound the file's size.
 _GROUPS, _STACK, _CHARACTERS = 64, 30, 600
 # These variables are the same on all ranks of a job, and rarely the same in another job.
 _JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-# What is kept of a peer's reason, which may be any text of the program.
+# The only parts to keep of a peer's reason, which may be any text of the program.
 _OF_RANKS = re.compile(r"rank \d+ (?:has ended|called abort\(\))")
 _Path = str | os.PathLike[str] | None
-# A stack comes in many small writes, and is complete after a pause.
+# Stacks come in many small writes, and are complete after a pause.
 _PAUSE_SECONDS, _MAX_STACK_BYTES = 0.05, 1 << 16
 _handled: set[int] = set()
 
 
 def dump_flight_record(path: str | os.PathLike[str] | None = None) -> list[str]:
-    """Write what this process's ranks did last, as after a collective's error; return the files.
+    """Write flight records of this process's ranks, as after a collective's error; return files.
 
-    A file has the last 256 calls of a rank: names, shapes, dtypes, times and errors.
+    Each file has the last 256 calls of one rank: names, shapes, dtypes, times and errors.
     `python -m collectives.flight FILES` joins the files of all ranks. Nothing is sent: any thread
-    may call this at any time. A file that cannot be written is a WARNING.
+    may call this at any time. If a file cannot be written, a WARNING is logged.
 
     Args:
-        path: The file, which is overwritten; "{rank}" in it stands for the rank's number, if ranks
-            are threads. By default a file in the folder ADASUM_FLIGHT_FOLDER.
+        path: The file to overwrite; "{rank}" in it becomes the rank's number, if ranks are threads.
+            By default a file in the folder ADASUM_FLIGHT_FOLDER.
 
     Returns:
-        The files that were written, one for each rank of this process that has a group; none with
+        The files that were written, one for each rank of this process that has a group; empty with
         ADASUM_FLIGHT_FOLDER=0, which switches the recorder off.
 
     Raises:
@@ -85,12 +85,12 @@ def group_began(group: GroupRecord, kind: str, ranks: Sequence[int]) -> None:
     """Attach a group to this process's recorder; the first one also prepares the files."""
     rank, name = recorder.of_process, kind
     if kind != "init":
-        # Of bounded length, and the same for the same members only.
+        # Of bounded length, and unique for the members.
         name = f"process group {compact(ranks)[:60]} {zlib.crc32(repr(list(ranks)).encode()):08x}"
     first = rank.rank is None
     group.attach(rank, name, ranks)
     if first:
-        # The file of an earlier job at the same address and port.
+        # Keep the file of an earlier job at the same address and port under another name.
         with suppress(OSError):
             old = os.path.join(folder(), file_name(rank))
             os.replace(old, old.replace(".json", ".previous"))
@@ -99,9 +99,9 @@ def group_began(group: GroupRecord, kind: str, ranks: Sequence[int]) -> None:
 
 
 def call_failed(group: GroupRecord, call: Any, error: BaseException) -> None:
-    """Note an error of a call, or of a stream if `call` is None, and write the rank's file."""
+    """Note the error of `call`, or of a stream if it is None, and write the rank's file."""
     said = _text(error)
-    # After a mismatch the program may go on, and the error itself says what it was.
+    # After a mismatch the program may continue, and the error itself explains it.
     ends = not isinstance(error, CollectiveMismatchError)
     if ends:
         group.error = group.error or said
@@ -119,9 +119,9 @@ def call_failed(group: GroupRecord, call: Any, error: BaseException) -> None:
 
 
 def _text(error: BaseException) -> str:
-    """Return an error's class and, of our own errors, the text without a program's text.
+    """Return an error's class and, for our own errors, the text without the program's texts.
 
-    What follows the first colon of an error other than a mismatch is a peer's reason.
+    In errors other than mismatches, the text after the first colon is a peer's reason.
     """
     kind, text = type(error).__name__, str(error)
     if not isinstance(error, CollectiveError):
@@ -133,7 +133,7 @@ def _text(error: BaseException) -> str:
 
 
 def write(rank: Recorder, path: _Path = None, stack: Sequence[str] = ()) -> str | None:
-    """Write a rank's file; return its path, or None if that failed or nothing is recorded."""
+    """Write the file of `rank`; return its path, or None if that failed or nothing is recorded."""
     if not rank.groups or os.environ.get(FOLDER_VARIABLE) == "0":
         return None
     try:
@@ -151,7 +151,7 @@ def write(rank: Recorder, path: _Path = None, stack: Sequence[str] = ()) -> str 
 def _put(target: str, text: str) -> None:
     """Write a file that only its user may read, whole or not at all.
 
-    The target is never opened: a FIFO would wait for a reader, and a link would be followed.
+    The target is never opened: a FIFO would block, and a link would be followed.
     """
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(os.lstat(target).st_mode):
@@ -169,13 +169,13 @@ def _put(target: str, text: str) -> None:
 
 @functools.cache
 def folder() -> str:
-    """Return the files' folder: ADASUM_FLIGHT_FOLDER, which is read once, or the default."""
+    """Return the folder of the files: ADASUM_FLIGHT_FOLDER, read once, or the default."""
     default = os.path.join(tempfile.gettempdir(), f"adasum-flight-{os.getuid()}")
     return os.path.abspath(os.environ.get(FOLDER_VARIABLE) or default)
 
 
 def _make_folder() -> str:
-    """Make the folder; refuse a default one that others can write to, or have put there."""
+    """Make the folder; refuse the default one if others own it or can write to it."""
     path = folder()
     os.makedirs(path, mode=0o700, exist_ok=True)
     found = os.lstat(path)
@@ -188,20 +188,20 @@ def _make_folder() -> str:
 
 
 def file_name(rank: Recorder) -> str:
-    """Return the name of a rank's file in the folder."""
+    """Return the file name for `rank` in the folder."""
     thread = f"-thread-{os.getpid()}" if rank is not recorder.of_process else ""
     return f"flight-{_job()}{thread}-rank{rank.rank}.json"
 
 
 def _job() -> str:
-    """Return what the files of one job have in common."""
+    """Return the part of file names that identifies the job."""
     return f"{zlib.crc32(repr([os.environ.get(name) for name in _JOB]).encode()):08x}"
 
 
 def _content(rank: Recorder, stack: Sequence[str]) -> dict[str, Any]:
-    # The wall clock's time at perf_counter_ns() = 0; hosts can compare times of the wall clock.
+    # The wall-clock time at perf_counter_ns() = 0, since hosts can compare wall-clock times.
     zero = time.time() - time.perf_counter_ns() / 1e9
-    # Copies, since the rank goes on meanwhile.
+    # Copies, since the rank keeps running.
     calls, groups = rank.ring.copy(), [*rank.groups]
     groups.sort(key=lambda each: each.last[recorder.BEGUN] or 0)
     return {
@@ -242,10 +242,10 @@ def _call(record: Record, zero: float) -> dict[str, Any]:
 
 
 def _install() -> None:
-    """Have SIGUSR1 and SIGTERM write the files, with the stack of the thread that they reach.
+    """Install handlers of SIGUSR1 and SIGTERM that write the files, with the thread's stack.
 
-    A handler of the program for SIGUSR1 is left alone. What SIGTERM would have done, it does once
-    the files are written: end the process, or run the program's handler. Only the main thread can
+    The program's own handler for SIGUSR1 is kept. After the files are written, SIGTERM has its
+    former effect: it ends the process, or runs the program's handler. Only the main thread can
     install handlers.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -255,10 +255,10 @@ def _install() -> None:
         used = before is not signal.SIG_DFL or _is_caught(number)
         if before is signal.SIG_IGN or (used and number == signal.SIGUSR1):
             continue
-        # Without a descriptor or a thread left, the signal keeps its handler.
+        # If no descriptor or thread can be created, the signal keeps its handler.
         with suppress(OSError, RuntimeError):
             read, written = os.pipe()
-            # The handler must not wait for the thread that reads.
+            # The handler must not wait for the reading thread.
             os.set_blocking(written, False)
             threading.Thread(target=_serve, args=(read, number), daemon=True).start()
             faulthandler.register(number, file=written, all_threads=False)
@@ -269,7 +269,7 @@ def _install() -> None:
 
 
 def _is_caught(number: int) -> bool:
-    """Return whether a handler in C, which Python does not know, handles a signal."""
+    """Return whether a C handler, unknown to Python, handles the signal."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -278,9 +278,9 @@ def _is_caught(number: int) -> bool:
 
 
 def _forget(number: int, before: Any, written: int | None = None) -> None:
-    """Put back the handler that was there, unless the program has set another since.
+    """Restore the former handler, unless the program has set another since.
 
-    written: In a forked child, which leaves the parent's thread alone, the pipe's end.
+    written: the pipe's writing end, to close it in a forked child.
     """
     if signal.getsignal(number) is before:
         faulthandler.unregister(number)
@@ -290,7 +290,7 @@ def _forget(number: int, before: Any, written: int | None = None) -> None:
 
 
 def _serve(read: int, number: int) -> None:
-    """Write the files each time that a stack comes through the pipe; pass SIGTERM on."""
+    """Write the files whenever a stack comes through the pipe; send SIGTERM again."""
     name = signal.Signals(number).name
     while stack := os.read(read, _MAX_STACK_BYTES):
         while select.select([read], [], [], _PAUSE_SECONDS)[0] and len(stack) < _MAX_STACK_BYTES:
