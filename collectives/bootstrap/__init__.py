@@ -1,1 +1,1 @@
-"""How ranks find each other, and what they find out at start-up."""
+"""Start-up: ranks find each other, their locality and their transport."""

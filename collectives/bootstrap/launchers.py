@@ -1,4 +1,4 @@
-"""Read the ranks from the environment variables of torchrun, or of another launcher."""
+"""Read the ranks from the environment variables of torchrun or another launcher."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class _Launcher(NamedTuple):
 _OMPI = "OMPI_COMM_WORLD_"
 _MPIEXEC = _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SRUN = _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-# The first one found counts, and the one that the user called is to count: mpirun may start its
-# ranks through srun, and horovodrun through either.
+# The first one found counts; it must be the one that the user called: mpirun may start its ranks
+# through srun, and horovodrun through either.
 _LAUNCHERS = (
     _Launcher(
         "horovodrun", *(f"HOROVOD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
@@ -37,9 +37,9 @@ _LAUNCHERS = (
     _SRUN,
 )
 LAUNCHERS_VARIABLES = tuple(variable for each in _LAUNCHERS for variable in each[1:] if variable)
-# Ports from 10,000 to 28,978: below torchrun's 29,400, and below 32,768, where Linux begins to give
-# ports to clients. Consecutive jobs of Slurm are _PORTS over the golden ratio apart, so that the
-# steps of jobs near each other never get the same port.
+# Ports from 10,000 to 28,978: below torchrun's 29,400 and Linux's ports for clients, from 32,768
+# on. The ports of consecutive Slurm jobs are _PORTS over the golden ratio apart, so that the steps
+# of nearby jobs never get the same port.
 _FIRST_PORT, _PORTS, _STEPS_APART = 10_000, 18_979, 11_730
 _SET = (
     "set MASTER_ADDR and MASTER_PORT on all ranks to the address of rank 0's host and a free port "
@@ -49,10 +49,10 @@ _logger = logging.getLogger(__name__)
 
 
 def world_size() -> int:
-    """Return how many ranks a launcher started; 1 without one.
+    """Return the number of ranks that a launcher started; 1 without a launcher.
 
-    RANK and WORLD_SIZE are used if they are set; otherwise another launcher's variables are, and
-    torchrun's six variables are set from them. ValueError where variables are wrong or missing.
+    RANK and WORLD_SIZE are used if they are set; otherwise torchrun's six variables are set from
+    another launcher's. Raises ValueError if variables are wrong or missing.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
     if len(missing) == 2:
@@ -88,10 +88,10 @@ def local_ranks() -> tuple[int, int] | tuple[None, None]:
 
 
 def gpu_for_nccl(rank: int, size: int) -> str | None:
-    """Return the identity of this rank's GPU, which NCCL needs for it alone; None without one.
+    """Return the identity of this rank's GPU, since NCCL's ranks need different ones.
 
-    "" where this host has enough for all its ranks, or NCCL lets them share one. Without
-    LOCAL_WORLD_SIZE all `size` ranks may be on this host.
+    "" if this host has enough GPUs for its ranks, or NCCL lets ranks share one; None if there is no
+    GPU or no NCCL. Without LOCAL_WORLD_SIZE all `size` ranks may be on this host.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus == 0 or not dist.is_nccl_available():
@@ -99,13 +99,13 @@ def gpu_for_nccl(rank: int, size: int) -> str | None:
     local_rank, local_size = local_ranks()
     if gpus >= (local_size or size) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return ""
-    # As where a launcher shows each rank a GPU of its own.
+    # There may be one visible GPU per rank, if the launcher assigns them.
     number = (rank if local_rank is None else local_rank) % gpus
     return str(torch.cuda.get_device_properties(number).uuid)
 
 
 def _rank_of(rank_name: str, size_name: str) -> tuple[int, int]:
-    """Read a rank and the number of ranks from these two environment variables."""
+    """Return the rank and the number of ranks from these two environment variables."""
     said = os.environ.get(rank_name, ""), os.environ.get(size_name, "")
     try:
         rank, size = map(int, said)
@@ -120,9 +120,9 @@ def _rank_of(rank_name: str, size_name: str) -> tuple[int, int]:
 
 
 def _launcher() -> _Launcher | None:
-    """Return the launcher that started this process; None if none did."""
+    """Return the launcher that started this process, or None."""
     found = next((each for each in _LAUNCHERS if os.environ.get(each.size)), None)
-    # `srun --mpi=pmi2` sets mpiexec's variables, too, but not those of the local ranks.
+    # `srun --mpi=pmi2` sets mpiexec's variables too, except the ones for local ranks.
     if found is _MPIEXEC and _MPIEXEC.local_rank not in os.environ:
         said = [[os.environ.get(name) for name in (by.rank, by.size)] for by in (_MPIEXEC, _SRUN)]
         return _SRUN if said[0] == said[1] else found
@@ -132,14 +132,14 @@ def _launcher() -> _Launcher | None:
 def _translate(launcher: _Launcher) -> None:
     """Set torchrun's environment variables from another launcher's.
 
-    torch's "env://", frameworks that use it, and scripts that read LOCAL_RANK then find them.
-    Variables that are set already are not changed.
+    torch's "env://", frameworks that use it, and scripts that read LOCAL_RANK need them. If set
+    already, the address, port and local ranks are kept.
     """
     rank, size = _rank_of(launcher.rank, launcher.size)
     local_rank, local_size = _local_ranks(launcher)
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    # All ranks must derive the same port: from the job and step under srun, else from the process
-    # that started the ranks, which they have in common only if all are on this host.
+    # All ranks must derive the same port: from the job and step under srun, otherwise from the
+    # process that started the ranks, which is the same only if all are on this host.
     if not port and (launcher is _SRUN or local_size == size):
         number = _step_number() if launcher is _SRUN else _started_by(launcher)
         port = str(_FIRST_PORT + number % _PORTS)
@@ -160,12 +160,12 @@ def _translate(launcher: _Launcher) -> None:
 
 
 def _local_ranks(launcher: _Launcher) -> tuple[int, int] | tuple[None, None]:
-    """Return the local rank and the number of this host's ranks, if the launcher gives both."""
+    """Return the local rank and the number of this host's ranks, if the launcher sets both."""
     if launcher is not _SRUN:
         both = {launcher.local_rank, launcher.local_size} <= {*os.environ}
         return _rank_of(launcher.local_rank, launcher.local_size) if both else (None, None)
     said, tasks = (os.environ.get(n, "") for n in ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"))
-    # "2(x3),1" are three hosts with two tasks each, and one with one.
+    # "2(x3),1" means three hosts with two tasks each, and one host with one task.
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
     counts = [int(count) for count, times in found for _ in range(int(times or 1))]
     node = os.environ.get("SLURM_NODEID", "0" if len(counts) == 1 else "")
@@ -175,7 +175,7 @@ def _local_ranks(launcher: _Launcher) -> tuple[int, int] | tuple[None, None]:
 
 
 def _first_host() -> str:
-    """Return the first host of the Slurm step, on which its first task runs."""
+    """Return the first host of the Slurm step, which runs its first task."""
     hosts = os.environ.get("SLURM_STEP_NODELIST", "")
     # The first of "a[08-10,12]x,b" is a08x.
     first = re.sub(r"\[([0-9]+)[0-9,-]*\]", r"\1", hosts).split(",")[0]
@@ -188,7 +188,7 @@ def _first_host() -> str:
 
 
 def _step_number() -> int:
-    """Return a number of this Slurm step, by the ids of the job and of the step."""
+    """Return a number for this Slurm step, from the ids of the job and the step."""
     ids = {name: os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")}
     for name, each in ids.items():
         if not each.isdecimal():
@@ -197,12 +197,13 @@ def _step_number() -> int:
 
 
 def _started_by(launcher: _Launcher) -> int:
-    """Return the process that started this host's ranks: the nearest without their variables.
+    """Return the process that started this host's ranks: the first ancestor without variables.
 
-    Nearer ones, such as a shell that starts a rank, have the variables, and each rank has its own.
+    Nearer ancestors, such as shells that start single ranks, have the launcher's variables, and
+    differ between ranks.
     """
     process = os.getppid()
-    # OSError where there is no /proc, or a process is another user's, which is not a rank then.
+    # OSError: there is no /proc, or the process is another user's, and so none of the ranks.
     with suppress(OSError):
         while (
             f"\0{launcher.rank}=".encode() in b"\0" + Path(f"/proc/{process}/environ").read_bytes()

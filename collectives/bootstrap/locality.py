@@ -1,4 +1,4 @@
-"""Locality: which host each rank is on. All ranks find the same."""
+"""Locality: the host of each rank; all ranks get the same answer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collectives.transport.base import Transport, gather_objects
 
 @dataclass(frozen=True)
 class Locality:
-    """Where one rank is, and which ranks share a host.
+    """The host of one rank, and of all others.
 
     Attributes:
-        local_rank: The rank's number among those of its host.
-        local_size: How many ranks its host has.
+        local_rank: The rank's number among the ranks of its host.
+        local_size: The number of ranks on its host.
         hosts: By rank, a number for its host; the same on all ranks.
-        topology: The nodes, as algorithms see them.
+        topology: The nodes that algorithms see.
     """
 
     local_rank: int
@@ -35,10 +35,10 @@ def find_locality(
     local_size: int | None = None,
     topology: Topology | None = None,
 ) -> Locality:
-    """Find this rank's locality: from local ranks if every rank has one, else from host names.
+    """Find this rank's locality: from local ranks if all ranks have one, otherwise host names.
 
     A collective of all ranks, unless the last three arguments are given. All ranks find the same
-    nodes; algorithms see those of `topology`, the hosts unless given.
+    hosts; algorithms see the nodes of `topology`, by default the hosts.
     """
     rank, size = transport.rank, transport.size
     given = local_rank is not None and local_size is not None
@@ -50,14 +50,14 @@ def find_locality(
     mine = (local_rank, local_size) if given else (None, None)
     reports = gather_objects([os.uname().nodename, *mine], transport, timeout)
     names = [name for name, *_ in reports]
-    # Local ranks are more reliable than host names: containers may have the same name, and a test
-    # may simulate several nodes on one machine. Names still help to tell which ranks belong
-    # together; without them ("") the local ranks alone must fill the nodes.
+    # Local ranks are more reliable than host names: containers may have the same name, and tests
+    # may simulate several nodes on one machine. Names still help to group the ranks; without them
+    # ("") the local ranks must fill the nodes by themselves.
     for labels in (names, [""] * size):
         filled = _filled(labels, [(local, of) for _, local, of in reports])
         if filled is not None:
             return replace(locality_on(filled, rank, topology), local_rank=local_rank or 0)
-    # A rank has no local rank, or they do not fill nodes: several launchers started the ranks.
+    # Local ranks are missing or do not fill nodes: several launchers started the ranks.
     return locality_on([names.index(name) for name in names], rank, topology)
 
 
@@ -71,9 +71,10 @@ def locality_on(hosts: Sequence[int], rank: int, topology: Topology | None = Non
 def _filled(
     labels: Sequence[str], local_ranks: Sequence[tuple[int | None, int | None]]
 ) -> list[int] | None:
-    """Return the node of each rank, or None if a node is left with a local rank missing.
+    """Return the node of each rank, or None if any node misses a local rank.
 
-    The k-th rank of a label, local size and local rank is on the k-th node of these two.
+    The k-th rank with the same label, local size and local rank is on the k-th node with this label
+    and size.
     """
     seen: Counter[tuple[str, int, int]] = Counter()
     nodes = []
@@ -88,9 +89,9 @@ def _filled(
 
 
 def _topology_of(hosts: Sequence[int]) -> Topology:
-    """Return the nodes that algorithms see: the hosts, if all hold equally many consecutive ranks.
+    """Return the nodes that algorithms see: the hosts, if these are equal runs of ranks.
 
-    Otherwise each rank is a node of its own, and `uneven` has the hosts.
+    Otherwise each rank is its own node, and `uneven` has the hosts.
     """
     size, local_size = len(hosts), hosts.count(hosts[0])
     nodes = {host: tuple(r for r, other in enumerate(hosts) if other == host) for host in hosts}

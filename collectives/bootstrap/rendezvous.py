@@ -1,4 +1,4 @@
-"""Rendezvous: ranks find each other through one store, whose address all of them have."""
+"""Rendezvous: ranks find each other through a store with an address that all of them know."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from collectives.bootstrap.launchers import gpu_for_nccl
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import failed, first_line, run_beside
 
-# How long the interpreter's exit waits for a thread that is still in torch's code: torch may go on
-# beyond its timeout, for it reconnects after a lost connection and then waits the whole time again.
+# At exit the interpreter waits so long for a thread that is still in torch's code: torch may exceed
+# its timeout, since it reconnects after a lost connection and then waits the whole time again.
 _LEAVE_SECONDS = 5.0
-# The address of the store that this process has opened, and the store. It is kept over shutdown.
+# The address of the store that this process has opened, and the store; kept after shutdown.
 _opened: tuple[str, dist.Store] | None = None
 
 
 def start_torch_distributed(timeout: float) -> None:
-    """Start torch.distributed from the environment; a process may do so repeatedly.
+    """Start torch.distributed from the environment; processes may do so repeatedly.
 
     Raises:
         CollectiveTimeoutError: Ranks, or the store, do not answer in time.
         TransportError: Rank 0's port is taken, or this rank's system is out of memory.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # 3 s more, so that torch's own timeout, whose error says more, comes first.
+    # 3 s more, so that torch's own timeout, which has a better error, comes first.
     bounded(lambda: _start(rank, size, timeout), rank, timeout + 3.0)
 
 
 def _start(rank: int, size: int, timeout: float) -> None:
-    """Start torch.distributed on a part of a store that outlives shutdowns.
+    """Start torch.distributed with a store that is kept after shutdown.
 
-    With a new store at the old port, a rank that starts again early could still find the old one.
+    If each start opened a new store at the old port, an early rank could still find the old one.
     Only another address or port opens another store.
     """
     global _opened
     deadline = time.monotonic() + timeout
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if _opened is None or _opened[0] != address:
-        # The old store first: torch shares stores of one port, whatever their address.
+        # Close the old store first: torch shares stores with the same port, for any address.
         _opened = None
         _opened = address, open_store(rank, timeout)
     try:
@@ -62,7 +62,7 @@ def _start(rank: int, size: int, timeout: float) -> None:
             timeout=timedelta(seconds=timeout),
         )
     except RuntimeError as error:
-        # Rank 0 then frees the port, too.
+        # On rank 0 this also frees the port.
         _opened = None
         if isinstance(error, CollectiveError):
             raise
@@ -71,11 +71,11 @@ def _start(rank: int, size: int, timeout: float) -> None:
 
 
 def open_store(rank: int, timeout: float) -> dist.Store:
-    """Open the store at MASTER_ADDR and MASTER_PORT: torchrun's if it keeps one, else rank 0's.
+    """Open the store at MASTER_ADDR and MASTER_PORT: torchrun's if there is one, or rank 0's.
 
-    Unlike torch's "env://" it does not wait for the other ranks: `wait_for_ranks` does, and can
-    tell which are missing. CollectiveTimeoutError where no store answers in time, TransportError
-    where the port is taken.
+    Unlike torch's "env://" it does not wait for the other ranks: `wait_for_ranks` does, and names
+    missing ones. Raises CollectiveTimeoutError if no store answers in time, TransportError if the
+    port is taken.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -93,7 +93,7 @@ def open_store(rank: int, timeout: float) -> dist.Store:
             wait_for_workers=False,
             # As in torch's "env://", so that torch can open the same store again in this process.
             multi_tenant=True,
-            # Detached: from now on torch owns the descriptor, and closes it.
+            # Detached: torch now owns the descriptor, and closes it.
             master_listen_fd=None if listening is None else listening.detach(),
         )
     except (dist.DistError, OSError) as error:
@@ -109,9 +109,9 @@ def open_store(rank: int, timeout: float) -> dist.Store:
 
 
 def _listen_at(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens only at a numeric address of this host.
+    """Return a socket that listens only at the given address of this host, if it is numeric.
 
-    None for a name, which other hosts may know by another address, and if the system refuses:
+    None for a name, since other hosts may know it by another address, and if the system refuses:
     torch then listens at every address, or raises the error.
     """
     with suppress(OSError, ValueError):
@@ -124,11 +124,11 @@ def _listen_at(host: str, port: int) -> socket.socket | None:
 def _repeat(attempt: Callable[[float], object], timeout: float) -> None:
     """Repeat `attempt(seconds left)` until it succeeds; after the timeout raise its last OSError.
 
-    torch retries by itself, too, but it pauses for seconds between two tries, exceeds its timeout,
-    and logs a page about each.
+    torch also retries, but it pauses for seconds between attempts, exceeds its timeout, and logs a
+    page per attempt.
     """
     deadline = time.monotonic() + timeout
-    # Doubled up to 0.25 s: ranks often start at once, and a slow one is not to be asked too often.
+    # Doubled up to 0.25 s: ranks often start together, but a late one must not get many requests.
     pause = 0.01
     while True:
         left = deadline - time.monotonic()
@@ -143,11 +143,11 @@ def _repeat(attempt: Callable[[float], object], timeout: float) -> None:
 
 
 def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
-    """Run `start` in a thread; CollectiveTimeoutError if it has not ended in `timeout` seconds.
+    """Run `start` in a thread; raise CollectiveTimeoutError if it exceeds `timeout` seconds.
 
-    torch waits without a limit for a store's first answer, and again after a timeout, for the store
-    to acknowledge that. Neither answer comes if the store's process was stopped (SIGSTOP), and not
-    the first one either if something else has the port.
+    torch waits without a limit for a store's first answer and, after a timeout, for the store's
+    acknowledgement. Both never come if the store's process was stopped (SIGSTOP), and there is no
+    first answer if another program has the port.
     """
     thread, errors = run_beside(start, "collectives-start", timeout)
     if thread.is_alive():
@@ -165,11 +165,11 @@ def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
 def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
     """Wait until all ranks are there; return a part of the store that only this start uses.
 
-    A store may outlive ranks: torchrun's is kept over restarts, with what earlier ranks wrote. So
-    every rank writes a new random token, and each confirms the name that is the hash of all tokens
-    it sees. The start is complete when all ranks have confirmed one name. A name with the token of
-    a rank that has died stays incomplete, since that rank cannot confirm it. After `timeout` s a
-    CollectiveTimeoutError names the ranks that have not come.
+    The store may outlive ranks: torchrun keeps it over restarts, with the entries of earlier ranks.
+    So every rank writes a new random token, and confirms a name, the hash of all tokens that it
+    sees. The start is complete when all ranks have confirmed the same name. If a name includes the
+    token of a dead rank, it stays incomplete, since that rank cannot confirm it. After `timeout`
+    seconds a CollectiveTimeoutError names the ranks that have not come.
     """
     deadline, pause = time.monotonic() + timeout, 0.001
     tokens = [f"adasum: rank {peer}" for peer in range(size)]
@@ -177,8 +177,8 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
     with _ended_store_is_a_timeout(rank):
         store.set(tokens[rank], secrets.token_hex(16))
         while True:
-            # The oldest first: a rank that has finished this start may have begun the next one with
-            # a new token, and so changed the name.
+            # The oldest first: another rank may have finished this start and begun the next one
+            # with a new token, which changes the name.
             for name in names:
                 if store.check(_confirmations(name, size)):
                     return dist.PrefixStore(name, store)
@@ -199,17 +199,17 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
 def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) -> str:
     """Return gloo, with NCCL if every rank has a GPU for it; a collective of the store's ranks.
 
-    Hosts may differ in their GPUs: a rank with NCCL would wait for one without, for ever. A
-    CollectiveTimeoutError names the ranks that do not come.
+    Hosts may have different GPUs: ranks with NCCL would wait forever for ranks without. A
+    CollectiveTimeoutError names missing ranks.
     """
-    # The count tells apart several agreements on one store. Each rank has its own counter: all come
-    # here in the same order, so the counters agree.
+    # The count distinguishes several agreements on one store. Each rank has its own counter: all
+    # ranks call this in the same order, so the counters agree.
     with _ended_store_is_a_timeout(rank):
         key = f"adasum backend {store.add(f'adasum backend: rank {rank}', 1)}"
         gpu = gpu_for_nccl(rank, dist.get_world_size() if dist.is_initialized() else size)
         answers = [f"{key}: rank {peer}" for peer in range(size)]
-        # JSON, which earlier versions read: so ranks of different versions get as far as the
-        # comparison of versions.
+        # JSON as in earlier versions, so that ranks of different versions reach the comparison of
+        # versions.
         store.set(answers[rank], json.dumps(None if gpu is None else [gpu] if gpu else []))
         try:
             store.wait(answers, timedelta(seconds=max(timeout, 1e-3)))
@@ -221,7 +221,7 @@ def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) ->
 
 @contextmanager
 def _ended_store_is_a_timeout(rank: int) -> Iterator[None]:
-    """Raise a CollectiveTimeoutError for torch's error where the store has ended."""
+    """Replace torch's error by a CollectiveTimeoutError if the store has ended."""
     try:
         yield
     except dist.DistError as error:
@@ -232,9 +232,9 @@ def _ended_store_is_a_timeout(rank: int) -> Iterator[None]:
 
 
 def _missing(store: dist.Store, keys: list[str], rank: int, timeout: float) -> CollectiveError:
-    """Return the error that names the missing ranks: those whose key is not in the store.
+    """Return the error that names missing ranks, by the keys that the store lacks.
 
-    keys: One for each rank.
+    keys: one per rank.
     """
     missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
     late = ", ".join(f"rank {peer}" for peer in missing) or "another rank"

@@ -1,4 +1,4 @@
-"""What ranks ask for in `init`, and the transports that they get as far as they are available."""
+"""The arguments of `init`, and the choice among available transports."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from collectives.transport.nccl.backend import TorchBackend
 from collectives.transport.nccl.cupy_backend import CupyBackend, shared_stream
 from collectives.transport.process_groups import has_nccl
 
-# `BackendInfo.cpu_path` where the compiled C kernels are used.
+# `BackendInfo.cpu_path` if the compiled C kernels are used.
 _COMPILED = "compiled"
-# The report names the algorithm that `auto` takes for each of these: small, medium and large.
+# The report names the algorithm that `auto` chooses for each of these sizes.
 _SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "64 MiB": 2**26}
-# Seconds. Where one rank validates or saves for longer, the user passes `timeout`.
+# Seconds. If one rank validates or saves for longer, the user must pass `timeout`.
 TIMEOUT = 300.0
-# How tensors may travel; `init` says what each is.
+# The transports, described in `init`.
 TransportName: TypeAlias = Literal["auto", "gloo", "shm", "nccl"]
 _CHOICES = get_args(TransportName)
 
 
 def transport_choice(transport: str | None) -> str:
-    """Return the argument, else ADASUM_TRANSPORT, else "auto"; ValueError if that is unknown."""
+    """Return the argument, or ADASUM_TRANSPORT, or "auto"; raise ValueError for others."""
     source, choice = "transport", transport
     if choice is None:
         source, choice = "ADASUM_TRANSPORT", os.environ.get("ADASUM_TRANSPORT") or "auto"
     if choice == "tcp":
-        # An earlier version's name for messages over TCP, which now go by gloo.
+        # An earlier version's name for messages over TCP, which gloo sends now.
         return "gloo"
     if choice not in _CHOICES:
         raise ValueError(f"{source} must be one of {', '.join(_CHOICES)}, got {choice!r}")
@@ -55,14 +55,14 @@ def transport_choice(transport: str | None) -> str:
 
 
 class Settings(NamedTuple):
-    """The arguments of `init`; None for one that was left out."""
+    """The arguments of `init`; None for missing ones."""
 
     timeout: float | None = None
     process_group: dist.ProcessGroup | None = None
     transport: str | None = None
 
     def checked(self) -> Settings:
-        """Return the arguments, checked, with defaults for those that were left out."""
+        """Return the arguments, checked, with defaults for missing ones."""
         timeout = TIMEOUT if self.timeout is None else self.timeout
         validation.timeout(timeout)
         if self.process_group is not None:
@@ -70,7 +70,7 @@ class Settings(NamedTuple):
         return Settings(timeout, self.process_group, transport_choice(self.transport))
 
     def require_same(self, first: Settings) -> None:
-        """Raise ValueError if a given argument differs from the first call's, as `checked`."""
+        """Raise ValueError if an argument that is not None differs from the first call's."""
         for name, given, value, earlier in zip(
             self._fields, self, self.checked(), first, strict=True
         ):
@@ -100,13 +100,13 @@ def version() -> str:
 
 
 def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
-    """Return the transport that the ranks ask for: `gloo`, with memory and NCCL added to it.
+    """Return the chosen transport: `gloo`, with shared memory and NCCL added to it.
 
-    The option `transport` of `start`, the call that starts the group, is a `transport_choice`.
+    `start` is the call that starts the group; its option `transport` is a `transport_choice`.
 
     Raises:
         CollectiveMismatchError: The ranks' options differ. Raised on all ranks.
-        TransportError: What they ask for is not available. Raised on all ranks.
+        TransportError: The choice is not available. Raised on all ranks.
     """
     if gloo.size == 1:
         check_alone(start.options["transport"])
@@ -142,16 +142,16 @@ def _with_torchs_nccl(host: Transport, timeout: float) -> Transport:
 
 
 def check_alone(choice: str) -> None:
-    """Raise TransportError if a group of one rank asks for NCCL and its machine has none."""
+    """Raise TransportError if a single rank chooses NCCL but cannot use it."""
     if choice == "nccl":
         _check_gpus([_gpu_report()])
 
 
 def _require_alike(paths: Sequence[str]) -> None:
-    """Raise TransportError if compiled code computes on CPU tensors on some ranks only.
+    """Raise TransportError if only some ranks use compiled code for CPU tensors.
 
-    Results of it and of torch's functions may differ in the last bit, and all ranks are to have the
-    same bits. paths: For each rank `BackendInfo.cpu_path`.
+    Its results and torch's may differ in the last bit, and all ranks must have the same bits.
+    paths: each rank's `BackendInfo.cpu_path`.
     """
     lacking = [rank for rank, path in enumerate(paths) if path != _COMPILED]
     if 0 < len(lacking) < len(paths):
@@ -163,7 +163,7 @@ def _require_alike(paths: Sequence[str]) -> None:
 
 
 def _check_shared(near: Sequence[Sequence[int]]) -> None:
-    """Raise TransportError if two ranks share no memory. near: As in `Shared`."""
+    """Raise TransportError if any two ranks share no memory; `near` is as in `Shared`."""
     for rank, peers in enumerate(near):
         if unshared := sorted({*range(len(near))} - {*peers}):
             raise TransportError(
@@ -174,7 +174,7 @@ def _check_shared(near: Sequence[Sequence[int]]) -> None:
 
 
 def _check_gpus(reports: Sequence[Sequence[Any]]) -> None:
-    """Raise TransportError if a rank cannot use NCCL. reports: every rank's `_gpu_report`."""
+    """Raise TransportError if any rank cannot use NCCL; `reports` are the ranks' `_gpu_report`s."""
     first: dict[str, int] = {}
     for rank, (lack, gpu, shares) in enumerate(reports):
         if lack:
@@ -189,7 +189,7 @@ def _check_gpus(reports: Sequence[Sequence[Any]]) -> None:
 
 
 def _gpu_report() -> list[Any]:
-    """Return what this rank lacks for NCCL ("" if nothing), its GPU's UUID, and whether it shares.
+    """Return this rank's obstacle to NCCL or "", its GPU's UUID, and whether ranks may share it.
 
     NCCL_MULTI_RANK_GPU_ENABLE allows ranks to share a GPU.
     """
@@ -204,9 +204,9 @@ def _gpu_report() -> list[Any]:
 
 
 def report(transport: Transport, choice: str, hosts: Sequence[int], topology: Topology) -> str:
-    """Return the line that a group logs when it starts: how messages travel and what computes.
+    """Return the line that a new group logs: its transports, algorithms and kernels.
 
-    choice: As `transport_choice` returns it. hosts: By rank, a number for its host.
+    choice: from `transport_choice`; hosts: by rank, a number for its host.
     """
     where = f"rank {transport.rank} of {transport.size} on {len(set(hosts))} host(s)"
     said = [f"transport={choice!r}: {transport!r}"]
