@@ -58,7 +58,7 @@ class Shards(Enum):
 
 
 class RoundRobin(NamedTuple):
-    """The properties of a call for algorithms that place shards on the ranks in turn.
+    """The call's properties for algorithms that place shards on the ranks in turn.
 
     Attributes:
         tensors: The number of tensors in the buffer.
@@ -91,7 +91,7 @@ class Level(NamedTuple):
 
 
 def by_size(make: Callable[[int], Schedule]) -> Callable[[Level], Schedule]:
-    """Return a function that makes the sharded all-reduce of a level from `make(size)`."""
+    """Return a function that makes each level's sharded all-reduce from `make(size)`."""
     return lambda level: sharded(make(level.size), level.shards)
 
 

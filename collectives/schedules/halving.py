@@ -73,7 +73,7 @@ class Fold:
         return 2 * leaf if leaf < self.extra else leaf + self.extra
 
     def leaf(self, rank: int) -> int | None:
-        """Return the leaf of a rank; None if the rank was folded away."""
+        """Return the rank's leaf; None if the rank was folded away."""
         if rank >= 2 * self.extra:
             return rank - self.extra
         return None if rank % 2 else rank // 2

@@ -1,8 +1,8 @@
 """A collective as plain data: the steps of every rank.
 
-Schedules run in lockstep: a message that rank a sends to rank b in its step t is received by rank b
-in its own step t. All messages of one step are posted together, so a schedule whose sends and
-receives match step by step cannot deadlock. `verify.verify` proves that, and the result.
+Schedules run in lockstep: if rank r sends a message to rank q in its step t, rank q receives it in
+its own step t. All messages of one step are posted together, so a schedule whose sends and receives
+match step by step cannot deadlock. `verify.verify` proves that, and the result.
 """
 
 from __future__ import annotations

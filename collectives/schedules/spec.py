@@ -57,7 +57,7 @@ class AllReduceSpec:
 
     @cached_property
     def inner(self) -> str | None:
-        """The algorithm inside a node; None if there is one level."""
+        """The algorithm inside nodes; None if there is one level."""
         inner, slash, _ = self.alg.partition("/")
         return inner if slash else None
 

@@ -22,7 +22,7 @@ class ScheduleError(AssertionError):
 
 
 class Expressions:
-    """Interned expression trees over the ranks' inputs; a node is an int.
+    """Interned expression trees over the ranks' inputs; nodes are ints.
 
     Attributes:
         ranks: The inputs in each node, one bit each.
@@ -45,7 +45,7 @@ class Expressions:
         self.all_at_once &= operands == self._inputs
 
     def reduce(self, left: int, right: int, phase: int, where: str) -> int:
-        """Return the node that reduces `left` and `right`, which must not share a rank.
+        """Return the node that reduces `left` and `right`, which must not share ranks.
 
         Errors begin with `where`.
         """
