@@ -7,10 +7,10 @@
     request = group.all_reduce_init(flat)   # planned once, started any number of times
     group.run(schedule, tensor)             # your own all-reduce
     collectives.run_threads(4, fn)          # four ranks in one process
-    collectives.schedule("xring", 4).draw() # what runs, as a picture; also .table(), .cost, .trace
+    collectives.schedule("xring", 4).draw() # its steps as a picture; also .table(), .cost, .trace
 
-A `Schedule` is plain data: `verify` checks it for all ranks, without running it, and it runs over
-any transport with any `Reducer`.
+A `Schedule` is plain data: `verify` checks it for all ranks without running it, and any transport
+can run it with any `Reducer`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from collectives.tools.flight.writer import dump_flight_record
     from collectives.tools.lab import Schedule, schedule
 
-# `_own_packages.py` looks for this name: PyPI has another package that is called `collectives`.
+# `_own_packages.py` looks for this name: PyPI has another package named `collectives`.
 __adasum__ = True
 
 __all__ = [
@@ -117,7 +117,7 @@ __all__ = [
     "verify",
 ]
 
-# Public names of tools, and of what needs torch.distributed: imported when first asked for.
+# Public names of tools and of the backend, which needs torch.distributed: imported on first use.
 _LAZY = {
     "BackendOptions": "collectives.backend",
     "Schedule": "collectives.tools.lab",

@@ -1,4 +1,4 @@
-"""Check the arguments of a Group's methods, before anything is sent, and make a Call of them."""
+"""Check the arguments of a Group's methods, before anything is sent, and return a Call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ScaleOptions(TypedDict, total=False):
 
 
 class ReductionOptions(ScaleOptions, total=False):
-    """Keyword arguments of the reductions whose algorithm can be chosen."""
+    """Keyword arguments of reductions with a choice of algorithm."""
 
     algorithm: str | None
     names: Sequence[str]
@@ -47,7 +47,7 @@ class Arguments:
     """The argument checks of one group.
 
     Each method checks the arguments of the Group's method of the same name, and returns the Call.
-    It raises TypeError or ValueError, naming the argument and the fix.
+    It raises TypeError or ValueError with the argument and the fix.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -98,7 +98,7 @@ class Arguments:
         call = self._reduction("run", [tensor], op, {"segments": segments}, **options)
         known = verified(schedule, self._transport.size)
         require_carries(known, call.op, tensor.dtype)
-        # Ranks compare a hash of the steps: functions cannot be compared.
+        # Ranks compare a hash of the steps, since functions cannot be compared.
         call.options["schedule"] = f"{schedule.name} with steps {known.digest}"
         call.schedule = known.schedule
         return call
@@ -203,7 +203,7 @@ class Arguments:
         """Check and describe an all_gather."""
         self._rows(tensor)
         if out is not None:
-            # The number of all ranks' rows is not known yet: only the other dimensions are checked.
+            # The number of all ranks' rows is unknown yet: only the other dimensions are checked.
             validation.tensor("out", out)
             _check_out(out, tensor, (*out.shape[:1], *tensor.shape[1:]), tensor.dtype)
         return Call("all_gather", name, tensors=[tensor], any_rows=True, out=out)
@@ -235,7 +235,7 @@ class Arguments:
         self._transport.check_device(tensor.device)
 
     def _owners(self, owners: Sequence[int] | None, count: int) -> list[int] | None:
-        """Check that owners, if given, are one rank for each of `count` tensors."""
+        """Check that `owners` is None or has one rank for each of `count` tensors."""
         if owners is None:
             return None
         validation.instance("owners", owners, list | tuple, "a list of ranks, or None")
@@ -261,8 +261,8 @@ class Arguments:
         accumulate: torch.dtype | None = None,
         **unknown: object,
     ) -> Call:
-        """Check what all reductions share; more: other options that ranks must agree on."""
-        # By hand: the options arrive as **kwargs, so Python does not see one that is unknown.
+        """Check the arguments of any reduction; `more`: other options that ranks must agree on."""
+        # By hand: the options arrive as **kwargs, so Python does not reject unknown ones.
         if algorithm is not None and kind not in _WITH_ALGORITHM:
             unknown["algorithm"] = algorithm
         for argument in unknown:
@@ -299,13 +299,13 @@ class Arguments:
 
 
 def _check_onto_one(op: Reducer) -> None:
-    """Raise ValueError for an operator that cannot reduce onto one rank."""
+    """Raise ValueError for an operator that cannot reduce to one rank."""
     if not (op.associative or op.ordered):
         raise ValueError(f"op {op} needs all ranks: use all_reduce")
 
 
 def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Check `out`: its shape and dtype, and that it has the device of the call's tensor."""
+    """Check `out`: its shape and dtype, and that it is on the device of the call's tensor."""
     validation.tensor("out", out)
     if out.dtype != dtype:
         raise TypeError(f"out must be of {tensor.dtype} as tensor is, got {out.dtype}")

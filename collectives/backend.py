@@ -1,4 +1,4 @@
-"""The torch.distributed backend "adasum": torch's own calls, carried out by a Group.
+"""The torch.distributed backend "adasum": a Group carries out torch's own calls.
 
 ::
 
@@ -10,11 +10,11 @@
     dist.init_process_group("adasum", pg_options=options)
 
 `collectives.from_process_group(pg)` returns the Group that carries out the calls of `pg`: errors,
-timeouts and bits are those of every Group.
+timeouts and bits are the same as in every Group.
 
-What a Group does not do goes to torch's gloo and NCCL: send, recv, gather, scatter, sparse tensors,
-all_gather_coalesced, the bitwise operators, and devices for which a backend such as
-"cpu:gloo,cuda:adasum" names another. Ranks that differ in these calls wait until the timeout.
+torch's gloo and NCCL carry out the rest: send, recv, gather, scatter, sparse tensors,
+all_gather_coalesced, the bitwise operators, and devices with another backend, as in
+"cpu:gloo,cuda:adasum". If ranks differ in these calls, they wait until the timeout.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ Tensor = torch.Tensor
 NAME = "adasum"
 ORDER_VARIABLE = "ADASUM_BACKEND_ORDER"
 _NO_TIMEOUT = timedelta(0)
-# mypy takes the enum's members for those of its instances.
+# mypy confuses the enum's members with attributes of its instances.
 _Op: Any = dist.ReduceOp.RedOpType
 # As in NCCL: on bools the sum is a logical or, and the product a logical and.
 _OF_BOOLS: dict[Any, Reducer] = {**TORCH_REDUCERS, _Op.SUM: Max, _Op.PRODUCT: Min}
 
 
 class _NotOursError(Exception):
-    """The call is one that a Group does not do."""
+    """A Group cannot carry out this call."""
 
 
 @dataclass(frozen=True)
 class BackendOptions:
     """Options of the backend, for `pg_options` of init_process_group and new_group.
 
-    All ranks give the same; if not, their calls are a CollectiveMismatchError. A group that is made
-    without options has those of the default group.
+    They must be equal on all ranks; otherwise calls raise CollectiveMismatchError. A group that is
+    made without options has the options of the default group.
 
     Attributes:
-        order: "tree": sums and averages have one order, as in `Group.all_reduce`, also those of
-            DDP, FSDP2 and DTensor. None: the algorithm's own order. Unless given, the environment
+        order: "tree": sums and averages have one order, as in `Group.all_reduce`, including sums of
+            DDP, FSDP2 and DTensor. None: the algorithm's own order. Default: the environment
             variable ADASUM_BACKEND_ORDER ("tree", or empty).
         accumulate: torch.float32: with order="tree", sums of float16 and bfloat16 are added in
             float32 and rounded once. None: in the tensors' own dtype.
@@ -87,12 +87,12 @@ class BackendOptions:
             if order != "tree":
                 raise ValueError(f"{ORDER_VARIABLE} must be 'tree' or empty, got {order!r}")
             object.__setattr__(self, "order", order)
-        # Called for their errors.
+        # Check the values.
         in_order(Sum, self.order, self.accumulate)
         parse_all_reduce_spec(self.algorithm)
 
     def order_of(self, op: Reducer, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the arguments of a reduction of such tensors that give its order."""
+        """Return a reduction's arguments for the order of tensors of this dtype."""
         if self.order is None or op not in (Sum, Average):
             return {}
         halves = dtype in (torch.float16, torch.bfloat16)
@@ -100,7 +100,7 @@ class BackendOptions:
 
 
 class BackendWork(dist.Work):
-    """Calls of a Group, those still under way by their Works, and the tensors that they write."""
+    """The Works of a Group's asynchronous calls, and the tensors that they write."""
 
     def __init__(self, works: Sequence[Work[Any]], tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -109,8 +109,8 @@ class BackendWork(dist.Work):
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for the calls; on CUDA, make the current stream wait for them.
 
-        Raises the first one's error that failed. With a timeout, a CollectiveTimeoutError if they
-        have not ended on the host by then: they are still under way.
+        Raises the error of the first call that failed. With a timeout, raises
+        CollectiveTimeoutError if the calls have not ended on the host by then: they continue.
         """
         if self._works and timeout > _NO_TIMEOUT:
             ended, last = threading.Event(), self._works[-1]
@@ -131,7 +131,7 @@ class BackendWork(dist.Work):
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether the calls have ended, without an error."""
+        """Whether the calls have ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
@@ -143,18 +143,18 @@ class BackendWork(dist.Work):
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a future of the tensors; its error has the text of ours."""
+        """Return a future of the tensors; its error has the same text as ours."""
         devices = {tensor.device for tensor in self._tensors if tensor.is_cuda}
         ended: torch.futures.Future[Any] = torch.futures.Future(devices=[*devices])
 
         def deliver(_: object) -> list[Tensor]:
-            # Raised in a callback: DDP would take what `set_exception` sets for a result.
+            # Raised in a callback: DDP would take an error of `set_exception` for a result.
             if (error := self.exception()) is not None:
                 raise error
             return self._tensors
 
         if self._works:
-            # The last one: a group runs its calls in their order.
+            # Only the last one: groups run their calls in order.
             self._works[-1].add_done_callback(lambda: ended.set_result(None))
         else:
             ended.set_result(None)
@@ -162,7 +162,7 @@ class BackendWork(dist.Work):
 
 
 def _by_group(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
-    """Return a method that hands the calls that a Group does not do to the inner process group."""
+    """Return a method that passes calls that a Group cannot do to the inner process group."""
 
     @wraps(method)
     def run(self: AdasumProcessGroup, *arguments: Any, **named: Any) -> dist.Work:
@@ -184,12 +184,11 @@ def _by_group(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
 
 @untraced_methods
 class AdasumProcessGroup(dist.ProcessGroup):
-    """A process group whose collectives are those of a Group: see the module.
+    """A process group whose collectives a Group carries out: see the module.
 
     torch makes it (`init_process_group`, `new_group`). The first call makes its Group, and waits
-    for all ranks to make theirs, also if it is asynchronous, as NCCL's first call does. Methods
-    have c10d's names and arguments: they start a call, or carry it out if the options say that it
-    is not asynchronous.
+    for all ranks to do so, even if it is asynchronous, like NCCL's first call. Methods have c10d's
+    names and arguments: they start calls, or carry them out if the options say `asyncOp=False`.
     """
 
     def __init__(self, place: Any, options: BackendOptions) -> None:
@@ -208,8 +207,8 @@ class AdasumProcessGroup(dist.ProcessGroup):
             store = dist.PrefixStore("nccl", place.store)
             members = place.global_ranks_in_group
             backends["cuda"] = new_nccl(store, rank, size, timeout, place.group_id, members)
-        # On this group, too: torch asks it for its devices and its name, and calls what is not
-        # overridden (send, recv, gather, scatter) on its backends.
+        # On this group too: torch asks it for its devices and its name, and runs methods that are
+        # not overridden (send, recv, gather, scatter) on its backends.
         for group in (self, self._inner):
             for device, backend in backends.items():
                 kind = kinds.GLOO if device == "cpu" else kinds.NCCL
@@ -222,18 +221,18 @@ class AdasumProcessGroup(dist.ProcessGroup):
 
     @property
     def group(self) -> Group:
-        """The Group that carries out the calls; made, by all ranks, when it is first needed."""
+        """The Group that carries out the calls; the first use is a collective that makes it."""
         if self._made is not None and not self._made.closed:
             return self._made
         with self._lock:
-            # The same Group for two threads.
+            # Under the lock, so that two threads get the same Group.
             self._made = from_process_group(self, timeout=self._place.timeout.total_seconds())
             parts = [part.split(":") for part in dist.get_backend_config(self).split(",")]
             self._own_devices = frozenset(part[0] for part in parts if part[-1] == NAME)
             return self._made
 
     def _check_ours(self, tensor: Tensor) -> None:
-        """Raise _NotOursError unless a Group takes such tensors."""
+        """Raise _NotOursError unless a Group can reduce tensors of this layout and device."""
         if tensor.layout is not torch.strided:
             if self.adasum_options.order is None:
                 raise _NotOursError
@@ -246,8 +245,8 @@ class AdasumProcessGroup(dist.ProcessGroup):
             raise _NotOursError
 
     def _reduction(self, opts: Any, tensor: Tensor) -> tuple[Reducer, dict[str, Any]]:
-        """Return the reducer of a call on such tensors, and its options."""
-        # Overloads have the operator, or nothing, in the place of options.
+        """Return the reducer for tensors like this, and the call's options."""
+        # Overloads pass the operator, or nothing, in place of options.
         op = getattr(opts, "reduceOp", opts) or _Op.SUM
         kind = getattr(op, "op", op)
         reducer = (_OF_BOOLS if tensor.dtype is torch.bool else TORCH_REDUCERS).get(kind)
@@ -259,7 +258,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
         return Sum, {**options, "prescale": float(op.__getstate__()[1])}
 
     def _run(self, opts: Any, calls: Sequence[Call], tensors: Sequence[Tensor]) -> BackendWork:
-        """Carry out calls, or start them if the options say so; tensors: what they write."""
+        """Carry out calls, or start them if they are asynchronous; `tensors` are their outputs."""
         own = self._made._calls  # type: ignore[union-attr]
         if not getattr(opts, "asyncOp", True):
             for call in calls:
@@ -272,7 +271,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
             )
         work = BackendWork([own.run(call, async_op=True) for call in calls], tensors)
         if len(tensors) == 1 and tensors[0].numel() == 1:
-            # DDP's join keeps the C++ part only, and would wait for ever without this one.
+            # DDP's join only keeps the C++ part, and would wait forever if this object were freed.
             self._kept.append(work)
         return work
 
@@ -296,7 +295,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
 
     @_by_group
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
-        """Reduce a tensor onto the root; on other ranks it holds partial results afterwards."""
+        """Reduce the tensor to the root; on other ranks it holds partial results afterwards."""
         tensors, (flat,), copy_back = _contiguous(tensors)
         op, options = self._reduction(opts, flat)
         if "prescale" in options:
@@ -322,7 +321,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
         return self._run(opts, calls, [out for outs in outputs for out in outs])
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
-        """Gather every rank's tensor into one tensor; `input` may be this rank's part of it."""
+        """Gather every rank's tensor into `output`; `input` may be this rank's part of it."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     @_by_group
@@ -350,7 +349,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
             outputs, inputs = [outputs], [inputs]
         calls = []
         for output, parts in zip(outputs, inputs, strict=True):
-            # Copies, which the reduction overwrites; they may differ in size.
+            # Copies, since the reduction overwrites them; sizes may differ.
             parts = [part.detach().clone(memory_format=torch.contiguous_format) for part in parts]
             op, options = self._reduction(opts, output)
             owners = list(range(self.size()))
@@ -360,7 +359,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
         return self._run(opts, calls, outputs)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
-        """Reduce a tensor and return this rank's part of it; `output` may be a part of `input`."""
+        """Reduce `input` and return this rank's part; `output` may be a part of `input`."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     @_by_group
@@ -379,7 +378,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
 
     @_by_group
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Send a tensor to every rank, and receive one from each."""
+        """Send one tensor to every rank, and receive one from each."""
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
         counts = [tensor.numel() for tensor in inputs]
         expected = [tensor.numel() for tensor in outputs]
@@ -389,7 +388,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> dist.Work:
-        """Send rows of a tensor to every rank; without splits all get equally many."""
+        """Send rows of `input` to every rank; without splits, equal numbers of rows."""
         rows, size = input.detach().contiguous(), self.size()
         expected = output_splits or [output.shape[0] // size] * size
         return self._run(opts, [self._exchange(rows, input_splits, [output], expected)], [output])
@@ -397,7 +396,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
     def _exchange(
         self, rows: Tensor, splits: Sequence[int], outputs: Any, expected: Sequence[int]
     ) -> Call:
-        """Return the call that sends rows to all ranks and writes what comes to the outputs."""
+        """Return the call that sends rows to all ranks and writes received rows to the outputs."""
         call = self.group._arguments.all_to_all(rows, splits or None, None)
 
         def copy(result: tuple[Tensor, Tensor]) -> None:
@@ -414,13 +413,13 @@ class AdasumProcessGroup(dist.ProcessGroup):
 
     @outside_modes()
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Return when all ranks have called it, and their current CUDA streams' work is done."""
+        """Wait until all ranks have called it, and their current CUDA streams are done."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         _ = self.group
         return self._run(opts, [Call("barrier")], [])
 
-    # The names in torch 2.10 to 2.12.
+    # Their names in torch 2.10 to 2.12.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
@@ -430,7 +429,7 @@ class AdasumProcessGroup(dist.ProcessGroup):
     def split_group(  # type: ignore[override]
         self, new_ranks: list[int], timeout: Any = None, opts: Any = None, **named: Any
     ) -> Any:
-        """Return a group of some of the ranks, by their numbers here; None on other ranks."""
+        """Return a group of some ranks, given by their numbers here; None on other ranks."""
         if self.rank() not in new_ranks:
             return None
         name, names = named["group_name"], dist.get_process_group_ranks(self)
@@ -446,24 +445,24 @@ class AdasumProcessGroup(dist.ProcessGroup):
         return part
 
     def abort(self) -> None:
-        """Make the group unusable at once: calls under way raise on all ranks."""
+        """Make the group unusable immediately: calls under way raise on all ranks."""
         if self._made is not None:
             self._made.abort("abort() of its process group")
         self._inner.abort()
 
     def shutdown(self) -> None:
-        """End the group, after the calls that are queued; `destroy_process_group` calls it."""
+        """End the group after its queued calls; `destroy_process_group` calls this."""
         if self._made is not None:
             self._made.close()
         self._inner.shutdown()
 
 
 def _contiguous(tensors: Any) -> tuple[list[Tensor], list[Tensor], Callable[[Any], None] | None]:
-    """Return the tensors as a list, contiguous ones of their values, and what copies these back.
+    """Return the tensors, contiguous versions of them, and a function that copies results back.
 
-    The last is None if all are contiguous: they are then their own memory.
+    The function is None if all tensors are contiguous: they are then used directly.
     """
-    # c10d's overloads take a single tensor.
+    # c10d's overloads pass a single tensor.
     tensors = [tensors] if isinstance(tensors, Tensor) else tensors
     flat = [tensor.detach().contiguous() for tensor in tensors]
     moved = [pair for pair in zip(tensors, flat, strict=True) if not pair[0].is_contiguous()]
@@ -495,7 +494,7 @@ def _copy_to(outputs: Sequence[Tensor]) -> Callable[[Tensor], None]:
 
 
 def _check_parts(argument: str, wholes: Sequence[Tensor], size: int, part: Tensor) -> None:
-    """Raise ValueError unless tensors together have room for one part for each rank."""
+    """Raise ValueError unless the `wholes` together hold exactly one part per rank."""
     count = sum(whole.numel() for whole in wholes)
     if count != size * part.numel():
         raise ValueError(
@@ -505,7 +504,7 @@ def _check_parts(argument: str, wholes: Sequence[Tensor], size: int, part: Tenso
 
 
 def create(opts: Any, options: Any) -> AdasumProcessGroup:
-    """Return the process group that torch asks for, by its own description and `pg_options`."""
+    """Return the process group for torch's options and `pg_options`."""
     if options is None:
         options = getattr(dist.group.WORLD, "adasum_options", None) or BackendOptions()
     if not isinstance(options, BackendOptions):

@@ -1,7 +1,7 @@
-"""Combine tensors that travel together: pack small ones, and group a model's gradients.
+"""Combine tensors for fewer messages: pack small ones, and group a model's gradients.
 
-Ranges, packing and device groups are those of the all-reduce in TensorFlow's benchmarks; groups
-limited by memory and by number are those of Paddle's fused all-reduce.
+Ranges, packing and device groups come from the all-reduce in TensorFlow's benchmarks; groups
+limited by memory and by number come from Paddle's fused all-reduce.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Packing:
-    """What `pack_small_tensors` did to a list, so that `unpack_small_tensors` can undo it.
+    """The record of `pack_small_tensors` that `unpack_small_tensors` needs to undo it.
 
     Attributes:
         ranges: First and last index of each packed buffer, in the order of the buffers.
@@ -53,13 +53,13 @@ def extract_ranges(
 
     Args:
         indices: Ascending.
-        range_size_limit: The most indices in a run; a longer one is split.
+        range_size_limit: The most indices in a run; longer runs are split.
 
     Returns:
-        [first, last] of each run, and the indices that stand alone.
+        [first, last] of each run, and the single indices.
 
     Raises:
-        TypeError: The indices are no ints.
+        TypeError: The indices are not ints.
         ValueError: The indices do not ascend, or the limit is below 1.
 
     Examples:
@@ -87,7 +87,7 @@ def split_by_size(tensors: Sequence[Tensor], threshold: int) -> tuple[list[Tenso
     """Split tensors by size, keeping their order.
 
     Returns:
-        The tensors of at most `threshold` elements, and the others.
+        The tensors with up to `threshold` elements, and the others.
 
     Examples:
         >>> small, large = collectives.split_by_size([torch.ones(2), torch.ones(9)], threshold=4)
@@ -103,8 +103,8 @@ def split_by_size(tensors: Sequence[Tensor], threshold: int) -> tuple[list[Tenso
 def group_devices(devices: Sequence[T], group_size: int) -> list[list[T]]:
     """Distribute n devices over ceil(n / group_size) groups of `group_size` devices.
 
-    The list of devices is repeated until all groups are full, and its device i goes to group i
-    modulo the number of groups. So some devices may be in two groups.
+    The list of devices is repeated until all groups are full; entry i goes to group i modulo the
+    number of groups. So some devices may be in two groups.
 
     Raises:
         ValueError: `group_size` is below 1 or above the number of devices.
@@ -132,16 +132,16 @@ def pack_small_tensors(
 ) -> tuple[list[Tensor], Packing | None]:
     """Pack adjacent small tensors of one dtype and device into 1-D buffers without gaps.
 
-    A small tensor stays as it is unless it is next to another one of its dtype and device.
+    Small tensors are only packed if they are next to another one of their dtype and device.
 
     Args:
         tensors: Dense tensors, contiguous or not.
-        max_bytes: The size up to which a tensor is small; 0 packs nothing.
+        max_bytes: The largest size of a small tensor; 0 packs nothing.
         max_group: The most tensors in a buffer; 0 for any number.
 
     Returns:
-        The packed buffers followed by all other tensors, and how to undo it (None if nothing was
-        packed).
+        The packed buffers followed by all other tensors, and the Packing to undo it (None if
+        nothing was packed).
 
     Raises:
         ValueError: A limit is negative.
@@ -174,8 +174,8 @@ def unpack_small_tensors(tensors: Sequence[Tensor], packing: Packing | None) -> 
     """Undo `pack_small_tensors`.
 
     Args:
-        tensors: The list that it returned, with the same or other values.
-        packing: What it returned with that; None returns the list.
+        tensors: The list from `pack_small_tensors`, with the same or other values.
+        packing: Its Packing; if None, the list is returned.
 
     Returns:
         The tensors in their original order and shapes; packed ones are views of their buffers.
@@ -220,17 +220,16 @@ def unpack_small_tensors(tensors: Sequence[Tensor], packing: Packing | None) -> 
 def plan_groups(
     tensors: Sequence[Tensor], *, memory_size: float | None = None, groups_size: int | None = None
 ) -> list[list[int]]:
-    """Group tensors that are to be reduced together: each group has one dtype and one device.
+    """Group tensors to reduce together: each group has one dtype and one device.
 
     Args:
-        tensors: In the order in which backward produces them.
-        memory_size: The most MiB in a group; a larger tensor gets a group of its own. None for any
-            size.
+        tensors: In the order of backward.
+        memory_size: The most MiB in a group; larger tensors get their own group. None for any size.
         groups_size: The most tensors in a group; None for any number.
 
     Returns:
-        For each group the indices of its tensors. Groups are in the order of their last tensors, in
-        which backward completes them.
+        For each group the indices of its tensors. Groups are in the order of their last tensors,
+        since backward completes them in this order.
 
     Raises:
         ValueError: A limit is not positive.
@@ -247,7 +246,7 @@ def plan_groups(
         if not memory_size > 0:
             raise ValueError(f"memory_size must be a positive number of MiB, got {memory_size}")
     groups: list[list[int]] = []
-    # By dtype and device, the group that is being filled, and its bytes.
+    # By dtype and device, the group to fill, and its bytes.
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
         nbytes = _nbytes(tensor)
@@ -266,12 +265,12 @@ def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return how many bytes the elements take; for a sparse tensor, those of the dense one."""
+    """Return the bytes of all elements, for a sparse tensor as if it were dense."""
     return tensor.numel() * tensor.element_size()
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    # Our kernel packs all tensors in one launch, but not of every dtype.
+    # Our kernel packs all tensors in one launch, but only supports some dtypes.
     if tensors[0].dtype not in kernels.DTYPES:
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
     dense = [tensor.contiguous() for tensor in tensors]

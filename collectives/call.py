@@ -1,4 +1,4 @@
-"""A call of a collective on one rank: one object from the user's arguments to the executor."""
+"""The call of a collective on one rank: one object from the user's arguments to the executor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANY = -1
 
 
 class TensorDescription(NamedTuple):
-    """A tensor without its values. ANY as the first dimension: ranks may differ in it."""
+    """A tensor's description, for ranks to compare; a first dimension of ANY may differ."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -32,7 +32,7 @@ class TensorDescription(NamedTuple):
         return f"shape {shape} {self.dtype} {self.device}"
 
     def zeros(self, device: torch.device | None = None) -> torch.Tensor:
-        """Make such a tensor of zeros, with no rows for ANY; a CUDA tensor on `device`."""
+        """Make zeros of this description, with 0 rows for ANY; on `device` if it is on CUDA."""
         shape = [0 if n == ANY else n for n in self.shape]
         dtype = getattr(torch, self.dtype.removeprefix("torch."))
         where = device if device is not None and self.device == device.type else self.device
@@ -40,7 +40,7 @@ class TensorDescription(NamedTuple):
 
 
 class _Plan(Protocol):
-    """How a call runs in shared memory: `HostAllReduce`, or on GPUs `NodeAllReduce`."""
+    """A plan to run the call in shared memory: `HostAllReduce`, or on GPUs `NodeAllReduce`."""
 
     @property
     def nbytes(self) -> int: ...
@@ -54,7 +54,7 @@ class _Plan(Protocol):
 
 
 class _Replay(Protocol):
-    """How far a rank is with a request on a GPU: `collectives.execution.replay.Replay`."""
+    """The capture of a request on a GPU: `collectives.execution.replay.Replay`."""
 
     def begin(self, held: bool) -> int: ...
     def hold(self) -> None: ...
@@ -63,34 +63,34 @@ class _Replay(Protocol):
 
 @dataclass(eq=False)
 class Call:
-    """A call on one rank.
+    """One rank's call of a collective.
 
-    Ranks compare its kind, name, options, tensors without their values, names and request: what
-    `text` holds. All of its options are what JSON keeps.
+    Ranks compare its `text`: kind, name, options, descriptions of the tensors, names and request.
+    JSON must be able to represent all options.
 
     Attributes:
-        kind: The collective that is called.
+        kind: The name of the collective.
         name: The user's name for the call.
         options: Every other argument that ranks must agree on.
-        tensors: What it works on.
-        op: The reducer; any for a call that reduces nothing.
-        names: Of the tensors, where they have any.
+        tensors: The tensors that it works on.
+        op: The reducer; unused if nothing is reduced.
+        names: The tensors' names, if they have any.
         any_rows: Whether ranks may differ in the first tensor's first dimension.
-        schedule: What is run, for a call that says so itself.
-        out: Where the result is written, for a call that makes a tensor else.
-        then: What is done with the result, where the call runs; its own result is not used.
-        instead: What to do in place of an operation, where a rank that has joined has no part.
+        schedule: The user's schedule, in `run`.
+        out: The tensor for the result, if the user has given one; otherwise one is allocated.
+        then: A function that is called with the result, in the thread that runs the call.
+        instead: A function to call in place of an operation; joined ranks take no part in it.
         request: The number of the persistent request that the call starts.
-        described: The tensors without their values.
-        movable: Whether it is a named asynchronous call, whose place among the calls is the user's
-            choice; errors name it first.
-        plan: How it runs in memory that the ranks share; None by messages.
-        launches: What was bound for it in memory that GPUs share, which a request keeps.
-        label: What errors call it, with its number, once it has one.
-        record: What the flight recorder keeps of it, once it has begun.
-        replay: How far this rank is with a request on a GPU, of which the work may be captured.
-        stage: What it has said of that in the negotiation.
-        queued: When it was started, where it is asynchronous, by time.perf_counter_ns().
+        described: The descriptions of the tensors.
+        movable: Whether it is a named asynchronous call, so that the user chooses its place among
+            the calls; errors name it first.
+        plan: The plan to run it in memory that the ranks share; None for messages.
+        launches: The launches bound for it in memory that GPUs share; requests keep them.
+        label: The call's name in errors, with its number, once it has one.
+        record: The flight recorder's record, once it has begun.
+        replay: The capture of its work, for a request on a GPU.
+        stage: The stage of the capture that this rank sends in the negotiation.
+        queued: The time of an asynchronous call's start, by time.perf_counter_ns().
     """
 
     kind: str
@@ -111,13 +111,13 @@ class Call:
     launches: object = None
     label: str = ""
     replay: _Replay | None = None
-    # No fields of the dataclass: a copy by `replace` is another call.
+    # Not fields of the dataclass: a copy by `replace` is another call.
     record = UNRECORDED
     queued = 0
     stage = 0
 
     def __post_init__(self) -> None:
-        # Here, before anything is sent: a name that JSON cannot carry would fail half-way.
+        # Checked before anything is sent: a name that JSON cannot represent would fail half-way.
         if self.name is not None:
             validation.instance("name", self.name, str, "a str or None")
         if not self.described and self.tensors:
@@ -130,13 +130,13 @@ class Call:
                 self.described[0] = TensorDescription((ANY, *shape[1:]), *rest)
 
     def __str__(self) -> str:
-        # A call named "" is another one than a call without a name, and must not look the same.
+        # The name "" differs from no name, and must look different.
         call = f"{self.kind}({'' if self.name is None else self.name or repr(self.name)})"
         return call if self.request is None else f"{call} of request {self.request}"
 
     @property
     def title(self) -> str:
-        """What timelines call it."""
+        """The call's name in timelines."""
         return f"{self.kind} {self.name!r}" if self.name else self.kind
 
     @property
@@ -146,7 +146,7 @@ class Call:
 
     @cached_property
     def text(self) -> str:
-        """One text for calls that are alike, another one for others; JSON."""
+        """JSON text, equal only for calls that match."""
         call = [self.kind, self.name, self.options, self.described, self.request, self.names]
         return json.dumps(call)
 
@@ -158,13 +158,13 @@ class Call:
 
     @staticmethod
     def of_text(text: str) -> Call:
-        """Return the call, without tensors, whose `text` this is."""
+        """Return the call with this `text`, without its tensors."""
         kind, name, options, tensors, request, names = json.loads(text)
         described = [TensorDescription(tuple(shape), *rest) for shape, *rest in tensors]
         return Call(kind, name, options, names=names, request=request, described=described)
 
     def entries(self) -> list[str]:
-        """Return the call, its options and its tensors, in words."""
+        """Return texts for the call, its options and its tensors."""
         options = [f"{key}={value}" for key, value in self.options.items()]
         names = self.names or [f"tensor {i}" for i in range(len(self.described))]
         tensors = [f"{name}: {each}" for name, each in zip(names, self.described, strict=True)]

@@ -1,4 +1,4 @@
-"""How a group carries out its calls: negotiated with the other ranks, then run."""
+"""Carry out a group's calls: negotiate with the other ranks, then run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from collectives.reducers import Average, Reducer, Sum
 from collectives.tree_order import KEYS, in_order
 from collectives.work import CallQueue, Work
 
-# Up to so many bytes a call is begun by its caller: a longer copy would keep it from its own work.
+# Up to this size the caller begins its call: a longer copy would keep it from its own work.
 _BEGIN_BYTES = 2 * 1024 * 1024
 # Calls that write their tensors.
 _IN_PLACE = {"all_reduce", "grouped_all_reduce", "run", "broadcast", "broadcast_from_owners"}
@@ -34,9 +34,9 @@ _IN_PLACE |= {"reduce", "reduce_to_owners"}
 class Calls:
     """Carries out the calls of one rank.
 
-    A call is planned, then begun (numbered, and signalled to the other ranks), and then finished:
-    it runs once all ranks have signalled it. `run` does all of that in the caller's thread if no
-    call is queued; `start` leaves the rest to the communication thread, or to a thread that waits.
+    Each call is planned, then begun (numbered, and signalled to the other ranks), and then run once
+    all ranks have signalled it. `run` does all of that in the caller's thread if no call is queued;
+    `start` leaves the rest to the communication thread, or to a thread that waits.
     """
 
     def __init__(self, runner: Runner, record: GroupRecord) -> None:
@@ -48,36 +48,36 @@ class Calls:
         self._requests = itertools.count(1)
 
     def run(self, call: Call, async_op: bool = False) -> Any:
-        """Carry out a direct call; return the result of its operation, or its Work if async."""
+        """Carry out a direct call; return its result, or its Work if it is asynchronous."""
         self._plan(call)
         if async_op:
-            # The user decides when to start a named call, and may do so in another order on some
-            # rank: the error of a mismatch then says so.
+            # The user decides when to start a named call, and may use another order on some ranks:
+            # the error of a mismatch then says so.
             call.movable = call.name is not None
             return self.start(call)
         return self.queue.run(call, partial(self._carry_out, call))
 
     def _plan(self, call: Call) -> None:
-        """Decide whether the call runs in memory that the ranks share."""
+        """Make a plan for memory that the ranks share, if the call can run in it."""
         call.plan = plan_host_all_reduce(self._runner, call)
         if call.plan is None:
             call.plan = plan_node_all_reduce(self._runner, call)
 
     def plan_request(self, call: Call) -> None:
-        """Decide how a request runs; may be repeated with other buffers."""
+        """Plan a request; may be repeated with other buffers."""
         self._plan(call)
-        # What runs in a node's memory is one launch already, or few.
+        # In memory that GPUs share, a request already is one launch, or few.
         call.replay = Replay.of(self._runner, call) if call.plan is None else None
 
     def reduces_by_tree(self, call: Call) -> bool:
-        """Return whether an all-reduce hands its operator all ranks' operands with their tree."""
+        """Return whether the all-reduce passes all ranks' operands with their tree to the op."""
         self._plan(call)
         if call.plan is not None:
             return call.plan.by_tree
         return self._runner.reduces_by_tree(call.tensors, call.op, AllReduceOptions.of(call))
 
     def number(self, call: Call) -> Call:
-        """Negotiate the making of a request and number it; return the call that a start makes."""
+        """Negotiate the making of a request and number it; return the call for its starts."""
         # All ranks count it in the same negotiated call, and get the same number.
         making = replace(call, kind=f"{call.kind}_init", instead=self._requests.__next__)
         number: int = self.queue.run(making, partial(self._carry_out, making))
@@ -86,7 +86,7 @@ class Calls:
     def start(self, call: Call) -> Work[Any]:
         """Start a planned call without waiting for other ranks."""
         if call.plan is not None and call.plan.by_messages:
-            # A request's first start has found no memory that GPUs share.
+            # The first start of the request found no memory that GPUs share.
             self.plan_request(call)
         call.label, call.record, call.queued = "", UNRECORDED, perf_counter_ns()
         carry_out = partial(self._carry_out, call)
@@ -97,11 +97,11 @@ class Calls:
             return self.queue.submit(call, carry_out)
         if on_gpu and torch.cuda.is_current_stream_capturing():
             if call.plan is not None:
-                # The graph would outlive what is bound, and run beside other launches.
+                # A graph would outlive the bound memory, and run while other launches do.
                 call = by_messages(call)
                 carry_out = partial(self._carry_out, call)
             call.stage = NEW
-            # In this thread: only the work on its stream is captured in the graph.
+            # In this thread, since the graph captures only the work on its stream.
             done: Work[Any] = Work(self.queue, call.title, lambda: self.queue.run(call, carry_out))
             done._run()
             return done
@@ -115,9 +115,9 @@ class Calls:
         return work
 
     def _begin(self, call: Call) -> None:
-        """Do the part of a call that comes before waiting for the other ranks."""
+        """Do the part before waiting for the other ranks: label, fill and signal the call."""
         call.label = self._next_label(call)
-        # In this order: once signalled, the other ranks may read what `fill` has written.
+        # In this order: after the signal, other ranks may read the filled buffer.
         if call.plan is not None:
             call.plan.fill()
         self._negotiation.signal(call)
@@ -133,36 +133,36 @@ class Calls:
         if call.instead is not None:
             return call.instead()
         with span(lambda: self._range(call, outcome.joined)) if watched else NOTHING:
-            # A rank that has joined fills no buffer: the call then goes by messages, and that rank
-            # sends zeros in them.
+            # Ranks that have joined fill no buffer: the call then runs by messages, and these ranks
+            # send zeros.
             if call.plan is not None and not outcome.joined and call.plan.ready():
                 call.plan.run(call)
                 result = call.tensors[0] if call.kind == "all_reduce" else call.tensors
             else:
-                # The call's number, which is the same on all ranks, since they make the same calls.
+                # The call's number; all ranks make the same calls, so it is the same on all.
                 self._runner.first = self._count - 1
                 operation = partial(OPERATIONS[call.kind], self._runner, call)
-                # A rank that has joined takes part step by step.
+                # Ranks that have joined take part step by step, without a graph.
                 least = NEW if outcome.joined else outcome.stage
                 replay = call.replay
                 result = (
                     replay.start(self._runner, call, least, operation) if replay else operation()
                 )
         if call.kind in _IN_PLACE and self._transport.size > 1:
-            # Not everything that has written them tells autograd, which may have saved them.
+            # Some writes bypass autograd, which may have saved the tensors: tell it of a change.
             torch.autograd.graph.increment_version(call.tensors)
         if call.then is not None:
             call.then(result)
         return result
 
     def _range(self, call: Call, joined: Sequence[int]) -> str:
-        """Return the call's name in profilers, with how it runs in shared memory."""
+        """Return the call's name in profilers, with its plan in shared memory, if any."""
         return call.title if call.plan is None or joined else f"{call.title}: {call.plan}"
 
     def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
         """Take part in the other ranks' calls, with zeros, until all ranks have joined.
 
-        Arguments and result are those of `Group.join`.
+        Arguments and result are the same as for `Group.join`.
         """
         validation.instance("operators", operators, Iterable, "a list of Reducers")
         validation.instance("device", device, torch.device | None, "a torch.device or None")
@@ -193,7 +193,7 @@ class Calls:
     def _take_part(
         self, call: Call, by_name: Mapping[str, Reducer], device: torch.device | None
     ) -> None:
-        """Carry out a call of the other ranks, with zeros as this rank's tensors."""
+        """Carry out the other ranks' call, with zeros as this rank's tensors."""
         call.tensors = [each.zeros(device) for each in call.described]
         plain = by_name[call.options.get("op", str(Sum))]
         call.op = in_order(plain, **{key: call.options[key] for key in KEYS & call.options.keys()})
@@ -203,7 +203,7 @@ class Calls:
             OPERATIONS[call.kind](self._runner, call)
 
     def _next_label(self, call: Call) -> str:
-        """Count and record a call; return the text that names it in errors."""
+        """Count and record `call`; return its name for errors."""
         number, kind = self._count, call.kind
         name = call.name
         self._count = number + 1

@@ -1,4 +1,4 @@
-"""The cost model's names, from `collectives/tools/cost.py`; `python -m collectives.cost` prices."""
+"""The cost model's names, from `collectives/tools/cost.py`, and `python -m collectives.cost`."""
 
 from collectives.tools.cost import ASSUMED, OPS, Cost, LinkRates, Rate, estimate, one_launch
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class CollectiveError(RuntimeError):
-    """Base class of the errors that a collective raises after its arguments were checked."""
+    """Base class of errors that collectives raise after the check of their arguments."""
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Ranks made different calls, or the same one with different shapes, dtypes, ops or scales.
+    """Ranks made different calls, or the same call with different shapes, dtypes, ops or scales.
 
     Every rank raises it, with the same text. Tensors are unchanged, and the group stays usable.
     """
@@ -19,9 +19,8 @@ class CollectiveMismatchError(CollectiveError):
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
     """A peer has ended, or did not answer in time.
 
-    The text names the peer for which this rank waited, and the step. If it is known why no answer
-    came, it follows after a colon: the rank that has ended may be this peer, or one for which that
-    peer was waiting.
+    The text names the peer that this rank waited for, and the step. The reason, if known, follows
+    after a colon: the rank that has ended may be this peer, or one that this peer was waiting for.
     """
 
 
@@ -30,12 +29,12 @@ class TransportError(CollectiveError):
 
 
 def describe(error: BaseException) -> str:
-    """Return the text of an error, or the name of its class if the text is empty."""
+    """Return the error's text, or the name of its class if the text is empty."""
     return str(error) or type(error).__name__
 
 
 def compact(ranks: Sequence[int]) -> str:
-    """Return ranks in their order as errors name them, such as "0-3, 6"."""
+    """Return a text for ranks in the given order, such as "0-3, 6"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

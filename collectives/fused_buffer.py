@@ -1,4 +1,4 @@
-"""Tensors that lie in one buffer, each in an aligned slot, so that they need not be packed."""
+"""Tensors in aligned slots of one buffer, so that they need no packing."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _SlotsKey = tuple[int, torch.dtype, torch.device, tuple[int, ...]]
 class FusedBuffer:
     """A buffer with a slot for each of several tensors of one dtype and device.
 
-    Slots lie where `kernels.layout_of` puts them. A grouped all-reduce of the attribute `tensors`
-    is carried out in the buffer itself. What the padding between the slots holds means nothing.
+    `kernels.layout_of` determines the slots. A grouped all-reduce of the attribute `tensors` runs
+    in the buffer itself. The padding between slots has arbitrary values.
 
     Args:
-        tensors: Strided tensors of one dtype and device; slots take their shapes and strides, but
+        tensors: Strided tensors of one dtype and device; slots get their shapes and strides, but
             not their values.
         memory: Memory for the buffer: 1-D, contiguous, at least `layout.numel` elements, of the
             tensors' dtype and device. Nothing else may use it from now on. None allocates zeros.
 
     Attributes:
-        layout: Where the slots lie.
+        layout: The positions of the slots.
         buffer: The whole buffer, 1-D.
-        views: The slots with the shapes and strides of the tensors; contiguous for a tensor whose
+        views: The slots with the shapes and strides of the tensors; contiguous for tensors whose
             memory has holes or overlaps.
-        tensors: The slots as contiguous tensors for collectives; 1-D if a view is not contiguous.
+        tensors: The slots as contiguous tensors for collectives; 1-D if the view is not contiguous.
         addresses: The address of each slot.
-        padding: What lies behind slots, up to the next ones.
+        padding: The gaps between slots, and after the last one.
 
     Examples:
         >>> fused = collectives.FusedBuffer([torch.ones(2, 3), torch.ones(4)])
@@ -70,18 +70,18 @@ class FusedBuffer:
             _buffers[_slots_key(self.tensors)] = self
 
     def clear_padding(self) -> None:
-        """Zero the padding, for whoever reduces `buffer` by itself."""
+        """Zero the padding, before `buffer` is reduced as a single tensor."""
         if self.padding:
             torch._foreach_zero_(self.padding)
 
 
-# Buffers by the first slot's address, dtype and device and by the sizes of all: facts that the host
-# knows, so that a look-up does not wait for the device.
+# Buffers by the first slot's address, dtype and device and the sizes of all slots: the host knows
+# these, so that a look-up does not wait for the device.
 _buffers: weakref.WeakValueDictionary[_SlotsKey, FusedBuffer] = weakref.WeakValueDictionary()
 
 
 def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
-    """Return the FusedBuffer whose slots are exactly these tensors, in this order; else None.
+    """Return the FusedBuffer whose slots are exactly these tensors, in this order, or None.
 
     Args:
         tensors: Contiguous tensors.
@@ -105,7 +105,7 @@ def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
     try:
         found = _buffers.get(_slots_key(tensors))
     except TypeError:
-        # Looked at only here: a model has hundreds of tensors, and all but a mistake are some.
+        # Checked only after an error: models have hundreds of tensors, and wrong types are rare.
         for i, tensor in enumerate(tensors):
             validation.instance(f"tensors[{i}]", tensor, Tensor, "a torch.Tensor")
         raise
@@ -115,11 +115,11 @@ def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
 
 
 def memory_of(tensors: Sequence[Tensor], layout: Layout) -> Tensor | None:
-    """Return the 1-D memory in which these contiguous tensors lie at the layout's offsets, or None.
+    """Return the 1-D memory that has these contiguous tensors at the layout's offsets, or None.
 
-    It may have been allocated by anyone, but must be aligned as the layout is. None for a layout
-    with padding: except in a FusedBuffer, what lies between tensors may be in use, and not zeros.
-    Does no work on the device.
+    Any memory is accepted that is aligned like the layout. None for layouts with padding: outside
+    of a FusedBuffer, memory between tensors may be in use, and not zero. Does no work on the
+    device.
     """
     if not layout.numel or layout.numel != sum(layout.numels):
         return None
@@ -131,7 +131,7 @@ def memory_of(tensors: Sequence[Tensor], layout: Layout) -> Tensor | None:
     size = first.element_size()
     if any(start + o * size != one.data_ptr() for o, one in zip(offsets, whole, strict=True)):
         return None
-    # Adjacent tensors may still be of several allocations, and no tensor may extend over two.
+    # Adjacent tensors may belong to different allocations, which one tensor cannot span.
     storage = first.untyped_storage().data_ptr()
     if any(each.untyped_storage().data_ptr() != storage for each in whole):
         return None
@@ -139,7 +139,7 @@ def memory_of(tensors: Sequence[Tensor], layout: Layout) -> Tensor | None:
 
 
 def _check_memory(memory: Tensor, layout: Layout, device: torch.device) -> None:
-    """Check that memory can be a buffer of the layout's."""
+    """Check that `memory` can be a buffer of this layout."""
     validation.tensor("memory", memory)
     if memory.dtype != layout.dtype:
         raise TypeError(f"memory must be of {layout.dtype} as the tensors, got {memory.dtype}")
@@ -158,7 +158,7 @@ def _slots_key(tensors: Sequence[Tensor]) -> _SlotsKey:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a 1-D tensor of the same size and dtype, whose values do not matter."""
+    """Return a 1-D tensor of the same size and dtype, with arbitrary values."""
     if _dense(tensor):
         return tensor.detach().as_strided((tensor.numel(),), (1,))
     return tensor.new_empty(tensor.numel())
@@ -172,5 +172,5 @@ def _as(slot: Tensor, tensor: Tensor) -> Tensor:
 
 def _dense(tensor: Tensor) -> bool:
     """Return whether the tensor covers its memory without holes or overlaps."""
-    # empty_like keeps the strides of such a tensor, and makes any other one contiguous.
+    # empty_like keeps the strides of dense tensors only, and makes others contiguous.
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

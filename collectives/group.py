@@ -34,31 +34,31 @@ class Group:
     """Ranks that reduce together over one transport.
 
     Every method is a collective: all ranks of the group call the same methods in the same order.
-    They negotiate each call, which takes no message between ranks that share memory. If ranks make
-    different calls, all of them raise a CollectiveMismatchError: tensors are unchanged, and the
-    group stays usable. After any other error raised while a call runs the group is unusable.
-    Asynchronous calls run in the order in which they were made. Up to 8,192 may be under way:
-    whoever makes one more waits for the oldest, except in a callback.
+    They negotiate each call, without messages if ranks share memory. If ranks make different calls,
+    all of them raise a CollectiveMismatchError: tensors are unchanged, and the group stays usable.
+    After any other error in calls the group is unusable. Asynchronous calls run in the order
+    of their starts. Up to 8,192 may be under way: one more waits for the oldest, except in a
+    callback.
 
-    Every method checks its arguments before anything is sent, and raises TypeError or ValueError,
-    naming the argument and the fix. With `async_op` a method returns a Work, whose wait() returns
-    what the method returns without it. `name` names the call in errors, and tells apart the calls
-    of several threads.
+    Every method checks its arguments before anything is sent, and raises TypeError or ValueError
+    with the argument and the fix. With `async_op` a method returns a Work; its wait() returns the
+    method's result. `name` names the call in errors, and distinguishes calls of several threads.
 
-    No gradient flows through a method: while grad mode is on, tensors of which autograd has
-    recorded how they were made are a ValueError, other than leaves and their views, and so is one
-    with a tangent. Through adasum's functions, such as `adasum.allreduce`, gradients flow.
+    No gradient flows through these methods. While grad mode is on, they raise ValueError for
+    results of operations that autograd has recorded (not for leaves and their views), and for
+    tensors with a tangent. Gradients flow through adasum's functions, such as `adasum.allreduce`.
 
     Args:
         transport: The transport between the ranks.
-        timeout: Seconds that any one step may wait for a peer.
-        local_rank: This rank's number on its host; found from the hosts' names unless given.
-        local_size: How many ranks are on this host; found unless given.
-        topology: The nodes that algorithms see; the hosts unless given, or one rank a node if the
-            hosts do not have equally many consecutive ranks.
+        timeout: Seconds that each step may wait for a peer.
+        local_rank: This rank's number on its host; by default found from the hosts' names.
+        local_size: The number of ranks on this host; by default found like `local_rank`.
+        topology: The nodes that algorithms see; by default the hosts, or one rank per node if the
+            hosts are not equal runs of consecutive ranks.
 
     Attributes:
-        rank: This rank's number, of `size`; on its host `local_rank`, of `local_size`.
+        rank: This rank's number, from 0 to `size` - 1; `local_rank` and `local_size` count the
+            ranks of its host.
         hosts: By rank, a number for its host; the same on all ranks.
 
     Examples:
@@ -104,13 +104,13 @@ class Group:
     def ranks(self) -> tuple[int, ...]:
         """The ranks' names in errors: their numbers in the group that this one was split from.
 
-        In a Group made from a torch.distributed process group, their numbers in torch.distributed.
+        In a Group made from a torch.distributed process group, their numbers there.
         """
         return tuple(self.transport.names) or tuple(range(self.size))
 
     @property
     def num_nodes(self) -> int:
-        """How many hosts the group's ranks are on; the same on all ranks."""
+        """The number of hosts of the group's ranks; the same on all ranks."""
         return len(set(self.hosts))
 
     def check_algorithm(
@@ -118,7 +118,7 @@ class Group:
     ) -> None:
         """Raise ValueError if a specification cannot carry `op` on these ranks; sends nothing.
 
-        Arguments are those of all_reduce.
+        The arguments are described in all_reduce.
         """
         op = in_order(validation.reducer("op", op), order)
         self._runner.check(parse_all_reduce_spec(algorithm), op, [])
@@ -126,11 +126,11 @@ class Group:
     def reduces_by_tree(
         self, tensors: Tensor | Sequence[Tensor], op: AnyReducer, **options: Any
     ) -> bool:
-        """Return whether an all-reduce hands `op` all ranks' operands of all tensors at once.
+        """Return whether an all-reduce gives `op` all ranks' operands at once, for all tensors.
 
-        Adasum then has a Gram matrix of every segment. Arguments are those of all_reduce, or for a
-        list of tensors of grouped_all_reduce. Sends nothing; the same on all ranks, and for later
-        calls as long as the tensors lie where they do.
+        Adasum then has a Gram matrix of every segment. The arguments are the same as for all_reduce
+        or, with a list of tensors, grouped_all_reduce. Sends nothing; the result is the same on all
+        ranks, and for later calls if the tensors keep their memory.
         """
         kind = "all_reduce" if isinstance(tensors, Tensor) else "grouped_all_reduce"
         return self._calls.reduces_by_tree(getattr(self._arguments, kind)(tensors, op, **options))
@@ -153,15 +153,15 @@ class Group:
             segments: Element boundaries (0, ..., numel) for operators that work per segment.
             async_op: See the class.
             **options: `algorithm`, a specification such as "xring#2", "rd:16k:rechd" or
-                "rechd/vhdd" (`collectives.schedules.spec`), "auto" unless given; `name`, see the
+                "rechd/vhdd" (`collectives.schedules.spec`), by default "auto"; `name`, see the
                 class; `prescale` and `postscale`, factors applied before and after the reduction:
                 integers are multiplied by them in float64 and truncated.
-                `order="tree"`, of Sum and Average: every element is the balanced tree over the
-                ranks, ((0 + 1) + (2 + 3)) + ..., whatever the algorithm, size, offset, packing and
-                transport; each addition rounds to the tensor's dtype, or with
-                `accumulate=torch.float32` is made in float32, rounded once at the end. Average
-                divides once, after the sum. An algorithm that adds in another order is a
-                ValueError; "auto" chooses among the others.
+                `order="tree"`, for Sum and Average: every element is summed by the balanced tree
+                over the ranks, ((0 + 1) + (2 + 3)) + ..., for any algorithm, size, offset, packing
+                and transport; each addition rounds to the tensor's dtype or, with
+                `accumulate=torch.float32`, is made in float32, rounded once at the end. Average
+                divides once, after the sum. Algorithms that add in another order raise ValueError;
+                "auto" chooses among the others.
 
         Examples:
             >>> collectives.run_threads(2, lambda group: group.all_reduce(torch.ones(2)))
@@ -181,15 +181,15 @@ class Group:
     ) -> Any:
         """Reduce many tensors at once, in place, and return them as a list.
 
-        Tensors of one dtype and device, in one range of the specification, travel packed in one
-        buffer. Operators that work per segment take each tensor as a segment. Tensors are reduced
-        where they are, without packing, if they lie in a FusedBuffer, or next to each other in one
-        allocation and each is a multiple of 64 bytes long (256 on CUDA).
+        Tensors of one dtype and device, in one range of the specification, are packed into one
+        buffer. Operators that work per segment get one segment per tensor. Tensors in a FusedBuffer
+        are reduced there, without packing, and also adjacent tensors in one allocation if the
+        length of each is a multiple of 64 bytes (256 on CUDA).
 
-        A ValueError if two of the tensors share memory. With `packed` a specification's limits
-        apply to the elements of all tensors of a dtype and device together, without it to each
-        tensor's own. Other arguments are those of all_reduce, and `names`: names of the tensors for
-        errors, the same on all ranks.
+        Raises ValueError if tensors share memory. The limits of a specification apply to each
+        tensor's elements or, with `packed`, to the elements of all tensors of one dtype and device
+        together. `names` are names of the tensors for errors, the same on all ranks. The other
+        arguments are described in all_reduce.
         """
         call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
         return self._calls.run(call, async_op)
@@ -205,12 +205,12 @@ class Group:
         name: str | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce a contiguous tensor onto rank `dst`, in place, and return it.
+        """Reduce a contiguous tensor to rank `dst`, in place, and return it.
 
-        Up to 1 MiB a tree of log2 n steps may be used; for a larger tensor no rank allocates more
-        than an n-th of its size. On the other ranks the tensor holds partial results afterwards, as
-        in torch.distributed. For associative operators only, such as Sum and Average: Adasum's
-        result needs all ranks (all_reduce). `order` and `accumulate` are those of all_reduce.
+        Up to 1 MiB a tree of log2 n steps may be used; for larger tensors no rank allocates more
+        than an n-th of the size. On the other ranks the tensor holds partial results afterwards, as
+        in torch.distributed. Only for associative operators, such as Sum and Average: Adasum's
+        result needs all ranks (all_reduce). all_reduce describes `order` and `accumulate`.
         """
         options: ScaleOptions = {"name": name, "order": order, "accumulate": accumulate}
         return self._calls.run(self._arguments.reduce(tensor, dst, op, **options), async_op)
@@ -230,12 +230,12 @@ class Group:
         The flattened tensor is split into `size` slices whose lengths differ by at most one, the
         longer ones first; rank r gets slice r, 1-D.
 
-        With `by_rows` the first dimension is split so, and slices keep the others. The slice is
-        written to `out`, if given, which has its shape and the tensor's dtype and device, and
-        shares no memory with the tensor. Other arguments are those of all_reduce.
+        With `by_rows` only the first dimension is split in this way. The slice is written to `out`,
+        if given, which must have the slice's shape and the tensor's dtype and device, and share no
+        memory with the tensor. The other arguments are described in all_reduce.
 
-        With order="tree", `out` may be float32 where the tensor is float16 or bfloat16, on all
-        ranks: these travel, sums are made in float32 (accumulate=torch.float32 is implied), and
+        With order="tree" and a float16 or bfloat16 tensor, `out` may be float32, on all ranks: the
+        narrow dtype is sent, sums are made in float32 (accumulate=torch.float32 is implied), and
         the slice is not rounded.
         """
         call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
@@ -253,14 +253,14 @@ class Group:
     ) -> Any:
         """Reduce a contiguous tensor over all ranks, in place, by your own all-reduce schedule.
 
-        The schedule is verified before anything is sent. The latest ones are remembered, so that
-        they are verified once: keep the Schedule object, for a new one with another function is
-        verified again. Ranks whose steps differ raise a CollectiveMismatchError. A rank that has
-        joined cannot take part.
+        The schedule is verified before anything is sent. Results for the latest schedules are
+        cached: keep the Schedule object, since a new one with another function is verified again.
+        If the ranks' steps differ, all raise a CollectiveMismatchError. Ranks that have joined
+        cannot take part.
 
-        The schedule is an all-reduce of as many ranks as the group has. For an operator that needs
-        one expression tree, such as Adasum, `verify` must find that it `carries_adasum`. The other
-        arguments are those of all_reduce.
+        The schedule must be an all-reduce with the group's number of ranks. For an operator that
+        needs one expression tree, such as Adasum, `verify` must find that it `carries_adasum`. The
+        other arguments are described in all_reduce.
         """
         call = self._arguments.run(schedule, tensor, op, segments, **options)
         return self._calls.run(call, async_op)
@@ -278,14 +278,15 @@ class Group:
         async_op: bool = False,
         **options: Unpack[ScaleOptions],
     ) -> Any:
-        """Reduce each tensor onto its owner alone, in place; return the owners.
+        """Reduce each tensor to its owner only, in place; return the owners.
 
-        What the other ranks' tensors hold afterwards has no meaning. `op` is one that reduce takes,
-        with the bits of an all-reduce by rd or rechd; or Adasum or another that reads trees, which
-        is all-reduced by auto. If `owners` are given, the rank that owns each tensor, tensors of
-        one dtype and device travel together, packed, except for those of a FusedBuffer sorted by
-        owner. If not, owners are chosen by bytes, in list order, and tensors are reduced one after
-        another, with extra memory for one tensor. Other arguments are those of all_reduce.
+        On other ranks the tensors have arbitrary values afterwards. `op` must be an operator for
+        reduce, with the bits of an all-reduce by rd or rechd, or one that reads trees, such as
+        Adasum, which is all-reduced by auto. `owners` is the owner's rank for each tensor: tensors
+        of one dtype and device are then packed into one buffer, unless they are in a FusedBuffer,
+        sorted by owner. Without `owners`, they are chosen by bytes, in list order, and tensors are
+        reduced one after another, with extra memory for one tensor. The other arguments are
+        described in all_reduce.
         """
         call = self._arguments.reduce_to_owners(tensors, op, owners, **options)
         return self._calls.run(call, async_op)
@@ -300,7 +301,7 @@ class Group:
     ) -> Any:
         """Copy each tensor from its owner to every rank, in place, and return them as a list.
 
-        Owners are chosen as in reduce_to_owners unless given.
+        By default, owners are chosen as in reduce_to_owners.
         """
         call = self._arguments.broadcast_from_owners(tensors, owners, name)
         return self._calls.run(call, async_op)
@@ -315,10 +316,10 @@ class Group:
     ) -> Any:
         """Return all ranks' tensors joined along dimension 0 in rank order.
 
-        Only the first dimension may differ between ranks; 0-d tensors are a ValueError.
+        Only the first dimension may differ between ranks; 0-d tensors raise ValueError.
 
-        The result is written to `out`, if given, of which the tensor may be a part; without as many
-        rows as all ranks' tensors together it is a CollectiveMismatchError.
+        The result is written to `out`, if given; the tensor may be a part of it. Raises
+        CollectiveMismatchError unless `out` has the number of rows of all ranks' tensors together.
         """
         if more:
             raise TypeError(
@@ -334,13 +335,13 @@ class Group:
         name: str | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Send rows of the tensor to every rank; return those received, in rank order, and counts.
+        """Send rows of the tensor to every rank; return received rows, in rank order, and counts.
 
-        The counts, int64 [size], say how many rows came from each rank. Only the first dimension of
-        the tensors may differ between ranks.
+        The counts, int64 [size], are the numbers of rows from each rank. Only the first dimension
+        of the tensors may differ between ranks.
 
-        `splits` says how many rows go to each rank, the first ones to rank 0; equally many unless
-        given. Rows beyond their sum are not sent.
+        `splits` are the numbers of rows for each rank, the first ones for rank 0; by default they
+        are equal. Rows beyond their sum are not sent.
 
         Examples:
             >>> def exchange(group):
@@ -363,18 +364,19 @@ class Group:
     def symmetric_empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return uninitialised memory of this rank's GPU that its node's GPUs reach, 1-D.
 
-        An all-reduce by `auto` with Sum, Average or Adasum, which on a node's GPUs is one launch a
-        rank, copies neither a tensor in it nor the tensors of a FusedBuffer in it: each GPU reads
-        its slice straight from all others and writes the result to them. On one node the bits are
-        those of `kernels.sum_n` of all ranks' vectors. All ranks pass tensors at the same place of
-        the same allocation, also to a request's `start`: ranks that differ in it make other calls.
+        On a node's GPUs, an all-reduce by `auto` with Sum, Average or Adasum is one launch per
+        rank. It does not copy tensors in this memory, nor the tensors of a FusedBuffer in it: each
+        GPU reads its slice straight from all others and writes the result to them. On one node,
+        sums have the same bits as `kernels.sum_n` of all ranks' vectors. All ranks must pass
+        tensors at the same place of the same allocation, also to a request's `start`; otherwise
+        calls are a mismatch.
 
-        For ranks with a GPU each, equally many on each node and joined there by NVLink, over NCCL;
-        elsewhere a ValueError, and a TransportError if torch has no such memory. It lives until the
-        group is closed, and starts at a multiple of 256 bytes. All ranks pass the same `numel` and
-        `dtype`: float16, bfloat16, float32 or float64.
+        For ranks with one GPU each, equal numbers per node, connected there by NVLink, with NCCL.
+        Raises ValueError elsewhere, and TransportError if torch has no such memory. It lives until
+        the group is closed, and starts at a multiple of 256 bytes. All ranks must pass the same
+        `numel` and `dtype`: float16, bfloat16, float32 or float64.
         """
-        # Found here: the communication thread, which may carry it out, has another current GPU.
+        # Read here: the communication thread may have another current GPU.
         device = self.transport.device
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
@@ -386,9 +388,9 @@ class Group:
     def buffer(self, nbytes: int, device: torch.device) -> Tensor | None:
         """Return memory of this rank's GPU that its node's GPUs reach, uninitialised, uint8.
 
-        Tensors in it are reduced without a copy, as those of `symmetric_empty`. None on all ranks
-        if the GPUs share no memory, `device` is not a GPU, or ADASUM_NODE_MEMORY is 0. `nbytes` is
-        a multiple of 8, the same on all ranks, which all call it.
+        Tensors in it are reduced without a copy, as in `symmetric_empty`. None on all ranks if the
+        GPUs share no memory, `device` is not a GPU, or ADASUM_NODE_MEMORY is 0. `nbytes` must be a
+        multiple of 8 and the same on all ranks.
         """
         runner = self._runner
         local_size = self.topology.local_size
@@ -401,22 +403,22 @@ class Group:
         return None if number is None else self.transport.node_memories[number].tensor
 
     def barrier(self, name: str | None = None) -> None:
-        """Return when every rank has called it, for which the negotiation alone suffices."""
+        """Wait until every rank has called it; only the negotiation is needed."""
         self._calls.run(Call("barrier", name))
 
     def join(self, operators: Iterable[Reducer] = (), *, device: torch.device | None = None) -> int:
         """Take part in the other ranks' calls until every rank has joined.
 
-        For ranks that run out of data early. They add zeros to reductions (an Average is still
-        divided by the number of all ranks) and no rows to gathers, and get no results. Between two
-        calls of the others at most the group's timeout may pass.
+        For ranks that run out of data early. They add zeros to reductions (an Average still divides
+        by the number of all ranks) and no rows to gathers, and get no results. The time between two
+        calls of the others must not exceed the group's timeout.
 
-        If a call needs a rank that has joined, such as a broadcast from it, or if the others' calls
-        differ, all ranks raise a CollectiveMismatchError. After that no rank is joined any more.
+        If calls need a joined rank, such as broadcasts from it, or if the others' calls differ, all
+        ranks raise a CollectiveMismatchError. After that no rank is joined any more.
 
-        `operators` are those that the others may use in addition to Sum and Average; zero must be
-        their identity. `device` is the GPU on which zeros for CUDA tensors are made, the current
-        one unless given.
+        `operators` are operators that the others may use in addition to Sum and Average; zero must
+        be their identity. `device` is the GPU for zeros that stand for CUDA tensors, by default the
+        current one.
 
         Returns:
             The rank that joined last; the highest one if several did so at once.
@@ -434,10 +436,11 @@ class Group:
     ) -> Request[Tensor]:
         """Make an `all_reduce` that can be started any number of times.
 
-        Arguments are those of all_reduce. All ranks make the request together: making it is
-        negotiated, and so is each start; while a rank has joined, making it is a mismatch. With
-        negotiate=False it is made on this rank alone, and each start is negotiated as an all_reduce
-        with the same arguments: other ranks may make that call instead, or take part by `join`.
+        all_reduce describes the arguments. All ranks make the request together: they negotiate its
+        making and each start; while any rank has joined, making it is a mismatch. With
+        negotiate=False, making it is not a collective, and each start is negotiated as an
+        all_reduce with the same arguments: other ranks may call that instead, or take part by
+        `join`.
 
         Examples:
             >>> def once(group):
@@ -489,13 +492,13 @@ class Group:
         return Request(self._calls, call, negotiate=negotiate)
 
     def split(self, ranks: Sequence[int]) -> Group | None:
-        """Return a group of some of the ranks, whose rank i is `ranks[i]` here; None on the others.
+        """Return a group of some ranks: its rank i is `ranks[i]` here; None on other ranks.
 
-        Every rank of this group calls it, with the same ranks in the same order, which is that of
-        the new group. Both groups may be used at the same time from different threads, but for CUDA
-        tensors over NCCL, whose work on a device must have one order: there calls of both with
-        `async_op` run in the order in which they are made. The new group has this one's timeout and
-        is closed with this one, or by its own close().
+        Every rank of this group calls it, with the same ranks in the same order. Different threads
+        may use both groups at the same time, except for CUDA tensors over NCCL, whose work on each
+        device must have one order: there calls of both groups with `async_op` run in the order of
+        their starts. The new group has this one's timeout, and is closed with this one, or by its
+        own close().
         """
         members = validation.distinct_ranks("ranks", ranks, self.size)
         call = Call("split", options={"ranks": members}, instead=lambda: self._split(members))
@@ -517,24 +520,24 @@ class Group:
         )
         part.hosts = locality.hosts
         self._record.attach_part(part._record, members)
-        # Now two groups use the GPU, so both have to start their work there in the caller's order.
+        # Now two groups use the GPU, so both must start their work there in the caller's order.
         self.transport.shares_gpu = transport.shares_gpu = True
         self._parts.append(part)
         part._whole = self
         return part
 
     def abort(self, reason: str = "") -> None:
-        """Make the group unusable at once, from any thread; a second time does nothing.
+        """Make the group unusable immediately, from any thread; a second call does nothing.
 
-        Calls that are under way or queued raise TransportError, as does every later one, and the
-        flight record is written. On the peers the call under way, or the next one, raises an error
-        that names this rank and the `reason`; over gloo, which cannot tell them, at the timeout.
-        Groups split from this one are aborted, too. close() still has to be called.
+        All calls under way, queued or later raise TransportError, and the flight record is written.
+        On the peers the call under way, or the next one, raises an error that names this rank and
+        the `reason`; over gloo, which cannot notify them, at the timeout. Groups split from this
+        one are aborted too. close() must still be called.
         """
         validation.instance("reason", reason, str, "a str")
         reason = reason.encode(errors="replace").decode()
         said = f"{self.transport.me} called abort()" + (f": {reason}" if reason else "")
-        # A copy: another thread may close a part meanwhile, which removes it from the list.
+        # A copy: another thread may close a part now, which removes it from the list.
         for part in list(self._parts):
             part.abort(reason)
         self._calls.queue.abort(said)
@@ -547,15 +550,15 @@ class Group:
     def close(self) -> None:
         """Let queued calls finish, then end the communication thread and close the transport.
 
-        Queued calls may take as long as they progress. Groups that were split from this one are
+        Queued calls may continue while they make progress. Groups that were split from this one are
         closed first, and everything is closed even if a part of it fails.
 
         Raises:
-            TransportError: Asynchronous calls were lost; the text says how many, and why.
+            TransportError: Asynchronous calls were lost; the text has their number and the reason.
         """
         if self.closed:
             return
-        # The stack calls these from the last to the first, each of them even if another one raises.
+        # The stack calls these from the last to the first, each of them even if others raise.
         with ExitStack() as stack:
             if self._whole is not None:
                 stack.callback(self._whole._parts.remove, self)

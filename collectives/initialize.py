@@ -44,7 +44,7 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 # The group of `init` and its arguments, each thread's group under `run_threads`, and the groups of
-# `from_process_group`, which do not keep a destroyed process group alive.
+# `from_process_group` (weak, so that destroyed process groups are not kept alive).
 _group: Group | None = None
 _settings = Settings()
 _thread = threading.local()
@@ -59,36 +59,36 @@ def init(
 ) -> Group:
     """Join the ranks that a launcher started and return their group; one rank without a launcher.
 
-    It reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if set, LOCAL_RANK and
-    LOCAL_WORLD_SIZE, as torchrun sets them. If neither RANK nor WORLD_SIZE is set, it sets all of
-    these from the variables of horovodrun, mpirun (Open MPI), mpiexec (PMI) or srun, the first one
-    found. If torch.distributed is initialised already, or with `process_group`, it uses those
-    ranks. A second call returns the group of the first unless that was closed; arguments that it
-    gives must equal those of the first call. Under `run_threads` it returns the thread's group.
+    It reads the variables of torchrun: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if set,
+    LOCAL_RANK and LOCAL_WORLD_SIZE. If neither RANK nor WORLD_SIZE is set, it sets all of these
+    from the variables of horovodrun, mpirun (Open MPI), mpiexec (PMI) or srun, the first one found.
+    If torch.distributed is initialised already, or with `process_group`, it uses those ranks. A
+    second call returns the first call's group unless that was closed; if it has arguments, they
+    must equal the first call's. Under `run_threads` it returns the thread's group.
 
-    A rank that waits for others logs a WARNING every ADASUM_STALL_WARNING_SECONDS (60; 0 is never).
-    It writes its last calls to a file on an error, SIGUSR1 and SIGTERM (`dump_flight_record`).
+    Ranks that wait for others log a WARNING every ADASUM_STALL_WARNING_SECONDS (60; 0 for never).
+    They write their last calls to a file on an error, SIGUSR1 and SIGTERM (`dump_flight_record`).
 
     Args:
-        timeout: Seconds that any step of a collective may wait for a peer; 300 unless given.
+        timeout: Seconds that each step of a collective may wait for a peer; 300 by default.
         process_group: The torch.distributed process group whose ranks to use.
-        transport: How CPU tensors travel, the same on all ranks. Unless given, the environment
-            variable ADASUM_TRANSPORT, or else "auto".
+        transport: The transport of CPU tensors, the same on all ranks. Default: the environment
+            variable ADASUM_TRANSPORT, or "auto".
 
             - "auto": shared memory between ranks of one host, otherwise torch.distributed's gloo.
             - "gloo": gloo only.
-            - "shm": shared memory only; an error if any two ranks share none.
-            - "nccl": CUDA tensors travel through cupy's NCCL on each rank's current device, CPU
-              tensors as with "auto". With the others, CUDA tensors travel over torch.distributed's
-              NCCL, if every rank can have a GPU of its own, or ranks may share one (NCCL 2.30 or
-              newer with NCCL_MULTI_RANK_GPU_ENABLE=1).
+            - "shm": shared memory only; an error if any two ranks share no memory.
+            - "nccl": CUDA tensors use cupy's NCCL on each rank's current device, CPU tensors are
+              sent as with "auto". With the other transports, CUDA tensors use torch.distributed's
+              NCCL, if every rank can have its own GPU, or ranks may share one (NCCL 2.30 or newer
+              with NCCL_MULTI_RANK_GPU_ENABLE=1).
 
     Returns:
         The default group.
 
     Raises:
         ValueError: Environment variables are wrong or missing, `transport` is unknown, or an
-            argument of a second call differs from the first one's; nothing is changed then.
+            argument of a second call differs from the first call's; nothing is changed then.
         RuntimeError: There is more than one rank but torch is built without torch.distributed, or
             ADASUM_CPU_KERNELS demands compiled kernels that are not available.
         CollectiveTimeoutError: Ranks did not arrive; the text names them.
@@ -116,7 +116,7 @@ def _start(settings: Settings) -> Group:
     """Return the group of `init`."""
     timeout, choice = settings.timeout or TIMEOUT, str(settings.transport)
     _check_environment("init")
-    # If we start torch.distributed ourselves, nobody else uses its communicators.
+    # If we start torch.distributed ourselves, only this group uses its communicators.
     shares_gpu = settings.process_group is not None or _distributed()
     gloo = _gloo(settings.process_group, timeout)
     if gloo is None:
@@ -132,16 +132,16 @@ def _start(settings: Settings) -> Group:
 
 
 def _check_environment(kind: str) -> None:
-    """Raise what is wrong with this process, before any rank waits for others."""
+    """Raise errors of this process's environment, before any rank waits for others."""
     validation.no_mode(f"{kind}'s messages")
-    # Called for their errors.
+    # These raise errors for wrong settings.
     warning_seconds()
     staging_bytes()
     kernels.backend_info()
 
 
 def _gloo(process_group: dist.ProcessGroup | None, timeout: float) -> GlooTransport | None:
-    """Return the gloo transport from which `init` starts; None for a rank that is alone."""
+    """Return the gloo transport for `init` to start from; None if there is only one rank."""
     if process_group is not None:
         return GlooTransport(process_group)
     if _distributed():
@@ -158,7 +158,7 @@ def _gloo(process_group: dist.ProcessGroup | None, timeout: float) -> GlooTransp
 
 
 def _backend_of(process_group: dist.ProcessGroup, timeout: float) -> str:
-    """Agree on the backend of a new process group with the ranks of this one: a collective."""
+    """Agree on the backend of a new process group with the ranks of this one; collective."""
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     return agree_on_backend(store_of(process_group), rank, size, timeout)
 
@@ -177,7 +177,7 @@ def _require_distributed() -> None:
 
 
 def new_group(ranks: Sequence[int]) -> Group | None:
-    """Split the default group: return a group of some of its ranks, and None on the others.
+    """Split the default group: return a group of some of its ranks; None on the others.
 
     Examples:
         >>> group = collectives.init()
@@ -190,13 +190,13 @@ def new_group(ranks: Sequence[int]) -> Group | None:
 def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = TIMEOUT) -> Group:
     """Return a group of the ranks of a torch.distributed process group, in its order.
 
-    `init` is not needed. Exactly these ranks must call it. Messages travel through shared memory or
-    a new process group, so that they do not mix with those of the given one. A second call for the
+    `init` is not needed. Exactly these ranks must call it. Messages use shared memory or a new
+    process group, so that they do not mix with messages of the given one. A second call for the
     same process group returns the same Group unless that was closed.
 
     Args:
         process_group: The process group.
-        timeout: Seconds that any step of a collective may wait for a peer.
+        timeout: Seconds that each step of a collective may wait for a peer.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -218,7 +218,7 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = TIM
         names = () if members == list(range(dist.get_world_size())) else members
         gloo = GlooTransport(own, owned=True, names=names)
         group = _over_gloo(gloo, timeout, "from_process_group", choice)
-        # The process group's owner uses torch's NCCL on the same GPU, and so may `init`'s group.
+        # The process group's owner uses torch's NCCL on the same GPU, and `init`'s group may, too.
         for each in (group, _group):
             if each is not None:
                 each.transport.shares_gpu = True
@@ -235,8 +235,8 @@ def _close_adopted() -> None:
 
 
 def _over_gloo(gloo: GlooTransport, timeout: float, kind: str, choice: str) -> Group:
-    """Return the group for `init` or `from_process_group`. A collective."""
-    # LOCAL_RANK is a number among all ranks of the host, not among those of a smaller group.
+    """Return the group for `init` or `from_process_group`; collective."""
+    # LOCAL_RANK counts all ranks of the host, not only the ranks of a smaller group.
     whole = gloo.size == dist.get_world_size()
     local_rank, local_size = local_ranks() if whole else (None, None)
     group = None
@@ -254,7 +254,7 @@ def _over_gloo(gloo: GlooTransport, timeout: float, kind: str, choice: str) -> G
 
 
 def _report(group: Group, choice: str) -> None:
-    """Log which transport, algorithms and kernels the group uses, at level INFO."""
+    """Log the group's transport, algorithms and kernels, at level INFO."""
     if _logger.isEnabledFor(logging.INFO):
         _logger.info(report(group.transport, choice, group.hosts, group.topology))
 
@@ -263,7 +263,7 @@ def shutdown() -> None:
     """Close the group that `init` made, if any (`Group.close`). `init` may then be called again.
 
     Raises:
-        TransportError: Asynchronous calls were lost; the text says how many.
+        TransportError: Asynchronous calls were lost; the text has their number.
 
     Examples:
         >>> group = collectives.init()
@@ -274,14 +274,14 @@ def shutdown() -> None:
     global _group
     if _group is None:
         return
-    # Before closing: it is not open to anyone from now on, even if that raises.
+    # Cleared before closing, so that it is no longer the default group even if closing raises.
     group, _group = _group, None
     atexit.unregister(shutdown)
     group.close()
 
 
 def _open_group() -> Group | None:
-    """Return this thread's group under `run_threads`, else `init`'s if it was not closed."""
+    """Return this thread's group under `run_threads`, or `init`'s if it was not closed."""
     own: Group | None = getattr(_thread, "group", None)
     if own is not None or _group is None or _group.closed:
         return own
@@ -303,7 +303,7 @@ def default_group() -> Group:
     """Return the group of `init`, or of this thread under `run_threads`.
 
     Raises:
-        RuntimeError: There is none, or it was closed.
+        RuntimeError: There is no such group, or it was closed.
 
     Examples:
         >>> group = collectives.init()
@@ -328,13 +328,13 @@ def run_threads(
     Args:
         size: Number of ranks.
         fn: Called once per rank.
-        timeout: Seconds that any step of a collective may wait for a peer.
+        timeout: Seconds that each step of a collective may wait for a peer.
         local_size: Ranks per simulated node; None for all on one node.
 
     Raises:
         ValueError: `local_size` does not divide `size`.
         BaseException: The error of the rank that failed first, when all threads have ended. Other
-            ranks' collectives fail as soon as they need a rank that has ended.
+            ranks' collectives fail once they need an ended rank.
 
     Examples:
         >>> collectives.run_threads(3, lambda group: group.rank)
@@ -349,7 +349,7 @@ def run_threads(
 
     def main(group: Group) -> None:
         _thread.group = group
-        # In a new thread BLAS would use as many threads as there are processors, for every rank.
+        # In each new thread BLAS would otherwise use as many threads as there are processors.
         torch.set_num_threads(max(1, cores // size))
         try:
             results[group.rank] = fn(group)
@@ -358,7 +358,7 @@ def run_threads(
         try:
             group.close()
         except TransportError as error:
-            # Usually because another rank has ended, whose error is raised below.
+            # Usually another rank has ended; its error is raised below.
             _logger.warning("rank %d: %s", group.rank, error)
 
     threads = [
@@ -371,7 +371,7 @@ def run_threads(
         thread.join()
     # The ranks' set_num_threads has also changed settings of the whole process.
     torch.set_num_threads(cores)
-    # A timeout is usually the consequence of another rank's error, which is the one to raise.
+    # Timeouts are usually consequences of another rank's error: raise that one.
     if errors:
         raise next((e for e in errors if not isinstance(e, CollectiveTimeoutError)), errors[0])
     return [results[rank] for rank in range(size)]

@@ -1,4 +1,4 @@
-"""torch's modes: what runs outside of them, what torch.compile leaves alone, inference mode."""
+"""torch's modes: helpers to run outside of them, outside of torch.compile, in inference mode."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def untraced(function: _F) -> _F:
     """Decorate a function that waits for other ranks: torch.compile ends its graph and calls it.
 
-    It does what torch.compiler.disable does, but imports torch._dynamo only if it is there already:
-    that takes nearly as long as torch itself.
+    The effect is the same as torch.compiler.disable's, but this uses torch._dynamo only if it is
+    already imported: importing it takes nearly as long as importing torch.
     """
     disabled: Callable[..., Any] | None = None
 
@@ -37,7 +37,7 @@ def untraced(function: _F) -> _F:
             from torch._dynamo.eval_frame import skip_code
 
             disabled = torch.compiler.disable(function)
-            # Else torch.compile would compile this code, which all such functions share.
+            # Otherwise torch.compile would compile this code, which all such functions share.
             skip_code(call.__code__)  # type: ignore[attr-defined]
         return disabled(*args, **kwargs)
 
@@ -53,12 +53,12 @@ def untraced_methods(kind: _C) -> _C:
 
 
 def inference_mode(enabled: bool) -> AbstractContextManager[None]:
-    """Return a context with inference mode on or off, which does nothing if it is so already.
+    """Return a context with inference mode on or off, which does nothing if that is the state.
 
     torch.inference_mode also restores the autograd mode, in the destructor of an object that it
-    holds. If a signal handler raises while the context is entered, the traceback keeps that object,
-    which is then destroyed with it, maybe in another thread: autograd could be off there from then
-    on. So the context is entered no more often than needed.
+    holds. If a signal handler raises while the context is entered, the traceback keeps that object
+    and destroys it later, maybe in another thread: autograd could then stay off there. So the
+    context is only entered if needed.
     """
     if torch.is_inference_mode_enabled() is enabled:
         return nullcontext()
@@ -67,10 +67,11 @@ def inference_mode(enabled: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Leave the modes that this thread is in, for a `with` block or a decorated function.
+    """Leave this thread's modes, for a `with` block or a decorated function.
 
-    A mode that counts or logs operations, such as FlopCounterMode, is for the model's. What is
-    reduced has its values by then, and the memory that a reduction keeps must not be a mode's.
+    Modes that count or log operations, such as FlopCounterMode, are meant for the model's
+    operations. The tensors to reduce already have values, and a mode must not create the memory
+    that a reduction keeps.
     """
     if not active_mode():
         yield

@@ -1,13 +1,13 @@
 """The negotiation that precedes each call of a group: do all ranks make the same call?
 
 - Ranks that share memory write a code of their call, a hash, to their signal pads, and wait until
-  all pads hold the same code. That takes no message. How far a rank is with a request on a GPU is
-  in the code, too: where ranks differ in that alone, they learn the least.
+  all pads hold the same code, without messages. The code includes the stage of a request on a GPU:
+  if ranks differ only in it, they learn the least stage.
 - Messages are used if not all ranks share memory, if the codes in the pads differ (to find out
   how), and while any rank has joined. In about log2 n steps every rank learns the largest and the
   smallest code of the ranks that have not joined, and whether any has. If both codes are equal and
   no rank has joined, the call runs. Otherwise the descriptions of all calls are gathered, and every
-  rank raises the same error, or learns in which call the joined ranks have to take part.
+  rank raises the same error, or learns the call that the joined ranks must take part in.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from collectives.execution.operations import WITH_JOINED
 from collectives.transport.base import Message, Transport, gather_bytes, read_objects
 from collectives.transport.symmetric_memory import JOINED, RanksDiffer
 
-# The code of a joined rank when the largest one is sought: smaller than any other.
+# The code of joined ranks in the search for the largest code: smaller than any other.
 _NO_CODE = torch.iinfo(torch.int64).min
 
 
 class Joined(NamedTuple):
-    """A rank that takes part in the others' calls until all have joined.
+    """The part of a joined rank: it takes part in the others' calls until all have joined.
 
     Attributes:
-        since: The number of the first call that it only joined.
-        operators: The names of the reducers with which it can take part.
-        label: The text that names its part in the next call in errors.
+        since: The number of the first call that it joined.
+        operators: The names of the reducers that it can use.
+        label: The name of its part in the next call, for errors.
     """
 
     since: int
@@ -64,7 +64,7 @@ _SAME_CALL = Outcome()
 
 
 class Negotiation:
-    """Finds out for each call of the group whether all ranks make it."""
+    """Checks for each of the group's calls that all ranks make it."""
 
     def __init__(self, transport: Transport, timeout: float) -> None:
         self._transport = transport
@@ -72,13 +72,13 @@ class Negotiation:
         self._any_joined = False
 
     def signal(self, mine: Call | Joined) -> None:
-        """Tell the other ranks through shared memory, if there is any; does not wait for them."""
+        """Tell the other ranks of the call through shared memory, if any; does not wait."""
         memory = self._transport.symmetric_memory
         if memory is not None and self._transport.size > 1:
             memory.signal(mine.code ^ mine.stage or 1 if isinstance(mine, Call) else JOINED)
 
     def wait(self, mine: Call | Joined) -> Outcome:
-        """Return when all ranks that have not joined make the same call, or all have joined.
+        """Wait until all ranks that have not joined make the same call, or all have joined.
 
         If calls differ, or a joined rank cannot take part, every rank raises the same
         CollectiveMismatchError.
@@ -92,7 +92,7 @@ class Negotiation:
             with suppress(RanksDiffer):
                 memory.wait(f"step 0 (the ranks' arrival) of {mine.label}", self._timeout)
                 return _SAME_CALL
-        # First, because a mismatch, which the next line raises, ends all joins.
+        # Reset first: if the next line raises a mismatch, that ends all joins.
         self._any_joined = False
         outcome = negotiate_by_messages(mine, self._transport, self._timeout)
         self._any_joined = bool(outcome.joined)
@@ -100,10 +100,10 @@ class Negotiation:
 
 
 def negotiate_by_messages(mine: Call | Joined, transport: Transport, timeout: float) -> Outcome:
-    """Do what `Negotiation.wait` does, by messages alone."""
+    """Negotiate like `Negotiation.wait`, but only by messages."""
     label = f"the negotiation of {mine.label}"
-    # The third number is 0 if this rank has not joined. The largest tells which rank joined last:
-    # it grows with the first call that the rank only joined, and after that with the rank.
+    # The third number is 0 if this rank has not joined. It grows with the first call that the rank
+    # joined, then with the rank, so the largest one tells which rank joined last.
     if isinstance(mine, Joined):
         codes = (_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1)
     else:
@@ -131,9 +131,9 @@ def negotiate_by_messages(mine: Call | Joined, transport: Transport, timeout: fl
 def _largest(numbers: Sequence[int], transport: Transport, label: str, timeout: float) -> list[int]:
     """Return the elementwise maximum of all ranks' numbers.
 
-    Each rank knows the maximum over itself and the ranks below it, and the number of ranks covered
-    doubles in each step. If the group's size is not a power of two some ranks are counted twice,
-    which does not change a maximum.
+    Each rank knows the maximum over itself and some ranks below it, whose number doubles in each
+    step. If the group's size is not a power of two some ranks are counted twice, which does not
+    change a maximum.
     """
     rank, size, distance, step = transport.rank, transport.size, 1, 0
     known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -153,7 +153,7 @@ def _largest(numbers: Sequence[int], transport: Transport, label: str, timeout: 
 
 
 def _conclude(reports: list[list[Any]], transport: Transport) -> Outcome:
-    """Return the outcome, or raise the error, that follows from all ranks' reports."""
+    """Return the outcome of all ranks' reports, or raise their error."""
     calls = {rank: Call.of_text(text) for rank, (text, *_) in enumerate(reports) if text}
     joined = [rank for rank in range(len(reports)) if rank not in calls]
     if len({reports[rank][0] for rank in calls}) > 1:
@@ -178,10 +178,10 @@ def _conclude(reports: list[list[Any]], transport: Transport) -> Outcome:
 def difference(
     calls: Mapping[int, Call], transport: Transport, movable: Collection[int] = ()
 ) -> str:
-    """Describe how the lowest rank's call differs from the first one that is not like it.
+    """Return a text on the difference between the lowest rank's call and the first other one.
 
-    The text is the same on every rank. calls: By rank, at least two that differ. movable: The ranks
-    whose call is a named asynchronous one.
+    The text is the same on every rank. calls: by rank, at least two that differ; movable: the ranks
+    with named asynchronous calls.
     """
     lowest = min(calls)
     first = calls[lowest].entries()
@@ -208,10 +208,9 @@ def difference(
 
 
 def _moved(call: Call, other: Call, rank: int, other_rank: int, transport: Transport) -> str:
-    """Say what to do if a named asynchronous call meets a call of another name or kind.
+    """Return advice for a named asynchronous call that meets one of another name or kind.
 
-    The other one may be a call of this library, such as the optimizer's, which the user did not
-    write.
+    The other call may be this library's own, such as the optimizer's.
     """
     met = f"makes another call, a {other.kind}" if other.kind != call.kind else f"calls {other}"
     return (
@@ -223,7 +222,7 @@ def _moved(call: Call, other: Call, rank: int, other_rank: int, transport: Trans
 
 
 def _entry(call: Call, number: int, other_length: bool) -> str:
-    """Return one entry of a call; if tensor counts differ, the call's count of tensors first."""
+    """Return one entry of the call, preceded by its number of tensors if the other's differs."""
     entry = [*call.entries(), ""][number] if number <= len(call.entries()) else ""
     if not other_length or (entry and number <= len(call.options)):
         return entry

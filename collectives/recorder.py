@@ -1,10 +1,11 @@
-"""What a call leaves behind for people to look at: a record, and a range in a profiler's timeline.
+"""Traces of calls for people to read: records, and ranges in a profiler's timeline.
 
-The last calls of each rank are kept in a ring of fixed length, and the last call of each group. A
-record is a list of numbers and strings, never a tensor. `collectives.tools.flight` writes the
-records to a file: the core tells it of a failed call, and imports it only then.
+Each rank keeps its latest calls in a ring of fixed length, and the last call of each group. Records
+are lists of numbers and strings, without tensors. `collectives.tools.flight` writes the records to
+a file: the core tells it of groups and failed calls, and imports it only then.
 
-torch.profiler shows the ranges of the threads that it records, on CUDA also NVTX for Nsight.
+torch.profiler shows the ranges of the threads that it records; on CUDA there are NVTX ranges for
+Nsight, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 FOLDER_VARIABLE = "ADASUM_FLIGHT_FOLDER"
-# How many calls of a rank are kept; how many tensors of each call, and characters of its name.
+# The number of calls to keep per rank, tensors per call, and characters of its name.
 CALLS, TENSORS, CHARACTERS = 256, 4, 80
 # The fields of a record. Times are from time.perf_counter_ns(), and 0 until the event.
 FIELDS = (
@@ -31,9 +32,9 @@ FIELDS = (
 )
 GROUP, NUMBER, KIND, NAME, SHAPES, QUEUED, BEGUN, NEGOTIATED, ENDED, ERROR, CODE = range(11)
 Record = list[Any]
-# Takes the times of calls that are not recorded.
+# A record for the times of calls that are not recorded.
 UNRECORDED: Record = [None] * 11
-# How many closed groups keep their last call.
+# The number of closed groups that keep their last call.
 _CLOSED = 8
 NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -51,7 +52,7 @@ class _Call(Protocol):
 class Recorder:
     """The last calls of one rank and its groups, both oldest first; the rank's number in the job.
 
-    The number is None until the rank has a group.
+    The number is None before the rank has a group.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class Recorder:
 
 
 _count = itertools.count()
-# The recorders of this process, oldest first. Ranks that are threads have one each.
+# The recorders of this process, oldest first: one per rank if ranks are threads.
 recorders: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
 of_process = Recorder()
 
@@ -76,7 +77,7 @@ class GroupRecord:
         ranks: The members' numbers in the job.
         last: The call that began last; `UNRECORDED` before the first.
         error: The text of the first error that made the group unusable.
-        aborted: When this rank called abort(), by time.perf_counter_ns(), and why.
+        aborted: The time of this rank's abort(), by time.perf_counter_ns(), and its reason.
         on: Whether calls are recorded.
         closed: Whether the group is closed.
     """
@@ -89,11 +90,11 @@ class GroupRecord:
         self.on = os.environ.get(FOLDER_VARIABLE) != "0"
         self.closed = False
         self._rank = rank
-        # A rank of its own, as a thread is, until `attach` says otherwise.
+        # With its own recorder, as for a thread, until `attach` is called again.
         self.attach(Recorder(), "group")
 
     def attach(self, recorder: Recorder, name: str, ranks: Sequence[int] = ()) -> None:
-        """Make this one of a rank's groups; ranks: the members' numbers in the job, if known."""
+        """Add this group to a recorder; `ranks`: the members' numbers in the job, if known."""
         self.recorder = recorder
         self.ranks = tuple(ranks) or self.ranks
         if recorder.rank is None:
@@ -102,18 +103,18 @@ class GroupRecord:
         for each in closed[:-_CLOSED]:
             recorder.groups.remove(each)
         recorder.groups.append(self)
-        # Members number groups of the same name alike, because all of them make these groups.
+        # All members make the groups of one name, so they number them equally.
         recorder.names[name] += 1
         count = recorder.names[name]
         self.name = f"{name} #{count}" if count > 1 else name
 
     def attach_part(self, part: GroupRecord, members: Sequence[int]) -> None:
-        """Attach the record of a group that the running call splits from this one."""
+        """Attach the record of a group that the current call splits from this one."""
         name = f"{self.name}/{self.last[NUMBER]}"
         part.attach(self.recorder, name, [self.ranks[member] for member in members])
 
     def begin(self, call: _Call, number: int) -> Record:
-        """Record that a call begins; return its record, in which the caller sets later times."""
+        """Record that `call` begins; return its record, for the caller to set later times."""
         if not self.on:
             return UNRECORDED
         name, shapes = call.name, call.described
@@ -128,7 +129,7 @@ class GroupRecord:
         return record
 
     def failed(self, call: _Call | None, error: BaseException) -> None:
-        """Record a call's error and have this rank's file written, whatever happens to the file.
+        """Record a call's error and write this rank's file; errors of the file are ignored.
 
         call: None for an error that a stream reports.
         """
@@ -139,16 +140,16 @@ class GroupRecord:
                 _tool().call_failed(self, call, error)
 
     def write(self) -> None:
-        """Have this rank's file written, if that is possible."""
+        """Write this rank's file, if possible."""
         if self.on:
             with suppress(Exception):
                 _tool().write(self.recorder)
 
 
 def begin(record: GroupRecord, kind: str, ranks: Sequence[int]) -> None:
-    """Record a group as one of this process, whose file SIGUSR1 and SIGTERM write from now on.
+    """Attach a group to this process's recorder; SIGUSR1 and SIGTERM write its file from now on.
 
-    kind: The function that made the group. ranks: The members' numbers in torch.distributed.
+    kind: the function that made the group; ranks: the members' numbers in torch.distributed.
     """
     if record.on:
         _tool().group_began(record, kind, ranks)
@@ -163,14 +164,14 @@ def _tool() -> ModuleType:
 
 def recording() -> bool:
     """Return whether a profiler is recording; cheaper than an unused `span`."""
-    # torch has no public function that says so.
+    # torch has no public function for this.
     return torch.autograd.profiler._is_profiler_enabled
 
 
 def span(name: Callable[[], str], *, cuda: bool = False) -> AbstractContextManager[object]:
-    """Return a context that is a range in profilers' timelines, with `cuda` an NVTX range, too.
+    """Return a context that adds a range to profilers' timelines; with `cuda` also to NVTX.
 
-    name: Returns the range's name; called only if the range can be seen.
+    name: returns the range's name; called only if the range is recorded.
     """
     profiled = torch.profiler.record_function(name()) if recording() else NOTHING
     return _with_nvtx(name(), profiled) if cuda else profiled

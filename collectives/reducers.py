@@ -1,4 +1,4 @@
-"""The operators of a reduction, except Adasum, which is in the adasum package."""
+"""The operators of reductions, except Adasum, which is in the adasum package."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _RING_BYTES = 4 * 1024 * 1024
 # Up to this size latency decides, and rd's exchanges of whole vectors are faster than slices.
 _SMALL_TREE_BYTES = 256 * 1024
 TREE_RANKS = range(3, 17)
-"""How many ranks' operands meet at once with a tree, by `auto` and in a reduce_scatter: two are one
-pair, and the tables of more than these have more numbers than are worth it."""
+"""Numbers of ranks whose operands are reduced at once with a tree, by `auto` and in reduce_scatter:
+two ranks are one pair, and for more than 16 the tables are too large."""
 
 
 class Needs(Flag):
-    """What an operator needs of the algorithm that carries it, and what an algorithm meets.
+    """The needs of an operator, which the algorithm must meet.
 
     Attributes:
-        ANY_ORDER: Nothing more than pairs, in any order and onto any rank, as a sum.
-        ONE_TREE: One expression tree for all elements of a segment, since the result depends on
-            whole segments, as Adasum's does.
-        ALL_OPERANDS: All ranks' operands in one reduction, in rank order, as a trimmed mean.
+        ANY_ORDER: Only pairs, in any order and on any rank, like a sum.
+        ONE_TREE: One expression tree for all elements of each segment, since the result depends on
+            whole segments, as with Adasum.
+        ALL_OPERANDS: All ranks' operands in one reduction, in rank order, as for a trimmed mean.
         BALANCED_TREE: The balanced tree over all ranks for every element. Given all operands at
-            once, the operator's `reduce` makes that tree itself.
+            once, the operator's `reduce` itself uses that tree.
 
     Examples:
         >>> collectives.Needs.ONE_TREE in hvd.Adasum.needs
@@ -57,9 +57,9 @@ class Piece(NamedTuple):
 
     Attributes:
         parts: 1-D tensors of equal length, in the order of the reduction; for an operator that
-            needs all operands, those of all ranks in rank order.
-        out: Where the result goes: one of the parts, or other memory.
-        start: Where they begin in the whole buffer, in elements.
+            needs all operands, one per rank, in rank order.
+        out: The tensor for the result: one of the parts, or other memory.
+        start: The offset of the piece in the whole buffer, in elements.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -69,7 +69,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Operands:
-    """All that one rank reduces in a step.
+    """The operands of one rank in one step.
 
     Attributes:
         pieces: The parts of the vectors that this rank holds. They may still be arriving: reading a
@@ -78,17 +78,18 @@ class Operands:
         numel: Length of the whole buffer.
         segments: Element boundaries (0, ..., numel) over the whole buffer; None for one segment.
         sum_partials: Sums a float64 tensor in place over the ranks that together hold both vectors.
-            All get the same bits, and all must call it equally often. None if this rank holds the
-            vectors by itself, in one piece or in several.
-        leaves: How many ranks stand behind each part of every piece, in the order of the parts;
-            empty if equally many do.
-        tree: How more than two parts are joined, for a reducer that reads trees; empty: from the
-            left. (left, right, p, q), by index into the parts of a piece, puts what `left` and
-            `right` make in the place of `left`; p and q ranks stand behind them. The last join's
-            `left` is the result.
-        gather_partials: With a tree: takes this rank's float64 table, returns the tables of all
-            ranks that together hold the vectors, [ranks, ...] in ascending order. All must call it
-            equally often, with tables of one shape. None if this rank holds the vectors by itself.
+            All get the same bits, and all must call it the same number of times. None if this rank
+            holds the vectors by itself, in one piece or in several.
+        leaves: The numbers of ranks that each part combines, in the order of the parts; empty if
+            they are equal.
+        tree: The joins of more than two parts, for a reducer that reads trees; empty: from the
+            left. Each join (left, right, p, q), by index into a piece's parts, replaces part `left`
+            by the reduction of both parts, which combine p and q ranks. The last join's `left` is
+            the result.
+        gather_partials: With a tree: a function of this rank's float64 table, which returns the
+            tables of all ranks that together hold the vectors, [ranks, ...] in ascending order. All
+            must call it the same number of times, with tables of one shape. None if this rank holds
+            the vectors by itself.
     """
 
     pieces: Sequence[Piece]
@@ -101,25 +102,24 @@ class Operands:
 
 
 class Reducer:
-    """An operator on buffers. With one rank `reduce` is not called: an operand is its own result.
+    """An operator on buffers. With one rank `reduce` is not called: the operand is the result.
 
     Attributes:
-        name: How errors and traces call it; ranks whose operators have other names make other
-            calls, so it names the settings, too.
-        needs: What an algorithm must do to carry it. An algorithm that does less is a ValueError.
-        reads_tree: Whether `reduce` takes more than two parts with `Operands.tree`, if it needs one
-            tree.
-        order_options: What ranks compare of its order, in addition to its name.
-        averages: Whether equal operands on all ranks give that operand, as an average does and a
-            sum does not; None if not known. Training asks: a difference of parameters can be
-            reduced only by an operator that averages.
+        name: The name in errors and traces. Ranks compare it, so it must include the settings.
+        needs: The needs that an algorithm must meet; other algorithms raise ValueError.
+        reads_tree: Whether `reduce` supports more than two parts with `Operands.tree`, if it needs
+            one tree.
+        order_options: Options of its order that ranks compare, in addition to its name.
+        averages: Whether equal operands on all ranks give that operand, as with an average, but not
+            with a sum; None if unknown. Training depends on it: differences of parameters can only
+            be reduced by an operator that averages.
         replays: Whether on a GPU `reduce` and `finish` only put work on the current stream, the
             same for the same operands, so that a request may capture it in a CUDA graph and call
-            neither again. It does not count for subclasses, which declare it themselves.
+            neither again. Subclasses do not inherit it: each must declare it.
         reduces_in_shared_memory: Whether `reduce` needs only the vectors, so that ranks that share
-            memory may reduce there without messages: it takes each segment by itself and
-            communicates only by calling `sum_partials` once if that is given, with a row for each
-            segment, or with a tree `gather_partials`.
+            memory may reduce there without messages: it handles each segment by itself and only
+            communicates by one call of `sum_partials`, if given, with one row per segment, or with
+            a tree by `gather_partials`.
 
     Examples:
         >>> class Largest(collectives.Reducer):
@@ -147,31 +147,31 @@ class Reducer:
 
     @property
     def ordered(self) -> bool:
-        """Whether every element must be the balanced tree over all ranks."""
+        """Whether every element must be reduced by the balanced tree over all ranks."""
         return self.needs is not Needs.ANY_ORDER and Needs.BALANCED_TREE in self.needs
 
     @property
     def associative(self) -> bool:
-        """Whether ranks may reduce any part of the operands, in any order, onto any rank."""
+        """Whether any part of the operands may be reduced in any order, on any rank."""
         return self.needs is Needs.ANY_ORDER
 
     def check(self, dtype: torch.dtype) -> None:
-        """Check that the operator has a meaning on a dtype.
+        """Check that the operator supports a dtype.
 
         Raises:
-            TypeError: It has none; the text names the dtype.
+            TypeError: It does not; the error names the dtype.
         """
         raise NotImplementedError
 
     def reads_tree_of(self, dtype: torch.dtype) -> bool:
-        """Return whether it reads trees of operands of this dtype; of others it needs pairs."""
+        """Return whether it reads trees of operands of this dtype; for others it needs pairs."""
         return self.reads_tree
 
     def algorithm(self, nbytes: int, size: int) -> str:
-        """Return what `auto` stands for with `nbytes` over `size` ranks, only by these numbers.
+        """Return the algorithm of `auto` for `nbytes` and `size` ranks, by these numbers only.
 
-        It is one range of a specification, of an algorithm that can carry the operator. For plain
-        sums, and for operators that read trees and do not override this, `auto` also goes by the
+        It is one range of a specification, with an algorithm that can carry the operator. For plain
+        sums, and for operators that read trees and do not override this, `auto` also depends on the
         device (`schedules/auto.py`).
         """
         small = nbytes <= (_SMALL_TREE_BYTES if self.reads_tree else _SMALL_BYTES)
@@ -184,26 +184,26 @@ class Reducer:
         return "vhdd" if Needs.ONE_TREE in self.needs else "rechd"
 
     def reduce(self, operands: Operands) -> None:
-        """Write the parts of every piece, reduced, to its `out`, which may be one of them.
+        """Reduce the parts of every piece to its `out`, which may be one of them.
 
-        Operands in pairs are joined from the left. Every rank must make the same bits of the same
-        operands.
+        Without a tree, join the parts from the left. Equal operands must give equal bits on all
+        ranks.
         """
         raise NotImplementedError
 
     def bind(self, operands: Operands) -> Callable[[], None]:
         """Return a function that does `reduce(operands)` any number of times.
 
-        The tensors hold other values each time, all of which have arrived. Unless overridden it
-        calls `reduce`. An override that plans the work must fall back to `reduce` in subclasses
-        that override that, as Adasum's does. The caller tells autograd what was written.
+        The tensors have other values each time, and all have arrived. By default it calls `reduce`.
+        An override that plans the work must fall back to `reduce` if a subclass overrides that, as
+        Adasum's does. The caller tells autograd of the written tensors.
         """
         return partial(self.reduce, operands)
 
     def runs_on_node(self, dtype: torch.dtype, size: int) -> bool:
-        """Return whether `bind_on_node` has a kernel for a node of so many ranks.
+        """Return whether `bind_on_node` has a kernel for this dtype and number of ranks per node.
 
-        Not unless overridden. Of several nodes `reduce` joins the results, slice by slice.
+        With several nodes, `reduce` joins the nodes' results, slice by slice.
         """
         return False
 
@@ -215,20 +215,20 @@ class Reducer:
         It puts one launch on the current stream.
 
         Args:
-            node: The memory, and what launches there.
-            flat: This rank's vector, [numel], which gets the result; of several nodes the slice
-                of it that is this rank's (`node.slice`).
-            offset: Bytes at which it starts in every rank's memory.
+            node: The memory, and its launches.
+            flat: This rank's vector, [numel], also for the result; with several nodes only this
+                rank's slice (`node.slice`) gets the node's result.
+            offset: Its offset in bytes in every rank's memory.
             segments: As in `Operands`.
         """
         raise NotImplementedError
 
     def prescale(self, dtype: torch.dtype, size: int) -> float:
-        """Return the factor that every rank's buffer is multiplied by before it is reduced."""
+        """Return the factor to multiply every rank's buffer by, before the reduction."""
         return 1.0
 
     def finish(self, buffer: torch.Tensor, size: int) -> None:
-        """Do what is left on the reduced buffer, element by element; it may come in parts."""
+        """Finish the reduced buffer, element by element; it may come in parts."""
 
 
 def _dtypes(*names: str) -> frozenset[torch.dtype]:
@@ -236,36 +236,37 @@ def _dtypes(*names: str) -> frozenset[torch.dtype]:
     return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
 
 
-# Tables, since asking torch would be an operation that the user's modes see and may make fail.
-# Tests compare them with every dtype that torch has.
+# Tables, since a trial in torch would be an operation that the user's modes see and may refuse.
+# Tests compare them with every dtype of torch.
 _REAL = _dtypes("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64")
 ORDERED = _REAL | _dtypes("uint8", "bool")
 _COMPLEX = _dtypes("complex32", "complex64", "complex128")
 ADDED = ORDERED | _COMPLEX
-# torch multiplies unsigned integers, and does not add them.
+# torch multiplies unsigned integers, but does not add them.
 MULTIPLIED = ADDED | _dtypes("uint16", "uint32", "uint64")
-# All but those whose elements are smaller than a byte, and quantized ones.
+# All dtypes except quantized ones, and ones with elements smaller than a byte.
 COPIED = MULTIPLIED | _dtypes(
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     *("float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
 )
 
 
-# Of a sum in memory that GPUs share: `kernels.gpu.node_kernels.MAX_RANKS`.
+# The most ranks of a sum in memory that GPUs share: `kernels.gpu.node_kernels.MAX_RANKS`.
 NODE_RANKS = 32
 _HALVES = _dtypes("float16", "complex32")
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a complex tensor's memory as pairs of reals, any other tensor as it is.
+    """Return a complex tensor's memory as pairs of reals; any other tensor as it is.
 
-    Infinity times a real factor, which torch takes for a complex one, has a part that is NaN.
+    torch multiplies complex tensors by a real factor as a complex one, which turns infinity into
+    NaN.
     """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class SumReducer(Reducer):
-    """The elementwise sum; each addition rounds to the buffer's dtype, as NCCL's and gloo's do."""
+    """The elementwise sum; each addition rounds to the buffer's dtype, as in NCCL and gloo."""
 
     name = "Sum"
     averages = False
@@ -295,10 +296,10 @@ class SumReducer(Reducer):
     def reduce(self, operands: Operands) -> None:
         for parts, out, _ in operands.pieces:
             if out.is_complex():
-                # torch multiplies the second one by a complex 1, which makes infinity NaN.
+                # torch multiplies the second tensor by a complex 1, which turns infinity into NaN.
                 parts, out = tuple(map(as_real, parts)), as_real(out)
-            # torch adds integers, and two tensors on the CPU: the bits are the same, and kernels'
-            # checks cost more than a small sum.
+            # torch adds integers, and two tensors on the CPU: the bits are the same, and the
+            # kernels' checks cost more than a small sum.
             if out.dtype in kernels.DTYPES and (len(parts) > 2 or not out.is_cpu):
                 kernels.sum_n(parts, out=out)
             elif len(parts) == 2:
@@ -310,9 +311,9 @@ class SumReducer(Reducer):
 class AverageReducer(SumReducer):
     """The sum divided once, at the end, by the number of ranks n.
 
-    float16 and complex32 are divided by P before the sum, the least power of two not below n, and
-    by n/P at the end, so that the sum of finite numbers cannot overflow, except by rounding next to
-    the largest. Nothing is lost while x/P is a normal number; below, up to log2 P bits of x.
+    float16 and complex32 are divided by P before the sum, the smallest power of two >= n, and by
+    n/P at the end, so that the sum of finite numbers cannot overflow, except by rounding near the
+    largest number. Nothing is lost while x/P is a normal number; below, up to log2 P bits of x.
 
     Integers are divided exactly and truncated towards zero, as in C; their sum may overflow.
     """
@@ -360,13 +361,13 @@ class ElementwiseReducer(Reducer):
 def fold(
     operator: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
-    """Write the parts, joined by a binary operator from left to right, to `out`."""
+    """Join the parts by a binary operator from left to right, into `out`."""
     *first, last = parts
     operator(reduce(operator, first), last, out=out)
 
 
 def is_plain_sum(op: Reducer) -> bool:
-    """Return whether a library's sum can do `op`'s reductions; not those of a subclass."""
+    """Return whether a library's sum can replace `op`: it is Sum or Average, not a subclass."""
     return type(op) in (SumReducer, AverageReducer)
 
 
@@ -378,9 +379,9 @@ Min = ElementwiseReducer("Min", torch.minimum, ORDERED)
 Product = ElementwiseReducer("Product", torch.mul, MULTIPLIED)
 
 AnyReducer: TypeAlias = "Reducer | dist.ReduceOp | dist.ReduceOp.RedOpType"
-"""What every argument `op` takes: a Reducer, or torch's name for one, such as dist.ReduceOp.SUM."""
+"""The type of arguments `op`: a Reducer, or torch's name for one, such as dist.ReduceOp.SUM."""
 
-# Empty in a torch without torch.distributed. mypy takes the enum's members for its instances.
+# Empty if torch has no torch.distributed. mypy confuses the enum's members with its instances.
 _Op: Any = dist.ReduceOp.RedOpType if dist.is_available() else None
 TORCH_REDUCERS: dict[Any, Reducer] = (
     {_Op.SUM: Sum, _Op.AVG: Average, _Op.MIN: Min, _Op.MAX: Max, _Op.PRODUCT: Product}
@@ -390,10 +391,10 @@ TORCH_REDUCERS: dict[Any, Reducer] = (
 
 
 def from_torch(argument: str, op: Any) -> Any:
-    """Return the Reducer that a torch.distributed.ReduceOp names, and anything else as it is.
+    """Return the Reducer for a torch.distributed.ReduceOp; any other object as it is.
 
     Raises:
-        TypeError: It names another operator; `argument` is what the text calls it.
+        TypeError: There is no Reducer for it; `argument` is its name in the error.
     """
     if not TORCH_REDUCERS or not isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
         return op

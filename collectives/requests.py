@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 @untraced_methods
 class Request(Generic[T_co]):
-    """A collective on a rank's buffers that can be started again and again.
+    """A collective on this rank's buffers that can be started any number of times.
 
     ::
 
@@ -35,21 +35,21 @@ class Request(Generic[T_co]):
             ...
             request.wait()
 
-    All ranks start their requests, and make the group's other calls, in the same order. If a rank
+    All ranks start their requests, and make the group's other calls, in the same order. If any rank
     starts another request than its peers, or makes another call, all ranks raise a
     CollectiveMismatchError that names both; the group and the request stay usable, and the buffers
-    are as they were before `start`.
+    keep their values from before `start`.
 
     From `start` to `wait` the buffers must not be read, written, resized or given other memory
     (`resize_`, `set_`, `.data =`). If a buffer was given other memory before `start`, `start`
     raises: pass the tensor again by `start(tensor)`. If several threads start a request at once,
     one of them succeeds and the others get the error of a second start.
 
-    On GPUs the second start or a later one may take some milliseconds, or wait up to a tenth of a
-    second for the other ranks: it is captured in a CUDA graph, as which it is launched from then on
+    On GPUs the second or a later start may take some milliseconds, or wait up to a tenth of a
+    second for the other ranks: it is captured in a CUDA graph, and later starts launch this graph
     (docs/groups.md).
 
-    The group's communication thread carries the request out. If it has not begun when `wait` is
+    The group's communication thread carries out the request. If it has not begun when `wait` is
     called, the waiting thread carries it out itself, which saves two thread switches.
 
     Examples:
@@ -77,7 +77,7 @@ class Request(Generic[T_co]):
 
     @property
     def op(self) -> Reducer:
-        """The operator, of a request that has one."""
+        """The operator; meaningless for requests without a reduction."""
         return self._call.op
 
     def _bind(self, call: Call) -> None:
@@ -96,13 +96,13 @@ class Request(Generic[T_co]):
                 request a list of them. Other ranks need not change theirs.
 
         Returns:
-            The Work, for callbacks and other threads that wait; the request's `wait` has to be
-            called in any case.
+            The Work, for callbacks and other waiting threads; the request's `wait` must still be
+            called.
 
         Raises:
             RuntimeError: It was started and not waited for, is closed, or has no buffer.
-            TypeError, ValueError: `tensor` is not such a buffer, or a buffer has other memory than
-                when it was passed; nothing is started.
+            TypeError, ValueError: `tensor` is not such a buffer, or a buffer's memory has changed
+                since it was passed; nothing is started.
         """
         self._check_open()
         if not self._started.acquire(blocking=False):
@@ -150,11 +150,11 @@ class Request(Generic[T_co]):
                 )
             if self._call.out is not None:
                 validation.apart("tensor", new, "out", self._call.out)
-        # Without the plan for the old ones: planning for these may fail.
+        # Drop the plan for the old tensors first: planning for these may fail.
         self._bind(replace(self._call, tensors=tensors, plan=None))
 
     def wait(self) -> T_co:
-        """Block until the collective has ended; return what the direct call returns.
+        """Block until the collective has ended; return the direct call's result.
 
         On CUDA this makes the current stream wait for the collective; the host is not blocked.
 
@@ -167,7 +167,7 @@ class Request(Generic[T_co]):
             result: T_co = self._calls.queue.result(work)
             return result
         finally:
-            # After an interrupted wait it is still under way, and must be waited for again.
+            # After an interrupted wait the request is still under way, and needs another wait.
             if work._ended and self._work is work:
                 self._work = None
                 self._started.release()
@@ -185,15 +185,15 @@ class Request(Generic[T_co]):
         self._under_way().add_done_callback(callback)
 
     def release(self) -> None:
-        """Release the buffers; pass others to the next start. Other ranks need not do the same.
+        """Release the buffers; the next start needs others. Other ranks need not do the same.
 
         Raises:
             RuntimeError: It was started and not waited for.
         """
         if self._work is not None:
             raise RuntimeError(f"{self!r} was started: call wait() first")
-        # The next buffers may be other memory at the same address, for which NCCL has made
-        # arrangements in a graph.
+        # The next buffers may be other memory at the same address, but NCCL may have registered
+        # the old memory for a graph.
         self._call = replace(self._call, tensors=(), plan=None, replay=None)
         self._memory = []
 

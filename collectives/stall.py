@@ -1,7 +1,7 @@
-"""Warn when a rank has waited long for others, before the timeout makes it an error.
+"""Warn if this rank waits long for others, before the timeout makes it an error.
 
-Code that waits in a loop has a `Stall` and calls its `check` from time to time. A wait outside
-Python, as in gloo, is made `within` a Stall, which a thread checks.
+Code that waits in a loop has a `Stall` and calls its `check` from time to time. For waits outside
+Python, as in gloo, a thread calls it: wait in the context `within()`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collectives import validation
 
 _logger = logging.getLogger(__name__)
 _VARIABLE = "ADASUM_STALL_WARNING_SECONDS"
-# As often as Horovod's stall inspector warns.
+# The interval of Horovod's stall inspector.
 _SECONDS = 60.0
-# How late the thread may notice a new wait.
+# The thread may notice a new wait so late, in seconds.
 _MAX_NAP = 1.0
 
 
@@ -29,7 +29,7 @@ _MAX_NAP = 1.0
 def warning_seconds() -> float:
     """Return the seconds between warnings: ADASUM_STALL_WARNING_SECONDS, infinity for 0, or 60.
 
-    ValueError if it is not a number of seconds.
+    Raises ValueError if it is not a number of seconds.
     """
     text = os.environ.get(_VARIABLE)
     if not text:
@@ -46,9 +46,9 @@ def warning_seconds() -> float:
 
 
 class Stall:
-    """One wait of a rank, from now on or since `since`, by time.monotonic().
+    """One wait of `rank`, from now on or since `since`, by time.monotonic().
 
-    `rank`, `step` and `timeout` are as the warning names them; `late` returns the ranks that it
+    The warning names `rank`, `step` and `timeout`; `late` returns a text for the ranks that it
     waits for, such as "rank 1, rank 3".
     """
 
@@ -65,7 +65,7 @@ class Stall:
         self._next = warning_seconds()
 
     def check(self) -> float:
-        """Warn if it is time to; return the seconds until the next warning."""
+        """Warn if it is due; return the seconds until the next warning."""
         waited = time.monotonic() - self._since
         if waited >= self._next:
             self._next = (waited // warning_seconds() + 1) * warning_seconds()
@@ -85,8 +85,8 @@ class Stall:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Return a context in which another thread calls `check` while this one waits."""
-        # No thread for a warning that would come after the error.
+        """Return a context for a wait; another thread calls `check` meanwhile."""
+        # No thread if the timeout comes before the first warning.
         if self._next < self._timeout:
             _checked[id(self)] = self
             if _thread is None or not _thread.is_alive():
@@ -105,7 +105,7 @@ _thread: threading.Thread | None = None
 def _start_thread() -> None:
     """Start the thread that checks waits."""
     global _thread
-    # If the system has no thread left, the wait goes on without warnings.
+    # If the system has no thread left, the wait continues without warnings.
     with suppress(RuntimeError):
         _thread = threading.Thread(target=_check_all, name="adasum-stall", daemon=True)
         _thread.start()
@@ -114,8 +114,8 @@ def _start_thread() -> None:
 def _check_all() -> None:
     """Check each wait when it is due."""
     while True:
-        # Nothing of a wait is kept while this sleeps. With the last reference to a process group
-        # this thread would destroy it, and be stopped in torch's code, which ends the process by
-        # SIGABRT if the interpreter exits meanwhile.
+        # Keep no reference to any wait during the sleep. With the last reference to a process group
+        # this thread would destroy it; if the interpreter exits at that moment, the thread is
+        # stopped in torch's code, which ends the process by SIGABRT.
         nap = min([_MAX_NAP, *(stall.check() for stall in list(_checked.values()))])
         time.sleep(max(0.0, nap))

@@ -1,7 +1,7 @@
-"""Sum and Average whose every element is one tree over the ranks, by whatever algorithm.
+"""Sum and Average that reduce every element by one tree over the ranks, with any algorithm.
 
-The tree is balanced, ((0 · 1) · (2 · 3)) · ...: `Order.BALANCED`. Without it an element's bits may
-depend on its place in the buffer, on the buffer's size and on the collective.
+The tree is balanced, ((0 · 1) · (2 · 3)) · ...: `Order.BALANCED`. Without it the bits of elements
+may depend on their place in the buffer, on the buffer's size and on the collective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collectives.reducers import (
 )
 
 KEYS = frozenset({"order", "accumulate", "passes"})
-"""The options of a call that name its order."""
+"""The names of the options for a call's order."""
 
 # Up to this size latency decides.
 _SMALL_BYTES = 256 * 1024
@@ -33,9 +33,9 @@ _SMALL_BYTES = 256 * 1024
 class _TreeSum(SumReducer):
     """The sum by the balanced tree, each addition rounded to the buffer's dtype.
 
-    accumulate: The dtype that additions are made in instead, float32, so that only the result is
-    rounded to the buffer's; None for the buffer's own. passes: How many leaves of the tree each
-    rank has added before, by the same tree.
+    accumulate: the dtype of additions, float32, so that only the result is rounded to the buffer's
+    dtype; None for the buffer's dtype; passes: the number of the tree's leaves that each rank has
+    already added, by the same tree.
     """
 
     replays = True
@@ -45,7 +45,7 @@ class _TreeSum(SumReducer):
         self.passes = passes
         self.needs = Needs.BALANCED_TREE
         if accumulate is not None:
-            # Rounding once, at the end, takes all operands at once.
+            # Rounding once, at the end, needs all operands at once.
             self.needs |= Needs.ALL_OPERANDS
         said = None if accumulate is None else str(accumulate)
         self.order_options = {"order": "tree", "accumulate": said, "passes": passes}
@@ -73,12 +73,12 @@ class _TreeSum(SumReducer):
     def reduce(self, operands: Operands) -> None:
         for parts, out, _ in operands.pieces:
             if not (out.is_floating_point() or out.is_complex()):
-                # Integers sum to the same in any order.
+                # Sums of integers do not depend on the order.
                 fold(torch.add, parts, out)
                 continue
             parts, out = tuple(map(as_real, parts)), as_real(out)
             if len(parts) == 2 and out.is_cpu and parts[0].dtype == out.dtype:
-                # The bits are the same, and kernels' checks cost more than a small sum.
+                # The bits are the same, and the kernels' checks cost more than a small sum.
                 torch.add(*parts, out=out)
             else:
                 accumulate = self.accumulate or out.dtype
@@ -86,7 +86,7 @@ class _TreeSum(SumReducer):
 
 
 class _TreeAverage(_TreeSum, AverageReducer):
-    """That sum divided once, at the end, by ranks times passes.
+    """The same sum, divided once at the end by ranks times passes.
 
     float16 is not divided before the sum, which overflows beyond 65504 unless accumulated.
     """
@@ -94,7 +94,7 @@ class _TreeAverage(_TreeSum, AverageReducer):
     replays = True
 
     def finish(self, buffer: torch.Tensor, size: int) -> None:
-        """Divide by all leaves of the tree."""
+        """Divide by the number of the tree's leaves."""
         super().finish(buffer, size * self.passes)
 
 
@@ -111,13 +111,13 @@ def in_order(
     accumulate: torch.dtype | str | None = None,
     passes: int = 1,
 ) -> Reducer:
-    """Return the operator that reduces as `op` does, in an order; `op` itself without one.
+    """Return the version of `op` with this order; `op` itself without one.
 
     Args:
         op: Sum or Average, if there is an order.
         order: "tree" or None.
         accumulate: The dtype of the additions: torch.float32, or its name.
-        passes: How many leaves each rank has added.
+        passes: The number of leaves that each rank has already added.
     """
     if order is None:
         if accumulate is not None:
@@ -139,7 +139,7 @@ def in_order(
     return _made(kind, _DTYPES[accumulate], passes)
 
 
-# One object per kind, as Sum and Average are: requests are kept by the operator.
+# One object per kind, as with Sum and Average, since requests are kept by operator.
 @lru_cache(maxsize=256)
 def _made(kind: Callable[..., _TreeSum], accumulate: torch.dtype | None, passes: int) -> Reducer:
     return kind(accumulate, passes)

@@ -1,7 +1,7 @@
-"""Argument checks that collectives share, made before anything is sent.
+"""Checks of arguments that collectives share, before anything is sent.
 
-Each raises a TypeError or ValueError that names the argument; some return the checked value. The
-first parameter, `argument`, is the argument's name in errors.
+Each check raises TypeError or ValueError with the name of the argument; some return the checked
+value. The first parameter, `argument`, is the argument's name in errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def instance(argument: str, value: object, kinds: type | UnionType, expected: str) -> None:
-    """Check a value's type. expected: what errors ask for. A bool does not count as an int."""
+    """Check a value's type; a bool is not an int. `expected` describes the type in errors."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         raise TypeError(f"{argument} must be {expected}, got {type(value).__name__}")
 
@@ -40,18 +40,18 @@ def instance(argument: str, value: object, kinds: type | UnionType, expected: st
 def no_mode(what: str) -> None:
     """Check that no mode or transform intercepts torch's operations in this thread.
 
-    It would intercept the collective's own operations, on this rank alone, and tensors that are
-    kept for later calls would be made by it. what: What cannot be sent, in errors.
+    It would intercept the collective's own operations, on this rank only, and create the tensors
+    that are kept for later calls. `what` cannot be sent, for errors.
     """
-    # Inline, though `active_mode` asks the same: the usual call is spared a function call.
+    # Repeats a part of `active_mode`, to save a function call in the usual case.
     seen = _len_torch_dispatch_stack() or _len_torch_function_stack() or peek_interpreter_stack()
     if seen and (mode := active_mode()):
         raise TypeError(f"{what} cannot be sent inside {mode}: make the call outside of it")
 
 
 def active_mode() -> str:
-    """Return which mode or transform intercepts torch's operations in this thread; "" if none."""
-    # torch's own is_in_torch_dispatch_mode() answers for all threads together.
+    """Return the mode or transform that intercepts operations in this thread, or ""."""
+    # torch's own is_in_torch_dispatch_mode() considers all threads together.
     if _len_torch_dispatch_stack():
         return "a TorchDispatchMode, such as FakeTensorMode or FlopCounterMode"
     if peek_interpreter_stack() is not None:
@@ -67,10 +67,10 @@ def _has_function_mode() -> bool:
 
 
 def plain(argument: str, value: torch.Tensor) -> None:
-    """Check that a tensor of any layout has memory of its own that holds its values.
+    """Check that the tensor, of any layout, has memory with its values.
 
-    A TypeError if it is of a class that changes what operators do on it, such as DTensor or
-    FakeTensor, or is wrapped by a transform of torch.func, or its storage is too short.
+    Raises TypeError for classes that change torch's operators, such as DTensor or FakeTensor, for
+    tensors wrapped by a transform of torch.func, and for storage that is too short.
     """
     if type(value) not in _PLAIN:
         _check_class(argument, type(value))
@@ -81,7 +81,7 @@ def plain(argument: str, value: torch.Tensor) -> None:
 
 
 def _check_tangent(argument: str, value: torch.Tensor) -> None:
-    """Raise ValueError for a tensor with a forward-mode derivative, which would be lost."""
+    """Raise ValueError for tensors with a forward-mode derivative, as that would be lost."""
     if forward_ad.unpack_dual(value).tangent is not None:
         raise ValueError(
             f"{argument} has a tangent, and collectives have no forward-mode derivatives: pass "
@@ -90,9 +90,9 @@ def _check_tangent(argument: str, value: torch.Tensor) -> None:
 
 
 def _check_recorded(argument: str, value: torch.Tensor) -> None:
-    """Raise ValueError for a tensor of which autograd has recorded how it was made.
+    """Raise ValueError for the result of an operation that autograd has recorded.
 
-    Parameters, other leaves and views of them may be: what is made of them is recorded later.
+    Parameters, other leaves and views of them are allowed: operations on them are recorded later.
     """
     base = value if value._base is None else value._base
     if torch.is_grad_enabled() and not base.is_leaf:
@@ -103,7 +103,7 @@ def _check_recorded(argument: str, value: torch.Tensor) -> None:
 
 
 def _check_class(argument: str, kind: type[torch.Tensor]) -> None:
-    """Raise TypeError for a subclass whose operators are not torch's own."""
+    """Raise TypeError for a subclass that overrides torch's operators."""
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(
             f"{argument} must be a plain torch.Tensor, got {kind.__name__}, which may have no "
@@ -119,7 +119,7 @@ def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
 
 
 def entry(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
-    """Check what `tensor` does except for modes, which the caller checks once for many tensors."""
+    """Check like `tensor`, except for modes, which the caller checks once for many tensors."""
     if type(value) not in _PLAIN:
         instance(argument, value, torch.Tensor, "a torch.Tensor")
         if is_lazy(value):
@@ -160,7 +160,7 @@ def entry(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
 
 
 def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch.Tensor]:
-    """Check a list of tensors of any kind; with `dense`, of strided ones."""
+    """Check a list of tensors of any kind; with `dense`, only strided ones."""
     if isinstance(values, torch.Tensor) or not isinstance(values, Sequence):
         kind = type(values).__name__
         raise TypeError(f"{argument} must be a list or tuple of tensors, got {kind}")
@@ -175,7 +175,7 @@ def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch
 
 
 def integer(argument: str, value: int, least: int | None = None) -> None:
-    """Check an int; `least`: the smallest that is allowed, None for any."""
+    """Check an int; `least` is the smallest allowed value, None for any."""
     if type(value) is not int:
         instance(argument, value, int, "an int")
     if least is not None and value < least:
@@ -193,7 +193,7 @@ def tensor_list(argument: str, values: object) -> list[torch.Tensor]:
     values = list(values)
     for i, value in enumerate(values):
         entry(f"{argument}[{i}]", value)
-    # Sorted by address, so that only neighbours have to be compared.
+    # Sorted by address, so that only neighbours must be compared.
     spans = sorted(
         (str(v.device), v.data_ptr(), v.data_ptr() + v.numel() * v.element_size(), i)
         for i, v in enumerate(values)
@@ -214,7 +214,7 @@ def apart(argument: str, value: torch.Tensor, other: str, tensor: torch.Tensor) 
 
 
 def names(argument: str, values: object, count: int) -> tuple[str, ...]:
-    """Check a name for each of `count` tensors, or none at all."""
+    """Check one name for each of `count` tensors, or an empty list."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{argument} must be a list of str, got {type(values).__name__}")
     checked = tuple(values)
@@ -242,14 +242,14 @@ def segments(values: object, numel: int) -> tuple[int, ...]:
 
 
 def rank(argument: str, value: int, size: int) -> None:
-    """Check a rank of a group of `size` ranks."""
+    """Check for a rank number below `size`."""
     integer(argument, value)
     if not 0 <= value < size:
         raise ValueError(f"{argument} must be a rank from 0 to {size - 1}, got {value}")
 
 
 def distinct_ranks(argument: str, values: object, size: int) -> tuple[int, ...]:
-    """Check one or more different ranks of a group of `size` ranks."""
+    """Check for one or more different ranks in a group of `size` ranks."""
     if not isinstance(values, Iterable) or isinstance(values, str | torch.Tensor):
         raise TypeError(f"{argument} must be a sequence of ranks, got {type(values).__name__}")
     members = tuple(values)
@@ -263,7 +263,7 @@ def distinct_ranks(argument: str, values: object, size: int) -> tuple[int, ...]:
 def row_splits(
     argument: str, values: Sequence[int] | torch.Tensor | None, rows: int, size: int
 ) -> torch.Tensor:
-    """Check how many of a tensor's rows go to each rank: int64 [size] on the CPU."""
+    """Check the numbers of a tensor's rows for each rank; return them, int64 [size] on the CPU."""
     if values is None:
         if rows % size:
             raise ValueError(
@@ -291,7 +291,7 @@ def row_splits(
 
 
 def reducer(argument: str, value: Any) -> Reducer:
-    """Return a Reducer, such as Sum, also for torch's name of one, such as dist.ReduceOp.SUM."""
+    """Return a Reducer, such as Sum, or the one that torch names, as dist.ReduceOp.SUM does."""
     if not isinstance(value, Reducer):
         value = from_torch(argument, value)
         if isinstance(value, torch.Tensor):
@@ -306,7 +306,7 @@ def reducer(argument: str, value: Any) -> Reducer:
 
 
 def timeout(value: float) -> None:
-    """Check a number of seconds: positive, and no longer than Python's threads can wait."""
+    """Check a number of seconds: positive, and at most the longest wait of Python's threads."""
     instance("timeout", value, int | float, "a number of seconds")
     if not 0 < value <= threading.TIMEOUT_MAX:
         raise ValueError(
@@ -337,9 +337,9 @@ def scale(argument: str, value: float) -> float:
 
 
 def scales_of(dtype: torch.dtype, **scales: float) -> None:
-    """Check factors of tensors of a dtype: that the arithmetic they are multiplied in has them.
+    """Check that factors for tensors of a dtype are in the range of its arithmetic.
 
-    Others would make all values but zero infinite, or no integer of the dtype.
+    Larger factors would make all values except zero infinite, or exceed the dtype's integers.
     """
     if dtype == torch.bool:
         raise TypeError(f"factors before and after have no meaning on {dtype}")

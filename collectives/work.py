@@ -1,6 +1,6 @@
-"""A group's calls, one after the other in the order they were made in, and their handles.
+"""The queue of a group's calls, which run one after the other, and their handles.
 
-A call that finds nothing before it runs in its caller's thread. Others are queued for the
+If nothing is queued, synchronous calls run in their caller's thread. Others are queued for the
 communication thread, or for a thread that waits for them.
 """
 
@@ -27,16 +27,17 @@ from collectives.modes import inference_mode, untraced_methods
 from collectives.recorder import ENDED, NOTHING, GroupRecord, recording, span
 from collectives.transport.base import Transport
 
-# How many calls may be queued, so that memory is bounded: one more waits for the oldest.
+# The most queued calls, to bound memory: one more waits for the oldest.
 MAX_QUEUED = 8192
-# How long the communication thread leaves a small call to its caller, who may wait for it soon; and
-# how often it then looks for such calls without being woken, which costs as much as a small sum.
+# The communication thread leaves small calls to their caller, who may wait for them soon, for this
+# time; and it looks for such calls so many times without being woken, as a wake-up costs as much
+# as a small sum.
 _LEFT_SECONDS, _MAX_LOOKS = 5e-3, 10
-# How often a thread that waits checks whether a call can still end, or still progresses.
+# The interval between a waiting thread's checks that its call can still end, or progresses.
 CHECK_SECONDS = 1.0
-# `close` waits so much longer than a step may take, so that a late step raises its own error.
+# `close` waits this much longer than the timeout, so that a late step raises its own error.
 _CLOSE_SECONDS = 2.0
-# The type that the synchronous call returns.
+# The return type of the synchronous call.
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -44,16 +45,16 @@ T_co = TypeVar("T_co", covariant=True)
 class Work(Generic[T_co]):
     """A collective under way.
 
-    `wait()` returns what the synchronous call would return, or raises what it would raise. On CUDA
-    it makes the current stream wait for the collective and does not block the host. An error after
-    that, such as a rank that never comes, is raised by later waits and by the group's next call.
+    `wait()` returns the synchronous call's result, or raises its error. On CUDA it makes the
+    current stream wait for the collective and does not block the host. Later errors, such as a rank
+    that never comes, are raised by later waits and by the group's next call.
 
-    The group's communication thread carries the collective out, or a thread that waits for it; an
-    interrupt of that thread then interrupts the call, which ends the group. The communication
-    thread may keep a reference to the tensors until it runs the next call.
+    The group's communication thread, or a thread that waits for it, carries out the collective; an
+    interrupt of that thread interrupts the call, which ends the group. The communication thread may
+    keep a reference to the tensors until it runs the next call.
 
     Until `wait()` returns the tensors must keep their values, shapes and memory, as in torch's own
-    collectives: a storage that is resized meanwhile may end the process.
+    collectives: resizing a storage before that may end the process.
 
     Examples:
         >>> def overlapped(group):
@@ -75,13 +76,13 @@ class Work(Generic[T_co]):
         self._queue = queue
         self._function: Callable[[], Any] | None = function
         self._streams = streams
-        # When the communication thread takes it, by time.monotonic().
+        # The communication thread may run it from this time on, by time.monotonic().
         self.due = due
         self._inference = torch.is_inference_mode_enabled()
         self._ended = False
         self._result: Any = None
         self._error: BaseException | None = None
-        # Recorded after the collective, one for each device that it is on.
+        # Recorded after the collective, one per device.
         self._events: list[torch.cuda.Event] = []
         self._callbacks: list[Callable[[], None]] = []
 
@@ -90,7 +91,7 @@ class Work(Generic[T_co]):
 
         Raises:
             TransportError: No thread can end it any more, as in a process that was forked from the
-                rank; or this thread is inside a call of the same group.
+                rank; or this thread is inside one of the same group's calls.
         """
         result: T_co = self._queue.result(self)
         return result
@@ -99,7 +100,7 @@ class Work(Generic[T_co]):
         """Whether `wait()` would return or raise without waiting.
 
         Raises:
-            TransportError: It is not, in a process that was forked from the rank.
+            TransportError: It has not ended, and this process was forked from the rank.
         """
         self._queue.check_process("this call", self)
         if not self._ended or all(event.query() for event in self._events):
@@ -121,9 +122,9 @@ class Work(Generic[T_co]):
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback()` once when the collective has ended, with or without an error.
 
-        It is called in the communication thread, or at once in this one if the collective has ended
-        already, and the collective's CUDA stream is current. It must not wait for a collective of
-        the same group. Errors that it raises in the other thread go to threading.excepthook.
+        It is called in the thread that runs the collective, or immediately in this one if the
+        collective has already ended; the collective's CUDA stream is current. It must not wait for
+        a collective of the same group. Its errors in the other thread go to threading.excepthook.
 
         Raises:
             TransportError: The collective has not ended, and this process was forked from the rank.
@@ -164,28 +165,29 @@ class Work(Generic[T_co]):
         for callback in callbacks:
             try:
                 callback()
-            except BaseException:  # noqa: BLE001 - the calls behind this one must go on
-                # As an error that ends a thread. The user's own hook may raise.
+            except BaseException:  # noqa: BLE001 - the calls behind this one must run
+                # Report it like an error that ends a thread. The user's own hook may raise.
                 with suppress(BaseException):
                     said = (*sys.exc_info(), threading.current_thread())
                     threading.excepthook(threading.ExceptHookArgs(said))
 
 
 class CallQueue:
-    """Runs one rank's calls one after the other, in the order in which they were made.
+    """Runs one rank's calls one after the other, in the order of their starts.
 
-    A synchronous call runs in its caller's thread if nothing is queued. Others are carried out by
-    the communication thread, or by a thread that waits for them.
+    Synchronous calls run in their caller's thread if nothing is queued. The communication thread,
+    or a thread that waits for them, carries out the others.
 
-    After a mismatch the ranks are still in step; after any other error raised while a call runs
-    they are not, and every later call is a TransportError naming that error.
+    After a mismatch the ranks are still in step; after any other error in calls they are not, and
+    every later call raises a TransportError that names that error.
 
-    Threads take turns in the order in which they come, which may be another on each rank. Where
-    they do, calls with names are a mismatch on all ranks, but equal calls without names would get
-    each other's answers: so only one thread makes those, the first that did as long as it lives.
+    Calls of several threads are ordered by their arrival, which may differ between ranks. Then
+    calls with names are a mismatch on all ranks, but equal calls without names would get each
+    other's results: so only one thread may make calls without names, the first that did, as long as
+    it lives.
 
     Attributes:
-        changed: Held to change the queue; notified when a call ends.
+        changed: Held to change the queue; notified when calls end.
         closed: Whether `close` was called.
     """
 
@@ -195,8 +197,8 @@ class CallQueue:
         lock = threading.RLock()
         self.changed, self._added = threading.Condition(lock), threading.Condition(lock)
         self._works: deque[Work[Any]] = deque()
-        # The thread that runs a call, which one if that is asynchronous, and for how long the
-        # communication thread found nothing.
+        # The thread that runs the current call; that call's Work if it is asynchronous; the number
+        # of times that the communication thread has found nothing.
         self._inside: int | None = None
         self._running: Work[Any] | None = None
         self._in_call = False
@@ -204,7 +206,7 @@ class CallQueue:
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._process = os.getpid()
-        # The first error that may have left a call half done, and whether the transport has ended.
+        # The first error that may have left calls half done; whether the transport has ended.
         self._failure: BaseException | None = None
         self._ended = self._aborted = self.closed = False
         # The text of an asynchronous call's mismatch that no wait has raised yet.
@@ -232,7 +234,7 @@ class CallQueue:
     def submit(self, call: Call, function: Callable[[], Any], *, small: bool = False) -> Work[Any]:
         """Queue `function`; on CUDA it runs on the group's streams, after the caller's work so far.
 
-        small: Whether its caller, who may soon wait for it, is given the time to carry it out.
+        small: whether to leave the call to its caller for a while, who may wait for it soon.
         """
         self._check_usable(call)
         if len(self._works) >= MAX_QUEUED and not self.is_inside():
@@ -246,8 +248,8 @@ class CallQueue:
             stream = self._streams[device]
             if stream not in before:
                 before[stream] = torch.cuda.current_stream(device).record_event()
-            # The caller may drop the tensor early: its memory must not be used again before the
-            # stream has finished with it.
+            # The caller may drop the tensor early: its memory must not be reused before the stream
+            # has finished with it.
             tensor.record_stream(stream)
 
         def run() -> Any:
@@ -261,20 +263,20 @@ class CallQueue:
             self._start_thread()
             self._works.append(work)
             if not small:
-                # No caller's time is left for what is in front of it.
+                # Do not leave earlier calls to their callers: this one waits behind them.
                 for each in self._works:
                     each.due = 0.0
             self._tell(work)
         if before and self._transport.shares_gpu and not self.is_inside():
-            # Another order on the GPU than the caller's could wait for ever: NCCL wants one order.
+            # NCCL needs one order on the GPU: another order than the caller's could wait forever.
             self._run_first(work)
             self._wait_for(work)
         return work
 
     def begin(self, call: Call, first: Callable[[], None], rest: Callable[[], Any]) -> Work[Any]:
-        """Run `first`, which never waits, in this thread if it is its turn; queue `rest`.
+        """Run `first`, which never waits, in this thread if nothing is before it; queue `rest`.
 
-        If it is not its turn, `rest` begins with what `first` does.
+        Otherwise only `rest` is queued, which then begins with the work of `first`.
         """
         self._check_usable(call)
         if not self._enter():
@@ -305,19 +307,19 @@ class CallQueue:
         if work._events:
             for stream, event in zip(work._streams, work._events, strict=True):
                 torch.cuda.current_stream(stream.device).wait_event(event)
-            # The result may be allocated on the communication stream: the allocator must not use
-            # its memory again before this stream has finished with it.
+            # The result may be allocated on the communication stream: the allocator must not reuse
+            # its memory before this stream has finished with it.
             for tensor in on_cuda(work._result):
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
             self.check_streams()
         return work._result
 
     def _wait_for(self, work: Work[Any]) -> None:
-        """Return when the work has ended; this thread carries out what it can of the queue."""
+        """Wait until the work has ended; this thread carries out queued calls if it can."""
         self.check_process("this call")
         self._refuse_nested()
         while not work._ended:
-            # A mode of the caller would intercept the call's operations.
+            # Not under a mode of the caller, which would intercept the call's operations.
             if not validation.active_mode() and self._run_first():
                 continue
             with self.changed:
@@ -327,10 +329,9 @@ class CallQueue:
                 work._fail(TransportError("the communication thread ended before the call"))
 
     def _run_first(self, only: Work[Any] | None = None) -> bool:
-        """Run the first queued call in this thread if that can be; return whether it ran.
+        """Run the first queued call in this thread if possible; return whether it ran.
 
-        Not if it calls back, or works on a GPU, which the communication thread does, except for
-        `only`.
+        Calls with callbacks, or on a GPU, are left to the communication thread, except for `only`.
         """
         with self.changed:
             first = self._works[0] if self._works else None
@@ -345,12 +346,12 @@ class CallQueue:
             self._leave()
         error = work._error
         if error is not None and not isinstance(error, Exception):
-            # An interrupt of this thread, whatever call it was in.
+            # An interrupt of this thread, in any call.
             raise error
         return True
 
     def _enter(self) -> bool:
-        """Take the right to run a call, unless one is running or queued."""
+        """Acquire the right to run calls, unless one is running or queued."""
         with self.changed:
             if self._inside is not None or self._works:
                 return False
@@ -358,13 +359,13 @@ class CallQueue:
             return True
 
     def _take(self) -> Work[Any]:
-        """Take the first queued call, and the right to run it."""
+        """Remove the first queued call, and acquire the right to run it."""
         self._inside = threading.get_ident()
         self._running = work = self._works.popleft()
         return work
 
     def _leave(self) -> None:
-        """Give back the right to run a call."""
+        """Release the right to run calls."""
         try:
             if self._aborted:
                 self._end_transport()
@@ -377,7 +378,7 @@ class CallQueue:
                     self.changed.notify_all()
 
     def _tell(self, work: Work[Any]) -> None:
-        """Wake the communication thread, unless the work is left to its caller for a while."""
+        """Wake the communication thread, unless it leaves the work to its caller for a while."""
         if not work.due or work._callbacks or self._looks >= _MAX_LOOKS:
             self._looks = 0
             self._added.notify()
@@ -396,9 +397,9 @@ class CallQueue:
             self._thread = thread
 
     def _serve(self, threads: int) -> None:
-        """Run as the communication thread, until the queue is closed and nothing is left."""
-        # In a new thread BLAS would use as many threads as there are processors, whatever the
-        # caller set, and ranks that share a host would wait for each other's.
+        """Run as the communication thread, until the queue is closed and empty."""
+        # In a new thread BLAS would ignore the caller's setting and use as many threads as there
+        # are processors, and ranks that share a host would wait for each other's threads.
         torch.set_num_threads(threads)
         while True:
             with self.changed:
@@ -409,12 +410,12 @@ class CallQueue:
                     self._looks = 0 if found or self._works else self._looks + 1
                 work = self._take()
             work._run()
-            # Its tensors must not be kept by a thread that waits.
+            # Do not keep its tensors while this thread waits.
             del work
             self._leave()
 
     def _pause(self) -> float | None:
-        """Return how long the communication thread has nothing to do; None until it is told."""
+        """Return the seconds for the communication thread to wait; None until it is woken."""
         if self._works and self._inside is None:
             first = self._works[0]
             left = first.due - time.monotonic()
@@ -422,12 +423,12 @@ class CallQueue:
         return _LEFT_SECONDS if self._looks < _MAX_LOOKS else None
 
     def _guarded(self, call: Call, function: Callable[[], Any], *, whole: bool = True) -> Any:
-        """Run `function`; record its failure, and keep one that leaves the group unusable.
+        """Run `function`; record its failure, and keep errors that make the group unusable.
 
-        whole: Whether the call has ended with it, so that the ranks are known to be together.
+        whole: whether the call ends with it, so that all ranks have reached this call.
         """
         if self._failure is not None and self._transport.size > 1:
-            # A failure outside of a call has not ended the transport yet.
+            # A failure outside of calls has not ended the transport yet.
             self._end_transport()
             raise TransportError(
                 f"{call.kind}: this group is unusable since an earlier failure: "
@@ -435,11 +436,11 @@ class CallQueue:
             ) from self._failure
         self._in_call = True
         try:
-            # What an earlier call left on a stream may have ended meanwhile.
+            # An earlier call's work on a stream may have failed by now.
             self._transport.check_streams()
             result = function()
             if self.closed and self._failure is not None and self._transport.size > 1:
-                # A signal's handler has closed the transport: not all may have come.
+                # A signal's handler has closed the group: messages may be missing.
                 raise TransportError(f"{call.kind}: {describe(self._failure)}")
         except CollectiveMismatchError as error:
             self._record.failed(call, error)
@@ -450,8 +451,8 @@ class CallQueue:
                 self._end_transport()
                 self._record.failed(call, error)
             if isinstance(error, CollectiveError) and self._unraised:
-                # Of an earlier call: a rank that got its error has ended since, and that error
-                # alone says why this call's peers never came.
+                # An earlier call's mismatch: some rank that raised it has ended since, and only
+                # that error explains why this call's peers never came.
                 raise CollectiveMismatchError(self._unraised) from error
             failure = self._failure
             if self.closed and isinstance(error, Exception) and failure not in (None, error):
@@ -465,14 +466,14 @@ class CallQueue:
         return result
 
     def note(self, error: BaseException) -> None:
-        """Keep an error that may have left a call half done; after a mismatch none is."""
+        """Keep an error that may have left the call half done; a mismatch does not."""
         if isinstance(error, CollectiveMismatchError):
             self._unraised = str(error)
         elif self._failure is None:
             self._failure = error
 
     def check_streams(self) -> None:
-        """Raise the error of a call that failed on its stream, if any; write the flight record."""
+        """Raise the error of a failure on a stream, if any; write the flight record."""
         try:
             self._transport.check_streams()
         except CollectiveError as error:
@@ -481,10 +482,10 @@ class CallQueue:
             raise
 
     def _check_thread(self, call: Call) -> None:
-        """Raise ValueError for a call without a name from a second thread."""
+        """Raise ValueError for calls without a name from a second thread."""
         thread, first = threading.current_thread(), self._unnamed_from()
-        # In backward the first thread waits for autograd's, which come in one order. torch says
-        # whether a thread is in backward nowhere else.
+        # During backward the first thread waits for autograd's threads, which have one order. Not
+        # public, but the only way to ask whether this thread is in backward.
         if torch._C._current_graph_task_id() != -1:
             return
         if first is not None and first.is_alive():
@@ -496,7 +497,7 @@ class CallQueue:
         self._unnamed_from = weakref.ref(thread)
 
     def check_process(self, what: str, work: Work[Any] | None = None) -> None:
-        """Raise TransportError in a process that was forked from the rank, unless `work` ended."""
+        """Raise TransportError in a fork of the rank's process, unless `work` has ended."""
         if os.getpid() != self._process and not (work and work._ended):
             raise TransportError(
                 f"{what}: this process was forked from a rank; only the rank itself can use its "
@@ -505,7 +506,7 @@ class CallQueue:
             )
 
     def is_inside(self) -> bool:
-        """Return whether this thread is inside a call, as in a callback."""
+        """Return whether this thread is inside one of the group's calls, as in a callback."""
         return self._inside == threading.get_ident()
 
     def _refuse_nested(self) -> None:
@@ -517,7 +518,7 @@ class CallQueue:
 
     def _check_usable(self, call: Call) -> None:
         """Raise unless the group, this process and this thread can make the call."""
-        # The tensors of other calls were checked in this thread, and so was its mode.
+        # For other calls, the check of the tensors in this thread has also checked its mode.
         if call.queued or not call.tensors:
             validation.no_mode(call.kind)
         if self.closed:
@@ -531,15 +532,15 @@ class CallQueue:
             self._check_thread(call)
 
     def abort(self, reason: str) -> None:
-        """Make the group unusable from any thread; what runs is interrupted, what waits raises."""
+        """Make the group unusable from any thread; interrupt a running call, fail waiting ones."""
         if self.closed or self._ended or self._aborted:
             return
         if self._failure is None:
             self._failure = TransportError(reason)
-            # Before the file of a call that this interrupts.
+            # Set before an interrupted call writes the file.
             self._record.aborted = perf_counter_ns(), reason
         self._aborted = True
-        # No two threads may use the transport: one that runs a call ends it behind that.
+        # No two threads may use the transport: a thread that runs a call ends it afterwards.
         with self.changed:
             idle = self._inside is None
             if idle:
@@ -551,33 +552,33 @@ class CallQueue:
         self._record.write()
 
     def _end_transport(self) -> None:
-        """Abort the transport, once: its peers are in this call, the next would meet its messages.
+        """Abort the transport, once: its peers are still in this call, and would mix up messages.
 
-        Called by the thread that runs a call, or takes the place of one.
+        Called by the thread that has the right to run calls.
         """
         if not self._ended and self._failure is not None:
             self._ended = True
             self._transport.abort(describe(self._failure))
 
     def close(self) -> None:
-        """Take no more calls; let those under way finish, and end the communication thread.
+        """Refuse further calls; let calls under way finish, and end the communication thread.
 
-        They may take as long as they progress. Inside a call, as in a signal's handler, nothing is
-        waited for, and that call ends in an error.
+        They may continue while they make progress. Inside the group's call, as in a signal's
+        handler, nothing is waited for, and that call ends in an error.
 
         Raises:
-            TransportError: Calls were lost: they failed, or did not progress for longer than a step
-                may take. Not after `abort`.
+            TransportError: Calls were lost: they failed, or made no progress within the timeout of
+                a step. Not after `abort`.
         """
         self.closed = self._record.closed = True
         if os.getpid() != self._process:
             return
         with self.changed:
-            # One that has ended may still be in its callbacks.
+            # A running call that has ended may still be in its callbacks.
             running = None if self._running is None or self._running._ended else self._running
             queued = [work for work in (running, *self._works) if work is not None]
             self._added.notify()
-        # A callback is behind its call.
+        # In a callback, the call itself has ended.
         under_way = self._in_call if self.is_inside() else not self._drained()
         if under_way:
             error = TransportError("this group was closed while a call was under way")
@@ -595,7 +596,7 @@ class CallQueue:
         ) from raised
 
     def _drained(self) -> bool:
-        """Wait until nothing runs or is queued; return False when nothing progresses any more."""
+        """Wait until nothing runs or is queued; return False if there is no more progress."""
         seen, since = (-1, -1), time.monotonic()
         with self.changed:
             while self._works or self._inside is not None:
@@ -610,11 +611,11 @@ class CallQueue:
 
 
 def _current(streams: Sequence[torch.cuda.Stream]) -> AbstractContextManager[object]:
-    """Return a context with these streams current, and the device of the first one."""
+    """Return a context that makes these streams current, and the first one's device."""
     if not streams:
         return nullcontext()
     current = ExitStack()
-    # Entering a stream also makes its device current: the first one's last, so that it stays.
+    # Entering a stream also makes its device current: enter the first one last, so that it stays.
     for stream in reversed(streams):
         current.enter_context(torch.cuda.stream(stream))
     return current
@@ -622,6 +623,6 @@ def _current(streams: Sequence[torch.cuda.Stream]) -> AbstractContextManager[obj
 
 def on_cuda(values: Any) -> list[torch.Tensor]:
     """Return the CUDA tensors among a call's tensors, or in its result."""
-    # Results may be a tensor, several, or none, as of a barrier.
+    # A result may be one tensor, several, or None, as for a barrier.
     several = values if isinstance(values, list | tuple) else (values,)
     return [each for each in several if isinstance(each, torch.Tensor) and each.is_cuda]
