@@ -1,1 +1,1 @@
-"""The command `adasum demo`: what the library does, shown in a minute on this machine's CPUs."""
+"""The command `adasum demo`: the library in a minute on this machine's CPUs."""

@@ -1,12 +1,13 @@
-"""What the library does, in three acts of some seconds each, on this machine's CPUs.
+"""A demonstration of the library in three acts of some seconds each, on this machine's CPUs.
 
     adasum demo                 # or python -m adasum.demo
-    adasum demo --act 2         # only a rank that stops
+    adasum demo --act 2         # only the rank that stops
 
-1. The same training on 8, 4 and 2 ranks ends in the same bits, and by gloo in three others.
-2. A rank stops: its peers get an error that names it, and the flight record does, too.
-3. Sum, Average and Adasum on 8 ranks with the learning rate of one rank, and Average with a rate
-   tuned for 8: the curves go to OUT/demo.png.
+1. The same training run on 8, 4 and 2 ranks ends with the same bits; with gloo there are three
+   different results.
+2. One rank stops: its peers' errors and the flight record name it.
+3. Sum, Average and Adasum on 8 ranks with one rank's learning rate, and Average with a rate tuned
+   for 8 ranks: the curves are drawn to OUT/demo.png.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from collectives.tools.flight.reader import read
 _NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
 _STEPS, _EPOCHS = 66, 8
 _RANKS, _STOPPED, _TIMEOUT = 4, 2, 5.0
-# Tuned on one rank (examples/compare_digits.py --tune). Of the rates 2^(-k/2), the best of 8 ranks'
-# Average on validation images, over four seeds.
+# _RATE is tuned on one rank (examples/compare_digits.py --tune). _TUNED is the best of the rates
+# 2^(-k/2) for Average on 8 ranks, on validation images, over four seeds.
 _RATE, _TUNED = 2**-2, 2**-0.5
-# The label, the operator, the rate, and how the line looks: Okabe and Ito's colours.
+# The label, operator, rate, colour (Okabe and Ito's) and style of each line.
 _CURVES = (
     ("Adasum, one rank's rate", "Adasum", _RATE, "#009E73", "-"),
     ("Average, rate tuned for 8 ranks", "Average", _TUNED, "#56B4E9", "-."),
@@ -58,7 +59,7 @@ def _lost_rank(digits: training.Digits, out: Path) -> None:
     print(f"2. Rank {_STOPPED} of {_RANKS} stops in step 20; the timeout is {_TIMEOUT:g} s")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ADASUM_FLIGHT_FOLDER"] = folder
-        # Where each rank has written its file: a folder that is about to go.
+        # Hide the warnings with the files' names: their folder is deleted below.
         logging.getLogger("collectives.flight").setLevel(logging.ERROR)
         errors = ranks.run(_RANKS, training.lost, digits, _TIMEOUT, _STOPPED, 20)
         del os.environ["ADASUM_FLIGHT_FOLDER"]

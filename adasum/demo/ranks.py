@@ -1,4 +1,4 @@
-"""Start ranks as forked processes of this host: they need not import torch again."""
+"""Start ranks as forked processes of this host, which need not import torch again."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 
 
 def run(size: int, job: Callable[..., Any], *args: Any, seconds: float = 120.0) -> list[Any]:
-    """Run `job(*args)` on ranks; return the results by rank, None for a rank that sends none.
+    """Run `job(*args)` on ranks; return the results by rank, None for missing ones.
 
     Every process has ended when this returns. CUDA must not have been used before.
     """
-    # Threads of the parent would not be there in the forked ranks.
+    # The parent's threads would be missing in the forked ranks.
     torch.set_num_threads(1)
-    # Else each rank would import torch's compiler, with its first optimizer.
+    # Otherwise each rank would import torch's compiler with its first optimizer.
     torch.optim.SGD([torch.ones(1)])
     context = multiprocessing.get_context("fork")
     with socket.socket() as taken:
@@ -44,7 +44,7 @@ def run(size: int, job: Callable[..., Any], *args: Any, seconds: float = 120.0) 
 
 
 def _result(here: Connection, ranks: list[Any], deadline: float) -> Any:
-    # A rank that is stopped sends nothing: its peers end, each with an error that it returns.
+    # The stopped rank sends nothing: wait until its peers have ended, which return their errors.
     while not here.poll(0.1):
         others = [process.is_alive() for process, other in ranks if other is not here]
         if time.monotonic() > deadline or not any(others):

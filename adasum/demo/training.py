@@ -1,4 +1,4 @@
-"""Trainings of a small LeNet on scikit-learn's handwritten digits, run by the ranks of the demo."""
+"""Training runs of the demo's ranks: a small LeNet on scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Digits:
 
     @torch.no_grad()
     def accuracy(self, model: nn.Module) -> float:
-        """Return the part of the test images that a model knows."""
+        """Return the model's accuracy on the test images."""
         found = model(self.test_images).argmax(dim=1) == self.test_labels
         return found.float().mean().item()
 
@@ -61,7 +61,7 @@ def hash_of(model: nn.Module) -> str:
 
 
 def bits(digits: Digits, steps: int) -> tuple[str, str]:
-    """Train with LEAVES micro-batches a step; return the hashes by adasum and by DDP over gloo."""
+    """Train with LEAVES micro-batches per step; return hashes for adasum and DDP over gloo."""
     hvd.init()
     passes, shuffle = LEAVES // hvd.size(), torch.Generator().manual_seed(1)
     batches = [torch.randperm(TRAINING_IMAGES, generator=shuffle)[:64] for _ in range(steps)]
@@ -93,7 +93,7 @@ def bits(digits: Digits, steps: int) -> tuple[str, str]:
 
 
 def lost(digits: Digits, timeout: float, stopped: int, at: int) -> str:
-    """Train until a rank stops itself at a step; return the error that this rank gets."""
+    """Train until rank `stopped` stops itself at step `at`; return this rank's error."""
     hvd.init(timeout=timeout)
     model = lenet(0)
     optimizer: Any = hvd.DistributedOptimizer(
