@@ -232,7 +232,7 @@ class Reducer:
 
 
 def _dtypes(*names: str) -> frozenset[torch.dtype]:
-    """Return the dtypes that this version of torch has."""
+    """Return the named dtypes, except ones that this version of torch lacks."""
     return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
 
 

@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 _VARIABLE = "ADASUM_STALL_WARNING_SECONDS"
 # The interval of Horovod's stall inspector.
 _SECONDS = 60.0
-# The thread may notice a new wait so late, in seconds.
+# The longest sleep of the thread, in seconds: it may notice a new wait so much later.
 _MAX_NAP = 1.0
 
 

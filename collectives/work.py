@@ -29,9 +29,9 @@ from collectives.transport.base import Transport
 
 # The most queued calls, to bound memory: one more waits for the oldest.
 MAX_QUEUED = 8192
-# The communication thread leaves small calls to their caller, who may wait for them soon, for this
-# time; and it looks for such calls so many times without being woken, as a wake-up costs as much
-# as a small sum.
+# The time for which the communication thread leaves small calls to their caller, who may wait for
+# them soon; and its number of looks for such calls without being woken: a wake-up costs as much as
+# a small sum.
 _LEFT_SECONDS, _MAX_LOOKS = 5e-3, 10
 # The interval between a waiting thread's checks that its call can still end, or progresses.
 CHECK_SECONDS = 1.0

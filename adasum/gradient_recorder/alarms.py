@@ -47,7 +47,7 @@ _SHOWN = 3
 _SAME, _SAME_NORM = 2.0**-12, 1e-9
 # A direction is another one if its agreement is below this part of the others' agreement.
 _MARGIN = 0.25
-# With a momentum of 0.9, so many correlated steps count as one: (1 + 0.9)/(1 - 0.9).
+# The number of correlated steps that count as one, for a momentum of 0.9: (1 + 0.9)/(1 - 0.9).
 _DIFFERENCES_WORTH = 19.0
 # Sufficient evidence for another direction, once a norm has raised an alarm, and for a wrong norm,
 # once the run is lost.
@@ -87,7 +87,7 @@ class Alarm(NamedTuple):
 
 
 def suspects(ranks: int) -> int:
-    """Return m: up to so many ranks that are faulty in the same way can be found."""
+    """Return m, the number of ranks that may have the same fault and still be found."""
     return max(1, ranks // 4)
 
 

@@ -31,8 +31,8 @@ from collectives.modes import outside_modes
 class Settings:
     """The arguments of DistributedOptimizer, by name, and values derived from them.
 
-    `one_rank`: this rank reduces with no others; `op`: the argument; the reducer's own op is Sum if
-    a predivide factor splits the division of Average.
+    `one_rank`: whether this rank reduces with no others. `op` is the argument; the reducer's op is
+    Sum instead of Average if there is a predivide factor.
     """
 
     reducer: BucketReducer

@@ -20,8 +20,8 @@ from collectives.bootstrap.launchers import gpu_for_nccl
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import failed, first_line, run_beside
 
-# At exit the interpreter waits so long for a thread that is still in torch's code: torch may exceed
-# its timeout, since it reconnects after a lost connection and then waits the whole time again.
+# The interpreter's longest wait, at exit, for a thread that is still in torch's code: torch may
+# exceed its timeout, since it reconnects after a lost connection and then waits the time again.
 _LEAVE_SECONDS = 5.0
 # The address of the store that this process has opened, and the store; kept after shutdown.
 _opened: tuple[str, dist.Store] | None = None
