@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -143,6 +144,22 @@ class Call:
     def memory(self) -> Sequence[torch.Tensor]:
         """All tensors that it reads or writes."""
         return self.tensors if self.out is None else (*self.tensors, self.out)
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Call:
+        """Return the same call of other tensors like these, not planned yet."""
+        call = copy.copy(self)
+        call.tensors, call.plan, call.stage = tensors, None, 0
+        return call
+
+    def set_option(self, name: str, value: Any) -> None:
+        """Give an option another value; None: take it out."""
+        if self.options.get(name) != value:
+            self.options = {**self.options, name: value}
+            if value is None:
+                del self.options[name]
+            # Which say it.
+            self.__dict__.pop("text", None)
+            self.__dict__.pop("code", None)
 
     @cached_property
     def text(self) -> str:

@@ -70,6 +70,7 @@ class Request(Generic[T_co]):
         self._started = threading.Lock()
         self._work: Work[T_co] | None = None
         self._closed = False
+        self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in call.tensors]
         self._bind(calls.number(call) if negotiate else call)
 
     def __repr__(self) -> str:
@@ -82,7 +83,6 @@ class Request(Generic[T_co]):
 
     def _bind(self, call: Call) -> None:
         self._call = call
-        self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in call.tensors]
         self._memory = [
             (tensor, tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in call.memory
         ]
@@ -151,7 +151,7 @@ class Request(Generic[T_co]):
             if self._call.out is not None:
                 validation.apart("tensor", new, "out", self._call.out)
         # Drop the plan for the old tensors first: planning for these may fail.
-        self._bind(replace(self._call, tensors=tensors, plan=None))
+        self._bind(self._call.of(tensors))
 
     def wait(self) -> T_co:
         """Block until the collective has ended; return the direct call's result.
@@ -194,7 +194,8 @@ class Request(Generic[T_co]):
             raise RuntimeError(f"{self!r} was started: call wait() first")
         # The next buffers may be other memory at the same address, but NCCL may have registered
         # the old memory for a graph.
-        self._call = replace(self._call, tensors=(), plan=None, replay=None)
+        self._call = self._call.of(())
+        self._call.replay = None
         self._memory = []
 
     def close(self) -> None:

@@ -193,6 +193,8 @@ def tensor_list(argument: str, values: object) -> list[torch.Tensor]:
     values = list(values)
     for i, value in enumerate(values):
         entry(f"{argument}[{i}]", value)
+    if len(values) == 1:
+        return values
     # Sorted by address, so that only neighbours must be compared.
     spans = sorted(
         (str(v.device), v.data_ptr(), v.data_ptr() + v.numel() * v.element_size(), i)

@@ -57,7 +57,7 @@ def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
     if not transport.shares_gpu_memory(device):
         return None
     # A request's buffer may be another one now.
-    call.options = {key: value for key, value in call.options.items() if key != OPTION}
+    call.set_option(OPTION, None)
     options = AllReduceOptions.of(call)
     if not any(map(Tensor.numel, tensors)) or not all(map(Tensor.is_contiguous, tensors)):
         return None
@@ -74,7 +74,7 @@ def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
     for number, memory in enumerate(transport.node_memories if vector.layout is None else ()):
         offset = memory.offset_of(flat)
         if offset is not None:
-            call.options = {**call.options, OPTION: [number, offset]}
+            call.set_option(OPTION, [number, offset])
             plan.place = number, offset
             return plan
     return plan if vector.nbytes <= runner.staging_bytes and not plan.by_messages else None
