@@ -79,6 +79,7 @@ NIGHTLY = (
     "kernels/cpu/test_threads.py",
     "kernels/gpu",
     "kernels/test_adasum_coefficients.py",
+    "kernels/test_gram_matrix.py",
     "kernels/test_projection.py",
     "kernels/test_reduction.py",
     "kernels/test_sum_order.py",

@@ -1,4 +1,4 @@
-"""gram, adasum_coefficients and weighted_sum as Triton compiles them, against float64 and the CPU.
+"""gram, adasum_coefficients and weighted_sum on every backend, against float64 and each other.
 
 `emulator` looks for stray and misaligned accesses and for races on the way.
 """
@@ -26,7 +26,9 @@ from tests.kernels.test_adasum_coefficients import assert_within_100_eps
 from tests.kernels.trees import balanced, in_line, unweighted
 from tests.ptx_emulator.driver import emulated
 
-pytestmark = pytest.mark.parametrize("backend", ["emulator", ON_GPU], indirect=True)
+pytestmark = pytest.mark.parametrize(
+    "backend", ["cpu", "cpu_torch", "emulator", ON_GPU], indirect=True
+)
 
 EPS = torch.finfo(torch.float64).eps
 NUMEL = 1051
