@@ -197,8 +197,8 @@ def two_level(topology: Topology, inner: ScatterGather | None, outer: Schedule) 
 def runs_on_nodes(op: Reducer, dtype: torch.dtype, topology: Topology) -> bool:
     """Return whether launches on the nodes' GPUs reduce by `op`, with messages across the nodes.
 
-    What each node makes must then be a part of the result: of one tree only if a node's ranks are
-    a branch of the balanced one, which 1, 2, 4, ... are.
+    Each node's result must be a part of the whole result. For an operator that needs one tree, the
+    node's ranks must be a branch of the balanced tree: 1, 2, 4, ... ranks are.
     """
     local = topology.local_size
     if local == 1 or not op.runs_on_node(dtype, local):

@@ -42,7 +42,7 @@ class AllReduceSpec:
         alg: A name, or "inner/outer".
         shards: Shards of the only level, or of the outer one.
         limit: The largest element count of the range, -1 for no limit.
-        inner_shards: Shards of the inner level; 1 if there is none.
+        inner_shards: Shards of the inner level; 1 without an inner level.
 
     Examples:
         >>> spec = collectives.AllReduceSpec("rechd/rd", shards=1, limit=-1)
