@@ -146,18 +146,18 @@ class Call:
         return self.tensors if self.out is None else (*self.tensors, self.out)
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Call:
-        """Return the same call of other tensors like these, not planned yet."""
+        """Return a copy of the call for similar tensors, without a plan."""
         call = copy.copy(self)
         call.tensors, call.plan, call.stage = tensors, None, 0
         return call
 
     def set_option(self, name: str, value: Any) -> None:
-        """Give an option another value; None: take it out."""
+        """Set an option, or remove it if the value is None."""
         if self.options.get(name) != value:
             self.options = {**self.options, name: value}
             if value is None:
                 del self.options[name]
-            # Which say it.
+            # Drop the cached values that depend on the options.
             self.__dict__.pop("text", None)
             self.__dict__.pop("code", None)
 

@@ -259,7 +259,7 @@ class CallQueue:
 
         due = time.monotonic() + _LEFT_SECONDS if small else 0.0
         work: Work[Any] = Work(self, call.title, run, [*before], due)
-        # Another order on the GPU than the caller's could wait for ever: NCCL wants one order.
+        # NCCL needs one order on the GPU: another order than the caller's could wait forever.
         at_once = bool(before) and self._transport.shares_gpu and not self.is_inside()
         with self.changed:
             self._start_thread()
@@ -268,7 +268,7 @@ class CallQueue:
                 # Do not leave earlier calls to their callers: this one waits behind them.
                 for each in self._works:
                     each.due = 0.0
-            # Woken for nothing, the communication thread would be in this one's way.
+            # Do not wake the communication thread needlessly: it would compete with this thread.
             if not at_once or self._works[0] is not work:
                 self._tell(work)
         if at_once:
