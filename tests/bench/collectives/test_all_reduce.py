@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from bench.collectives import one_gpu, optimizer_step
+from bench.collectives import node, one_gpu, optimizer_step
 from bench.collectives.answer import Average, _ranks_behind, count_wrong, expected, inputs, tree_of
 from bench.collectives.cost_model import Comparison
 from collectives.schedules.spec import parse_all_reduce_spec
@@ -132,14 +132,14 @@ def test_requests_and_overlap_have_their_figures(tmp_path: Path) -> None:
 
 
 def test_elements_that_are_wrong_on_one_gpu_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, world = one_gpu.expected, ThreadWorld(2)
+    right, world = node.expected, ThreadWorld(2)
 
     def off(terms: list[torch.Tensor], adasum: bool) -> torch.Tensor:
         want = right(terms, adasum)
         want[5] += 1e-3 * adasum
         return want
 
-    monkeypatch.setattr(one_gpu, "expected", off)
+    monkeypatch.setattr(node, "expected", off)
     device = torch.device("cpu")
     summed, adasum = one_gpu.run(2, 1001, 3, device, world.transport, ["rechd", "vhdd"])
     assert (summed.wrong, adasum.wrong) == (0, 2)
