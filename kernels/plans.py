@@ -51,9 +51,11 @@ class Plan:
     call of compiled code (CPU). Each run writes to the same output. Autograd does not see that, and
     version counters do not change: plan no tensor that a backward pass has saved. Tensors that
     require gradients are refused while grad mode is on. Only one thread may run a plan at a time,
-    and on CUDA its runs must follow each other on their streams. torch.compile and dispatch modes
-    do not see its runs, so no plan can be made under them. Nor can one be made or bound while a
-    CUDA graph is captured; its runs can be captured.
+    and on CUDA its runs must follow each other on their streams. Its own memory is of the stream on
+    which it was made: where it runs on another one, wait for that before it is rebound or dropped,
+    as torch's allocator hands out the memory again at once. torch.compile and dispatch modes do not
+    see its runs, so no plan can be made under them. Nor can one be made or bound while a CUDA graph
+    is captured; its runs can be captured.
 
     A plan holds its tensors. As long as it does, none of them may get other memory or another
     shape: by `resize_`, `set_`, an assignment to `.data`, or `resize_` of its storage. A run raises

@@ -150,7 +150,7 @@ def _rates(args: argparse.Namespace) -> LinkRates:
     if args.gamma is not None:
         plain, adasum = rates.sum._replace(beta=args.gamma), 1.9 * args.gamma
         rates = replace(rates, sum=plain, adasum=rates.adasum._replace(beta=adasum))
-    return rates if args.host is None else replace(rates, host=args.host)
+    return rates if args.host is None else replace(rates, host=args.host, launch=args.host)
 
 
 def costs(

@@ -80,6 +80,7 @@ class LinkRates:
         call: Fixed cost of a collective in seconds, on top of its steps.
         host: Seconds that the host spends on each step before the device begins it; 0 on a CPU,
             since it is part of alpha there.
+        launch: The same for a call that is one launch (`one_launch`), without an exchange.
 
     Raises:
         ValueError: A number is negative or not finite.
@@ -92,6 +93,7 @@ class LinkRates:
     nic: float | None = None
     call: float = 0.0
     host: float = 0.0
+    launch: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -108,6 +110,7 @@ ASSUMED = LinkRates(
     sum=Rate(3e-6, 3 / 3.35e12),
     adasum=Rate(7.5e-6, 5.7 / 3.35e12),
     host=60e-6,
+    launch=45e-6,
 )
 """Assumptions, not measurements: nodes of H100 GPUs, each with its own 400 Gb/s adapter.
 
@@ -118,6 +121,7 @@ reads or writes in two launches, with 1.14 times a sum's time per byte of traffi
 GPU, an H200, 1.12 to 1.18 times for pairs of 1 GiB and for 8 slices of 128 MiB (bench/results).
 host: the calling thread's processor time for one exchange through NCCL, with stand-ins for CUDA and
 NCCL (tests/fakes; a loaded 2-core EPYC), so without the driver and NCCL's own thread.
+launch: the same for the start of a request, until its launch is on the stream.
 """
 
 
@@ -209,8 +213,10 @@ def one_launch(
     received, waits = nbytes * (size - 1) / size, 3 if op == "adasum" else 2
     passes = (2 * size + 1) / (5 * max(1, size - 1)) if op == "adasum" else 1.0
     rate: Rate = getattr(rates, op)
-    seconds = rates.call + rates.host + waits * rates.intra.alpha + 2 * received * rates.intra.beta
-    seconds += float(rate.seconds(1, passes * received))
+    seconds = rates.call + rates.launch + waits * rates.intra.alpha
+    seconds += 2 * received * rates.intra.beta
+    # A sum's launch: Adasum by messages takes two.
+    seconds += rates.sum.alpha + rate.beta * passes * received
     if copied:
         seconds += float(rates.sum.seconds(2, 2 * nbytes * 2 / 3))
     return Cost(seconds, 1, 2 * received * size, 0.0, 2 * received, 0.0, received)

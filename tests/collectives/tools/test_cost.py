@@ -223,7 +223,7 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "given rates: " in out and "| sum | rd | 325 µs | 5 |" in out
     main([*command, "--alpha", "1e-6", "--beta", "0,0", "--algorithms", "rd", "--host", "0"])
     out = capsys.readouterr().out
-    assert ", host=0.0)" in out and "| sum | rd | 24.7 µs | 5 |" in out
+    assert ", host=0.0, launch=0.0)" in out and "| sum | rd | 24.7 µs | 5 |" in out
 
     main([*command, "--gamma", "1e-9", "--beta", "0,0", "--algorithms", "rd", "--op", "adasum"])
     assert "adasum=Rate(alpha=7.5e-06, beta=1.9e-09" in capsys.readouterr().out
@@ -244,14 +244,16 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("copied", [False, True])
 def test_one_launch_costs_its_link_waits_and_copies(copied: bool) -> None:
     nbytes, size = float(1 << 20), 8
-    (alpha, beta), (call, gamma) = RATES.intra[:2], RATES.adasum[:2]
+    (alpha, beta), gamma = RATES.intra[:2], RATES.adasum.beta
     received = nbytes * (size - 1) / size
-    seconds = 3 * alpha + 2 * received * beta + call + received * gamma * 17 / 35
+    seconds = 3 * alpha + 2 * received * beta + RATES.sum.alpha + received * gamma * 17 / 35
     # In and out: two of a sum's three accesses, each.
     seconds += 2 * (RATES.sum.alpha + nbytes * RATES.sum.beta * 2 / 3) if copied else 0.0
     cost = one_launch(nbytes, RATES, Topology(size, size), "adasum", copied=copied)
     assert cost.seconds == pytest.approx(seconds)
     assert cost.busiest_intra == 2 * received
+    slower = one_launch(nbytes, replace(RATES, launch=1e-3), Topology(size, size), "adasum")
+    assert slower.seconds >= cost.seconds + 0.9e-3
     with pytest.raises(ValueError, match="GPUs of 2 nodes share no memory"):
         one_launch(nbytes, RATES, Topology(size, 4))
 
