@@ -410,14 +410,17 @@ def test_no_references_are_kept() -> None:
     given = [a, b]
     one = kernels.layout_of(given)
     buffer = torch.empty(one.numel)
-    watched = [a, b, out, cuts, given, buffer, None, torch.float32]
+    plan, found = kernels.plan_pack(given, layout=one, out=buffer), torch.zeros(())
+    watched = [a, b, out, cuts, given, buffer, found, None, torch.float32]
 
     def many() -> None:
         for _ in range(200):
             kernels.sum_n(given, out=out)
             kernels.dot_and_norms(a, b, cuts)
             kernels.pack(given, layout=one, out=buffer)
-            kernels.unpack(buffer, given, layout=one)
+            kernels.unpack(buffer, given, layout=one, found_inf=found)
+            kernels.gram(given, cuts, precise=True)
+            plan.rebind(given)
             for wrong in (lambda: kernels.sum_n([a, buffer]), lambda: kernels.adasum(a, b, [1])):
                 with pytest.raises(ValueError):
                     wrong()
