@@ -6,10 +6,8 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,8 +15,7 @@ import adasum as hvd
 from adasum.ddp import HookState, ddp_hook
 from adasum.fsdp import register_fsdp_hook
 from tests.adasum.ddp_cases import Recorder
-from tests.adasum.ddp_model import HUGE, OPS, STEPS, TINY, columns_of, compare, defined, wrap
-from tests.adasum.definition import relative_error, tolerance
+from tests.adasum.ddp_model import HUGE, OPS, STEPS, TINY, columns_of, compare, wrap
 from tests.adasum.fsdp_model import Ranks
 
 
@@ -121,23 +118,6 @@ def check_complex_observer(rank: int) -> None:
             for name, parameter in model.named_parameters():
                 assert parameter.grad is not None
                 assert torch.equal(observer.after[name], parameter.grad), name
-
-
-def check_complex_join(rank: int) -> None:
-    """Ranks that have joined contribute zeros to complex buckets, too."""
-    size = dist.get_world_size()
-    rows = [
-        columns_of(Fourier(reals=True), step, lambda m, r, s=step: _loss(m, r, s).backward())
-        for step in range(size)
-    ]
-    wrapped = wrap(Fourier(reals=False), "Adasum")
-    with Join([wrapped]):
-        for step in range(1 + rank):
-            wrapped.zero_grad()
-            _loss(wrapped, rank, step).backward()
-            live = [[g if r >= step else 0 * g for r, g in enumerate(c)] for c in rows[step]]
-            for mine, want in zip(_real_gradients(wrapped), defined("Adasum", live), strict=True):
-                assert relative_error(mine, want) <= tolerance(torch.float32), step
 
 
 class _Whole(nn.Module):

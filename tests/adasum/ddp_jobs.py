@@ -275,7 +275,6 @@ CHECKS: list[Callable[[int], None]] = [
     ddp_cases.check_alone,
     ddp_complex.check_complex,
     ddp_complex.check_complex_observer,
-    ddp_complex.check_complex_join,
     ddp_cases.check_moved_gradients,
     ddp_cases.check_copied_model,
     ddp_cases.check_mismatch,

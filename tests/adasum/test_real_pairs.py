@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import adasum as hvd
 import collectives
-from collectives import calls
+from adasum.orthogonality import Recorder, orthogonality
+from adasum.real_pairs import real_operands
+from collectives import Operands, calls
+from collectives.reducers import Piece
 from tests.adasum.definition import relative_error, tolerance, tree
 
 DTYPES = [torch.complex32, torch.complex64, torch.complex128]
@@ -76,3 +82,58 @@ def test_allreduce_of_a_complex_tensor_lets_gradients_flow() -> None:
         return given.grad.is_complex()
 
     assert all(collectives.run_threads(2, run))
+
+
+def test_orthogonality_of_complex_tensors_is_that_of_their_reals() -> None:
+    def run(group: collectives.Group) -> None:
+        given = [_vector(group.rank, 30, dtype) for dtype in DTYPES]
+        reals = [torch.view_as_real(tensor) for tensor in given]
+        assert torch.equal(orthogonality(given), orthogonality(reals))
+        conjugate = [tensor.conj() for tensor in given]
+        assert orthogonality(conjugate).tolist() == pytest.approx(
+            orthogonality(reals).tolist(), rel=2 * tolerance(torch.float16)
+        )
+
+    collectives.run_threads(2, run)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_recorder_of_complex_tensors_has_the_rows_of_their_reals(copies: bool) -> None:
+    def run(group: collectives.Group) -> None:
+        rows: list[Any] = []
+        as_given: list[Callable[[Tensor], Tensor]] = [lambda t: t, torch.view_as_real]
+        for form in as_given:
+            recorder = Recorder(copies=copies)
+            given = _vector(group.rank, 30, torch.complex64)
+            token = recorder.before_reduction(["w"], [form(given)])
+            group.all_reduce(given, hvd.Adasum)
+            recorder.after_reduction(token, [form(given)])
+            rows.append(recorder.rows)
+        assert rows[0] == rows[1]
+
+    collectives.run_threads(2, run)
+
+
+def test_operands_of_complex_pieces_are_read_one_by_one() -> None:
+    """A piece that is still arriving is not waited for before its turn."""
+    taken: list[int] = []
+
+    class Arriving(list[Piece]):
+        def __getitem__(self, index: Any) -> Any:
+            taken.append(index)
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Any:
+            return (self[index] for index in range(len(self)))
+
+    parts = [_vector(rank, 4, torch.complex64) for rank in range(2)]
+    pieces = Arriving(Piece((parts[0], parts[1]), parts[0], start) for start in (0, 4, 8))
+    real = real_operands(Operands(pieces, 12, (0, 5, 12), None))
+    assert (real.numel, real.segments) == (24, [0, 10, 24])
+    iterator = iter(real.pieces)
+    assert next(iterator).start == 0
+    assert next(iterator).start == 8
+    assert max(taken) == 1
+    assert len(real.pieces) == 3
+    assert [piece.start for piece in real.pieces[1:]] == [8, 16]
+    assert real.pieces[2].out.data_ptr() == parts[0].data_ptr()

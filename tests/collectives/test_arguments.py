@@ -6,6 +6,7 @@ the others have been waiting for.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch.utils._pytree import tree_map
 
 import adasum
 import collectives
-from collectives import FusedBuffer, Group, Sum, run_threads
+from collectives import Average, FusedBuffer, Group, Max, Min, Product, Sum, run_threads
+from collectives.reducers import COPIED
 from collectives.schedules import halving
 from tests.processes.harness import run_ranks
 
@@ -282,3 +284,36 @@ def _distributed_tensor(rank: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_dtensor_of_one_rank_is_refused_and_the_group_stays_usable(transport: str) -> None:
     run_ranks(2, _distributed_tensor, transport, timeout=60.0)
+
+
+DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tables_of_dtypes_say_what_torch_computes(dtype: torch.dtype) -> None:
+    def works(function: Callable[[Tensor], object]) -> bool:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                # Of some dtypes torch multiplies vectors, and no single element.
+                for numel in (1, 2):
+                    function(torch.empty(numel, dtype=dtype))
+        except (RuntimeError, TypeError):
+            return False
+        return True
+
+    def accepts(op: Any) -> bool:
+        try:
+            op.check(dtype)
+        except TypeError:
+            return False
+        return True
+
+    assert (dtype in COPIED) == works(torch.clone)
+    assert accepts(Max) == works(lambda t: torch.maximum(t, t, out=t))
+    assert accepts(Min) == works(lambda t: torch.minimum(t, t, out=t))
+    assert accepts(Product) == works(lambda t: torch.mul(t, t, out=t))
+    added = works(lambda t: torch.add(t, t, out=t)) and dtype is not torch.bool
+    assert accepts(Sum) == added
+    assert accepts(Average) == added
+    if added:
+        assert works(lambda t: Average.finish(t, 3))

@@ -372,3 +372,19 @@ def test_reduce_scatter_to_float32_without_an_order_names_the_fix() -> None:
             group.reduce_scatter(halves, out=out, order="tree")
 
     collectives.run_threads(2, job)
+
+
+def test_integers_and_complex_numbers_have_the_order_too() -> None:
+    def job(group: Group) -> None:
+        assert group.all_reduce(torch.tensor([group.rank, 7]), order="tree").tolist() == [10, 35]
+        parts = [
+            torch.complex(values(99, torch.float32, 2 * rank), values(99, torch.float32, rank))
+            for rank in range(group.size)
+        ]
+        want = reference([torch.view_as_real(each).flatten() for each in parts], Sum, None)
+        for algorithm in ("rd", "direct"):
+            mine = parts[group.rank].clone()
+            got = group.all_reduce(mine, order="tree", algorithm=algorithm)
+            assert same_bits(torch.view_as_real(got).flatten(), want)
+
+    collectives.run_threads(5, job)

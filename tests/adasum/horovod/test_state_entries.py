@@ -206,3 +206,24 @@ def test_broadcast_optimizer_state_of_no_optimizer_raises_on_every_rank() -> Non
         assert hvd.allgather_object(group.rank) == [0, 1]
 
     run_threads(2, run)
+
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_broadcast_parameters_of_any_dtype_gives_the_roots_bits() -> None:
+    def run(group: Group) -> None:
+        raw = torch.arange(64, dtype=torch.uint8)
+        raw = raw % 2 if group.rank else torch.zeros_like(raw)
+        tensors = {str(dtype): raw.clone().view(dtype) for dtype in DTYPES}
+        hvd.broadcast_parameters(tensors, root_rank=1)
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor.view(torch.uint8), torch.arange(64) % 2), name
+
+    run_threads(2, run)

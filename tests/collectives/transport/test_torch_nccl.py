@@ -277,3 +277,14 @@ def test_nothing_waits_in_a_capture(fake: FakeTorch) -> None:
     assert fake.lines[0, 1].empty()
     graph.replay()
     assert fake.lines[0, 1].get(timeout=20.0).view(torch.float32).tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint64, torch.bfloat16])
+def test_messages_of_every_dtype_are_sent(fake: FakeTorch, dtype: torch.dtype) -> None:
+    def work(nccl: NcclTransport, rank: int) -> torch.Tensor:
+        mine = device_tensor(torch.full((3,), 7 + rank).to(dtype))
+        got = device_tensor(torch.zeros(3, dtype=dtype))
+        nccl.exchange([Message(1 - rank, mine)], [Message(1 - rank, got)], "step 0", 20.0)
+        return read(fake, got)
+
+    assert [came.tolist() for came in ranks(fake, 2, work)] == [[8] * 3, [7] * 3]
