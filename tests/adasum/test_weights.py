@@ -217,3 +217,21 @@ def test_a_schedule_that_does_not_say_its_weights_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"step 0 \(rd\) of a call does not say how many ranks"):
         run_threads(2, run)
+
+
+def test_a_joined_rank_counts_and_its_zeros_are_the_identity() -> None:
+    """Rank 2 of a line of three ranks stands beside two, one of which has joined."""
+    (vector,) = inputs(1)
+    ops = (Adasum, UNWEIGHTED)
+
+    def work(group: Group) -> list[Tensor]:
+        if group.rank == 1:
+            group.join(ops)
+            return []
+        found = [group.all_reduce(vector * (1 + group.rank), op, algorithm="xring") for op in ops]
+        group.join(ops)
+        return found
+
+    weighted, plain = run_threads(3, work)[0]
+    assert relative_error(weighted, vector * (2 * 1 + 3) / 3) <= tolerance(torch.float64)
+    assert relative_error(plain, vector * (1 + 3) / 2) <= tolerance(torch.float64)

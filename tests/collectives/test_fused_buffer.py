@@ -228,3 +228,24 @@ def test_memory_of_needs_one_allocation_and_every_offset():
     raw = bytearray(128)
     side_by_side = [torch.frombuffer(raw, dtype=torch.float32, count=16, offset=o) for o in (0, 64)]
     assert memory_of(side_by_side, kernels.layout_of(side_by_side)) is None
+
+
+def test_padding_of_anybodys_memory_neither_counts_nor_changes():
+    """It may hold other tensors, or NaN: what has padding that is not a FusedBuffer's is packed."""
+    numels = [3, 7]
+    values = [torch.full((n,), 2.0) for n in numels]
+    layout = kernels.layout_of(values)
+
+    def run(group):
+        memory = torch.full((layout.numel,), float("nan"))
+        tensors = layout.views(memory)
+        for tensor in tensors:
+            tensor.fill_(2.0)
+        padding = memory.isnan()
+        group.grouped_all_reduce(tensors, Adasum, algorithm="rd")
+        assert torch.equal(memory.isnan(), padding)
+        return torch.cat(tensors)
+
+    for got in run_threads(2, run):
+        # Parallel vectors average; products, sums and coefficients round some ten times.
+        assert torch.allclose(got, torch.full((10,), 2.0), rtol=10 * torch.finfo().eps, atol=0)

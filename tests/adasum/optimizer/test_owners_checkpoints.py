@@ -11,7 +11,7 @@ import torch
 import adasum as hvd
 import collectives
 from adasum import DistributedOptimizer
-from tests.adasum.definition import OPTIMIZERS, loss_of, make_model
+from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
 
 STEPS, STOP = 4, 2
 Checkpoint = tuple[dict[str, Any], dict[str, Any]]
@@ -140,5 +140,23 @@ def test_state_that_cannot_be_sent_is_an_error_on_every_rank() -> None:
         with pytest.raises(TypeError, match=r"the state of parameter \d on rank 1"):
             optimizer.consolidate_state_dict()
         _step(model, optimizer, 1)
+
+    collectives.run_threads(2, job)
+
+
+def test_state_loaded_before_wrapping_is_kept_in_part() -> None:
+    middle = _train(2, "owners")
+    wanted = _train(2, None, middle)
+
+    def job(group: collectives.Group) -> None:
+        model = make_model()
+        plain = OPTIMIZERS["adamw"](model.parameters())
+        model.load_state_dict(middle[0])
+        plain.load_state_dict(copy.deepcopy(middle[1]))
+        optimizer = DistributedOptimizer(plain, mode="owners")
+        assert len(optimizer.state) < 4
+        for step in range(STOP, STEPS):
+            _step(model, optimizer, step)
+        assert torch.equal(flat(model), torch.cat([v.reshape(-1) for v in wanted[0].values()]))
 
     collectives.run_threads(2, job)

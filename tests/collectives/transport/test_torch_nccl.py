@@ -288,3 +288,14 @@ def test_messages_of_every_dtype_are_sent(fake: FakeTorch, dtype: torch.dtype) -
         return read(fake, got)
 
     assert [came.tolist() for came in ranks(fake, 2, work)] == [[8] * 3, [7] * 3]
+
+
+def test_a_rank_without_messages_connects_too(fake: FakeTorch) -> None:
+    """torch makes one communicator of all ranks for batched messages: else they would wait."""
+    nccl = of(fake, 0)
+    nccl.exchange([], [], "no tensors, no device", TIMEOUT)
+    assert fake.connected == []
+    nothing = Message(1, device_tensor(torch.empty(0)))
+    for step in ("step 0", "step 1"):
+        nccl.exchange([nothing], [nothing], step, TIMEOUT)
+    assert fake.connected == [0]
