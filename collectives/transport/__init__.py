@@ -1,4 +1,4 @@
-"""Transports: how ranks exchange messages. All of them pass the same conformance test."""
+"""Transports carry messages between ranks. All of them pass the same conformance test."""
 
 from collectives.transport.base import Message, Transport
 from collectives.transport.host import HostTransport

@@ -1,4 +1,4 @@
-"""The interface of transports, and what they all can do with it: gather every rank's bytes."""
+"""The interface of transports, and gathering of every rank's bytes over any of them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from collectives.errors import TransportError
 from collectives.transport.symmetric_memory import SymmetricMemory
 
 if TYPE_CHECKING:
-    # It imports the kernels that it launches.
+    # node_memory imports the kernels that it launches.
     from collectives.transport.nccl.node_memory import NodeMemory
 
-# How many of a group's ranks an error lists, so that it stays a line or two.
+# An error lists at most so many of a group's ranks, to stay within two lines.
 _MAX_NAMES = 16
-# The most that a rank may report: the description of a call of a million tensors is smaller. A
-# larger length is taken for a broken message, before memory is allocated for it.
+# Maximum length of one rank's report; even calls with a million tensors have shorter descriptions.
+# A larger length means a broken message: it is rejected before memory is allocated for it.
 _MAX_BYTES = 1 << 26
 
 
 class Message(NamedTuple):
-    """A contiguous tensor to or from `peer` (a rank of the transport)."""
+    """A contiguous tensor to or from `peer`, one of the transport's ranks."""
 
     peer: int
     tensor: torch.Tensor
@@ -38,23 +38,23 @@ Messages = Sequence[Message]
 class Transport(ABC):
     """Point-to-point messages between `size` ranks.
 
-    Messages from one rank to another arrive in the order in which they were posted. A receive must
-    have the byte count of the send; empty tensors are not sent at all. Capabilities of only some
-    transports are declared here, too, with a default for the others.
+    Messages from one rank to another arrive in the order they were posted. A receive must have the
+    byte count of the send; empty tensors are not sent at all. Capabilities of only some transports
+    are declared here, too, with a default for the others.
 
     Attributes:
         rank: This rank's number.
         size: How many ranks there are.
-        names: In a group that was split from a larger one, the ranks' numbers there: users know the
-            ranks by them, and errors use them. Empty otherwise.
+        names: In a group that was split from a larger one, the ranks' numbers in the larger group,
+            by which users know the ranks; errors use them. Empty otherwise.
         device: The GPU whose tensors the transport carries, if it is bound to one.
         process_group: The process group for torch.distributed's own collectives, if there is one.
         sums_on_gpu: Whether the vendor's library sums CUDA tensors (`all_reduce`).
-        node_memories: The memories that `add_node_memory` has made, in that order.
-        shares_gpu: Whether this process has other communicators on the GPU, torch's or those of
-            groups split from this one. NCCL requires that communicators of one GPU are used in the
-            same order on all ranks: calls of CUDA tensors then have to reach NCCL in the order in
-            which the caller makes them.
+        node_memories: The memories made by `add_node_memory`, in order of creation.
+        shares_gpu: Whether this process has other communicators on the GPU, either torch's or ones
+            of groups split from this one. NCCL requires that communicators of one GPU are used in
+            the same order on all ranks: calls with CUDA tensors then have to reach NCCL in the
+            caller's order.
         steps: How many steps of calls have ended, so that a waiting thread sees progress.
     """
 
@@ -70,21 +70,21 @@ class Transport(ABC):
     _interrupted = ""
 
     def name(self, rank: int) -> int:
-        """Return a rank's number in errors."""
+        """Return a rank's number for error texts."""
         return self.names[rank] if self.names else rank
 
     def named(self, ranks: Iterable[int]) -> str:
-        """Return the names of ranks in errors, such as "rank 1, rank 3"."""
+        """Return a list of ranks for error texts, such as "rank 1, rank 3"."""
         return ", ".join(f"rank {self.name(rank)}" for rank in ranks)
 
     @property
     def me(self) -> str:
-        """This rank's name in errors."""
+        """This rank's name in error texts, such as "rank 1"."""
         return f"rank {self.name(self.rank)}"
 
     @property
     def of_ranks(self) -> str:
-        """The ranks in errors, such as " of ranks 1, 3", if split from a larger group; else ""."""
+        """If split from a larger group, " of ranks 1, 3" and the like for errors, otherwise ""."""
         if not self.names:
             return ""
         shown = [str(name) for name in self.names[:_MAX_NAMES]]
@@ -98,19 +98,19 @@ class Transport(ABC):
 
     @abstractmethod
     def check_device(self, device: torch.device) -> None:
-        """Raise ValueError, naming the device and the fix, if it cannot carry tensors there."""
+        """Raise ValueError, with the fix, if the transport cannot carry tensors of this device."""
 
     @abstractmethod
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Post all messages at once; return when all have arrived and the sent ones may be reused.
 
-        For CUDA tensors that is so on the current stream. The host does not wait for them unless
-        too many are under way: `check_streams` and the next exchange raise the error of one that
-        never comes.
+        With CUDA tensors, the current stream waits for the messages, and the host does not unless
+        too many exchanges are under way: if one never arrives, `check_streams` or the next
+        exchange raise the error.
 
         Args:
             sends: The tensors that this rank sends.
-            recvs: The tensors to which received messages are written.
+            recvs: The tensors that received messages are written to.
             step: The name of this exchange in errors.
             timeout: In seconds.
 
@@ -135,11 +135,11 @@ class Transport(ABC):
         return False
 
     def capture(self, work: Callable[[], Any]) -> Callable[[str, float], None]:
-        """Capture in a CUDA graph what `work` puts on the current stream; nothing runs yet.
+        """Capture the work that `work` puts on the current stream in a CUDA graph; run nothing yet.
 
-        All ranks capture the same, and call the returned function alike. It puts the graph on the
-        current stream, as one step; its arguments are the step's name in errors and its timeout in
-        seconds, and it raises the errors of `exchange`.
+        All ranks capture the same steps and call the returned function equally often. It puts the
+        graph on the current stream, as one step; its arguments are the step's name in errors and
+        its timeout in seconds, and it raises the errors of `exchange`.
 
         Raises:
             RuntimeError: `work` cannot be captured.
@@ -149,19 +149,19 @@ class Transport(ABC):
     def check_streams(self) -> None:
         """Raise the error of messages or sums that failed on the streams, if any.
 
-        The tensors to which they were to write are then undefined. Errors are those of `exchange`.
+        The tensors they write to are then undefined. It raises the same errors as `exchange`.
         """
         return
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
-        """Return a rank that has left or ended, among `peers` if given; None if none is known.
+        """Return one of the ranks, or of `peers`, that has left or ended; None if all are present.
 
         Any thread may call this and `interrupt` at any time, but no other method.
         """
         return None
 
     def why_gone(self, peer: int) -> str:
-        """Return the text for errors of why a rank is gone."""
+        """Return the reason why `peer` is gone, for error texts."""
         return f"rank {self.name(peer)} has ended"
 
     def all_reduce(
@@ -177,9 +177,9 @@ class Transport(ABC):
 
         Args:
             flat: The tensor.
-            among: The ranks to sum over, in ascending order; None for all. Every rank of the
-                transport calls this, with the set of ranks to which it belongs. Or a process group
-                of some of the ranks, for a sum by torch.distributed.
+            among: The ranks to sum over, in ascending order, or None for all: every rank of the
+                transport calls this, with its own set of ranks. Or a process group of some of the
+                ranks, for a sum by torch.distributed.
             step: The name of this sum in errors.
             timeout: In seconds.
 
@@ -200,16 +200,17 @@ class Transport(ABC):
         process_group: dist.ProcessGroup | None,
         timeout: float,
     ) -> NodeMemory:
-        """Make memory on each rank's GPU that the kernels of its node reach; a collective.
+        """Allocate memory on each GPU that kernels on all GPUs of its node can use; a collective.
 
-        It lives as long as the transport. TransportError on all ranks, with the reason, if a rank
-        cannot have it.
+        It lives as long as the transport. If one rank cannot allocate it, all ranks raise
+        TransportError with the reason.
 
         Args:
-            nbytes: Its length.
+            nbytes: Bytes of memory per GPU.
             device: This rank's GPU.
-            node: The ranks of this rank's node, which follow each other; all ranks on one node.
-            process_group: Of these ranks.
+            node: The ranks of this rank's node, which have consecutive numbers; all ranks on one
+                node.
+            process_group: The process group of these ranks.
             timeout: Seconds that a `launch` may wait for a peer.
         """
         raise TransportError(f"{self!r}: there is no memory that GPUs share")
@@ -222,14 +223,14 @@ class Transport(ABC):
         step: str,
         timeout: float,
     ) -> None:
-        """Launch kernels that work on the memory of a node, as one step; the host does not wait.
+        """Launch kernels that work on a node's memory, as one step; the host does not wait.
 
-        All its ranks make the same launches. Errors come as from `exchange`.
+        All ranks of the node make the same launches. Errors are raised as by `exchange`.
 
         Args:
-            number: The memory's place among `node_memories`.
+            number: The memory's index in `node_memories`.
             work: Launches the kernels on the current stream.
-            tensors: What the kernels read and write of this rank's.
+            tensors: This rank's tensors that the kernels read and write.
             step: The name of the step in errors.
             timeout: In seconds.
         """
@@ -244,7 +245,7 @@ class Transport(ABC):
 
         Args:
             ranks: The ranks, in the order of the new transport.
-            timeout: Seconds that the other ranks may take to come.
+            timeout: Seconds to wait for the other ranks.
         """
 
     def interrupt(self, reason: str) -> None:
@@ -264,7 +265,7 @@ class Transport(ABC):
             raise TransportError(f"{self.me} was stopped in {step}: {self._interrupted}")
 
     def abort(self, reason: str) -> None:
-        """End what is under way and become unusable; give the peers the reason, if possible."""
+        """End all messages under way and become unusable; tell the peers why, if possible."""
         return
 
     @abstractmethod
@@ -295,11 +296,11 @@ def gather_bytes(
 ) -> list[bytes]:
     """Return every rank's bytes, by rank; lengths may differ. A collective.
 
-    ranks: Those of the transport that take part, in the order of the result; all unless given.
+    ranks: The transport's ranks that take part, in the order of the result; all unless given.
 
-    It takes about log2 n rounds. A rank knows the bytes of itself and of the ranks that follow it,
-    and in each round their number doubles. So messages go to and from 2 log2 n ranks only, which
-    are the neighbours.
+    It takes about log2 n rounds. Each rank holds its own bytes and the bytes of the ranks after it,
+    and the number of ranks it holds doubles in each round. So each exchanges messages with only
+    about 2 log2 n ranks, at distances that are powers of two.
     """
     members = range(transport.size) if ranks is None else ranks
     rank, size = members.index(transport.rank), len(members)
@@ -336,7 +337,7 @@ def gather_bytes(
 def gather_objects(
     value: Any, transport: Transport, timeout: float, ranks: Sequence[int] | None = None
 ) -> list[Any]:
-    """Return the values of all ranks, or of some, at start-up: `gather_bytes`. They are JSON."""
+    """Return the values of all or some ranks at start-up, by `gather_bytes`; JSON carries them."""
     payload = json.dumps(value).encode()
     return read_objects(
         gather_bytes(payload, transport, "start-up", timeout, ranks), transport, ranks
@@ -346,7 +347,7 @@ def gather_objects(
 def read_objects(
     reports: Sequence[bytes], transport: Transport, ranks: Sequence[int] | None = None
 ) -> list[Any]:
-    """Decode what ranks have sent as JSON, by rank; a TransportError names one that sent none."""
+    """Decode ranks' reports from JSON, by rank; TransportError names the rank of a broken one."""
     read = []
     for rank, each in zip(ranks or range(transport.size), reports, strict=True):
         try:

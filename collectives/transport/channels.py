@@ -1,12 +1,13 @@
 """Channels: messages from one rank to another, through slots in memory that both share.
 
-A message travels in chunks of a slot, so it may have any length. The sender copies a chunk to a
-free slot and counts it as written; the receiver copies it out and counts it as taken. Each count is
-written by one rank only. A message that fits into the free slots does not wait for its receiver.
+A message of any length travels in chunks, each in one slot. The sender copies a chunk to a free
+slot and counts it as written; the receiver copies it out and counts it as taken. Each count is
+written by one rank only. Sending does not wait for the receiver while there are free slots.
 
-Order of memory accesses: a count is one aligned store, with a fence before it and one after each
-look at it, so that a rank that sees the count sees the chunk, or the free slot. A fence after it
-comes before the look at whether the peer sleeps, so that no wake-up is lost.
+Order of memory accesses: a count is written by one aligned store. A fence before the store and a
+fence after each load of the count make sure that the peer that sees the count sees the chunk, or
+the free slot. A third fence stands between the store and the check whether the peer sleeps, so no
+wake-up is lost.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from collections.abc import Callable
 
 import torch
 
-# Small enough for a chunk to stay in the shared cache between its two copies, large enough for its
-# Python code to cost only a few hundredths of them.
+# Small enough for a chunk to stay in the shared cache between its two copies, large enough that the
+# Python code per chunk takes only a few hundredths of the copies' time.
 SLOT_BYTES = 256 * 1024
 SLOTS = 4
-# A channel's words: the chunks written, and for each slot the length of its whole message, in the
-# sender's cache line; the chunks taken, in the receiver's.
+# A channel's words. In the sender's cache line: the number of chunks written, and for each slot the
+# length of the whole message. In the receiver's cache line: the number of chunks taken.
 _WRITTEN, _LENGTHS, _TAKEN, _WORDS = 0, 1, 8, 16
-# Up to this size a copy keeps the interpreter's lock: once released, it could be with another
-# thread for milliseconds.
+# Up to this size a copy keeps the interpreter's lock: if released, another thread could hold it for
+# milliseconds.
 _HELD_BYTES = 16 * 1024
 _CACHE_LINE = 64
 _copy_holding = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
@@ -44,7 +45,7 @@ def _slots_at(size: int) -> int:
 
 
 class LengthsDiffer(Exception):
-    """A message has another length than its receive; the peer and both lengths are arguments."""
+    """A message and its receive differ in length; args: the peer, bytes sent, bytes expected."""
 
 
 class Channel:
@@ -141,11 +142,11 @@ class Incoming(Channel):
 
 
 def _copy(target: int, source: int, nbytes: int) -> None:
-    """Copy bytes by memmove, except in the case in which that is ten times slower on Zen 4.
+    """Copy bytes by memmove, except in a case that is ten times slower on Zen 4.
 
-    That is so if the target's offset in its page is a few bytes higher than the source's, which
-    happens with messages of odd lengths: memmove uses a string instruction (glibc bug 30994). torch
-    copies in a loop, which is not slower then.
+    In that case the target's offset in its page is a few bytes higher than the source's, as happens
+    after messages of odd lengths, and memmove uses a string instruction (glibc bug 30994). torch
+    copies in a loop, which stays fast.
     """
     if nbytes <= _HELD_BYTES:
         _copy_holding(target, source, nbytes)

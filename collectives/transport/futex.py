@@ -1,7 +1,7 @@
 """Sleep until another rank changes a word of shared memory: Linux's futex(2), by the C library.
 
-Without it a rank would look at the word from time to time. Each look may take a core from the rank
-that it waits for, and it would notice the change late, by half an interval on average.
+Without futexes a waiting rank would poll the word. Each poll may take a core from the rank that it
+waits for, and it would notice the change late, by half an interval on average.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import platform
 import sys
 import time
 
-# futex's number among the system calls of each processor, for which the C library has no function;
-# and its operations, without FUTEX_PRIVATE_FLAG, since the word is shared between processes.
+# The number of the system call futex on each processor: the C library has no function for it. Then
+# its operations, without FUTEX_PRIVATE_FLAG, since the word is shared between processes.
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
 _WAIT, _WAKE = 0, 1
 _ALL = 2**31 - 1
-# Errors where futexes are forbidden, and those after which a wait has merely ended.
+# Errors if futexes are forbidden, and results of a wait that has ended normally.
 _REFUSED = (errno.ENOSYS, errno.EPERM)
 _WOKEN = (0, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
 
-# How often a rank that waits looks before it sleeps, some 20 us in all; after each look it yields
-# the processor. Then it sleeps for at most so many seconds, and looks whether a rank is gone, for
-# which no one wakes it.
+# A waiting rank checks so many times before it sleeps, for some 20 us in all, and yields the
+# processor after each check. Then it sleeps for at most CHECK_SECONDS at a time, to check whether
+# some rank has ended without waking it.
 SPINS, CHECK_SECONDS = 30, 20e-3
 # The shortest and the longest sleep without futexes, in seconds.
 _MIN_NAP, _MAX_NAP = 20e-6, 1e-3
@@ -38,7 +38,7 @@ class _Timespec(ctypes.Structure):
 def nap(waited: float) -> None:
     """Sleep for a while in a wait without futexes that has lasted `waited` seconds.
 
-    The end of the wait is noticed late by at most an eighth of it.
+    The sleep is an eighth of that time, within limits, so that the delay stays in proportion.
     """
     time.sleep(min(max(waited / 8, _MIN_NAP), _MAX_NAP))
 
@@ -46,7 +46,7 @@ def nap(waited: float) -> None:
 def wait(address: int, value: int, seconds: float) -> None:
     """Sleep until woken, for at most `seconds`; return at once if the word does not hold `value`.
 
-    It may also return early without a reason. The word is one of 32 bits.
+    It may also return early without a reason. The word has 32 bits.
     """
     whole = int(seconds)
     timeout = _Timespec(whole, int((seconds - whole) * 1e9))
@@ -63,7 +63,7 @@ def _failed(answer: int) -> None:
     global available
     code = 0 if answer >= 0 else ctypes.get_errno()
     if code in _REFUSED:
-        # In a sandbox. From now on whoever waits looks from time to time.
+        # A sandbox forbids futexes: from now on waiting ranks poll.
         available = False
     elif code not in _WOKEN:
         raise OSError(code, f"futex: {os.strerror(code)}")
@@ -77,13 +77,13 @@ def _syscall(library: type[ctypes.CDLL]) -> ctypes._NamedFuncPointer:
 
 
 _number = _NUMBERS.get(platform.machine(), 0)
-# Whether there are futexes: not on other systems, in a 32-bit process, or if they are forbidden.
+# False on systems other than Linux, in a 32-bit process, or if futexes are forbidden.
 available = False
 if sys.platform == "linux" and sys.maxsize > 2**32 and _number:
     with contextlib.suppress(OSError, AttributeError):
         _sleeping = _syscall(ctypes.CDLL)
-        # Waking is quick, and keeps the interpreter's lock (PyDLL): once released, it could be with
-        # another thread for milliseconds.
+        # Waking is quick, so it keeps the interpreter's lock (PyDLL): if released, another thread
+        # could hold the lock for milliseconds.
         _holding = _syscall(ctypes.PyDLL)
         available = True
         # A call that returns at once, to find out whether futexes are forbidden.

@@ -1,8 +1,8 @@
-"""Ranks of one host, processes or threads, which share memory; other hosts' are reached by gloo.
+"""Messages through memory that a host's ranks share, and over gloo to ranks of other hosts.
 
-A rank that waits sleeps on its doorbell, a futex that a peer changes after it has written or taken
-a chunk. Without futexes it sleeps for short intervals. A process that has ended is seen on a pidfd,
-and a rank that has left, with its reason, in its page.
+The ranks of a host are processes or threads. A waiting rank sleeps on its doorbell, a futex that a
+peer changes after it has written or taken a chunk. Without futexes it sleeps for short intervals. A
+pidfd shows that a process has ended; before leaving, a rank writes that and its reason to its page.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from collectives.transport.symmetric_memory import (
     symmetric_memory_bytes,
 )
 
-# A rank's page: whether it has left, its doorbell and whether it sleeps, with a cache line for
-# each; then the reason in UTF-8, ended by a zero.
+# A rank's page: whether it has left, its doorbell and whether it sleeps, each in a cache line; then
+# the reason for leaving in UTF-8, ended by a zero.
 _LEFT, _DOORBELL, _ASLEEP, _REASON = 0, 64, 128, 192
 _CLOSED, _ABORTED = 1, 2
-# A Stall is made only after a wait of this length: a short one needs none.
+# A Stall is made only after a wait of this length: shorter waits need no warning.
 _FIRST_SECONDS = 0.5
 
 
@@ -45,16 +45,16 @@ class HostTransport(Transport):
 
     After a failed exchange it is unusable, and the other ranks that share the memory get the
     reason, so that they fail with it at once instead of waiting. In a forked child it is unusable;
-    the parent's is not affected.
+    the parent process can go on using it.
 
     Args:
-        memory: Of `host_memory_bytes`, zeros at first.
+        memory: The shared memory, `host_memory_bytes` long, zeros at first.
         rank: This rank.
         size: How many ranks there are.
         near: The ranks that share the memory, in ascending order.
         names: As in `Transport`.
-        pidfds: A descriptor of each of the other processes, and its rank; empty for threads.
-        far: Carries messages to the other ranks.
+        pidfds: The ranks of the other processes, by pidfd; empty for threads.
+        far: The transport that carries messages to all other ranks.
     """
 
     symmetric_memory: SymmetricMemory | None = None
@@ -89,7 +89,7 @@ class HostTransport(Transport):
         self._out: dict[int, Channel] = {}
         self._in: dict[int, Channel] = {}
         self._lock = threading.Lock()
-        # Threads do not spin: they share the interpreter's lock, and one that spins keeps the
+        # Threads do not spin: they share the interpreter's lock, and a thread that spins keeps the
         # others from running.
         cores = _cores() if pidfds else [0]
         self._spins = futex.SPINS if len(cores) >= count else 0
@@ -119,7 +119,7 @@ class HostTransport(Transport):
                     if peer not in self._pages:
                         beyond[not sending].append(message)
                     elif nbytes := tensor.nbytes:
-                        # A rank that has left takes nothing more, but what it sent is still there.
+                        # A rank that has left receives nothing more, but its messages are there.
                         if sending and self._pages[peer][_LEFT]:
                             self._raise_gone(peer, step)
                         channel = self._channel(sending, peer)
@@ -135,7 +135,7 @@ class HostTransport(Transport):
             raise
 
     def _channel(self, sending: bool, peer: int) -> Channel:
-        """Return this rank's end of a channel, made when it is first used."""
+        """Return this rank's end of a channel, which is made at its first use."""
         channels = self._out if sending else self._in
         channel = channels.get(peer)
         if channel is None:
@@ -191,13 +191,13 @@ class HostTransport(Transport):
             self._sleep(channels, now - since, start + timeout - now)
 
     def _check_peers(self, channels: Sequence[Channel], step: str) -> None:
-        """Raise if this rank was interrupted, or a rank has left without which it cannot go on."""
+        """Raise if this rank was interrupted, or if one that it needs is gone."""
         self._check_usable(step)
         gone = self.gone({channel.peer for channel in channels})
         if gone is None:
-            # A rank that aborts ends the group, even if no message of its is missing.
+            # A rank that aborts ends the group, even if this rank needs no message from it.
             gone = next((r for r, page in self._pages.items() if page[_LEFT] == _ABORTED), None)
-        # It may have written its last chunk since the last look.
+        # It may have written its last chunk since this rank last checked.
         if gone is not None and not any(channel.ready() for channel in channels):
             self._raise_gone(gone, step)
 
@@ -207,7 +207,7 @@ class HostTransport(Transport):
         )
 
     def _spin(self, channels: Sequence[Channel]) -> bool:
-        """Look for a chunk that can be moved, for some microseconds."""
+        """Return whether a chunk can be moved; wait for one for some microseconds."""
         for _ in range(self._spins):
             os.sched_yield()
             if any(channel.ready() for channel in channels):
@@ -218,15 +218,15 @@ class HostTransport(Transport):
         """Sleep until a peer rings, or for some time up to `left` seconds."""
         mine = self._pages.get(self.rank)
         if mine is None:
-            # Closed by another thread meanwhile, which the next look finds.
+            # Another thread has closed the transport meanwhile, which the next check reports.
             return
         if not futex.available:
             futex.nap(waited)
             return
         number = int.from_bytes(mine[_DOORBELL : _DOORBELL + 4], sys.byteorder)
         mine[_ASLEEP] = 1
-        # A peer that rings after this changes the number; if it moved a chunk before it saw that
-        # this rank sleeps, the look here sees the chunk.
+        # A peer that rings after this changes the number. If it moved a chunk before it could see
+        # that this rank sleeps, the check below sees the chunk.
         self._fence()
         if not any(channel.ready() for channel in channels):
             futex.wait(self._doorbells[self.rank], number, min(futex.CHECK_SECONDS, left))
@@ -254,7 +254,7 @@ class HostTransport(Transport):
             self.check_interrupt(step)
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
-        """Return a rank that has left or ended, of those that share memory: `Transport.gone`."""
+        """Return a rank of this host that has left or ended: `Transport.gone`."""
         self._check_usable("a wait for all ranks")
         others = [r for r in self.near if r != self.rank and (peers is None or r in peers)]
         pages, poll = self._pages, select.poll()
@@ -270,14 +270,14 @@ class HostTransport(Transport):
         return said.decode(errors="replace") or super().why_gone(peer)
 
     def split(self, ranks: Sequence[int], timeout: float) -> Transport:
-        """Split `far`; ranks that share memory here share memory of their own in the part."""
+        """Split `far`; ranks that share memory here share new memory in the new transport."""
         assert self._far is not None
         gather = partial(gather_objects, transport=self, timeout=timeout, ranks=ranks)
         shared = share_memory(ranks.index(self.rank), len(ranks), self.near[0], gather)
         return on_host(self._far.split(ranks, timeout), shared)
 
     def abort(self, reason: str) -> None:
-        """Leave the reason to the other ranks of the host and become unusable."""
+        """Give the reason to the other ranks and become unusable."""
         memory = self.symmetric_memory
         if memory is not None:
             memory.withdraw()
@@ -286,17 +286,17 @@ class HostTransport(Transport):
             self._far.abort(reason)
 
     def close(self) -> None:
-        """Tell the other ranks that this one has left. What it has sent before still arrives."""
+        """Tell the other ranks that this one has left. Messages sent before still arrive."""
         with ExitStack() as stack:
             if self._far is not None:
                 stack.callback(self._far.close)
             self._leave(_CLOSED, "")
-            # The memory goes with the last of these.
+            # The memory is unmapped when the last of these references is gone.
             self.symmetric_memory, self._channels = None, memoryview(b"")
             self._pages, self._out, self._in = {}, {}, {}
 
     def _leave(self, how: int, reason: str) -> None:
-        """Tell the other ranks that this one has left, unless it has told them, or is forked."""
+        """Tell the other ranks that this one has left, unless it has done so or was forked."""
         if self._unusable:
             return
         mine, said = self._pages[self.rank], reason.encode()[: PAGE_BYTES - _REASON - 1]
@@ -306,7 +306,7 @@ class HostTransport(Transport):
         self._fence()
         for peer in self.near:
             self._wake(peer)
-        # Last: where a signal's handler has raised before, the next call of this tells them.
+        # Last: if a signal handler raises before this line, the next call tells the other ranks.
         self.symmetric_memory, self._unusable = None, reason or f"{self.me} has closed it"
         pidfds, self._pidfds = self._pidfds, {}
         for fd in pidfds:
@@ -317,7 +317,7 @@ def on_host(far: Transport, shared: Shared) -> Transport:
     """Return a transport that uses the shared memory, or `far` if no ranks share any."""
     if max(map(len, shared.near)) == 1:
         return far
-    # The same class on all ranks, even on one that shares no memory: splitting is a collective.
+    # All ranks use this class, even those without shared memory: `split` is a collective.
     return HostTransport(
         shared.memory or mmap.mmap(-1, host_memory_bytes(1)),
         far.rank,
@@ -330,7 +330,7 @@ def on_host(far: Transport, shared: Shared) -> Transport:
 
 
 def _cores() -> Collection[int]:
-    """Return the numbers of the processors on which this process may run."""
+    """Return the numbers of the processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return range(os.cpu_count() or 1)

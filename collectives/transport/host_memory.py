@@ -1,9 +1,9 @@
-"""The memory that ranks of one host share: how its bytes are divided, and how processes map it.
+"""The memory that ranks of one host share: its layout, and how processes map it.
 
-For processes it is a memfd, which vanishes with the last process that maps it, and which /dev/shm
-does not limit. The host's first rank makes it; the others open it through /proc, as processes of
-one user and one pid namespace may. It holds a page of each rank, the symmetric memory, and the
-channels of messages.
+It holds a page for each rank, the symmetric memory, and the channels of messages. Between processes
+it is a memfd, which vanishes with the last process that maps it and is not limited by /dev/shm. The
+host's first rank makes it; the others open it through /proc, as processes of one user and one pid
+namespace may.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGE_BYTES = 4096
 
 
 def host_memory_bytes(size: int) -> int:
-    """Return how much memory `size` ranks of a host share; pages that none writes to take none."""
+    """Return the bytes that `size` ranks of a host share; pages never written to take no memory."""
     return size * PAGE_BYTES + symmetric_memory_bytes(size) + channels_bytes(size)
 
 
@@ -31,9 +31,9 @@ class Shared(NamedTuple):
     """The memory that ranks of this host share.
 
     Attributes:
-        memory: The memory; None if this rank shares it with no other one.
-        pidfds: A descriptor of each other process that shares it, and its rank.
-        near: By rank, the ranks with which it shares memory, in ascending order, and itself.
+        memory: The memory; None if this rank shares memory with no other rank.
+        pidfds: The ranks of the other processes that share it, by pidfd.
+        near: For each rank, the ranks that share its memory, itself included, in ascending order.
     """
 
     memory: mmap.mmap | None
@@ -44,8 +44,8 @@ class Shared(NamedTuple):
 def share_memory(rank: int, size: int, place: Any, gather: Callable[[Any], list[Any]]) -> Shared:
     """Map the memory that the ranks of each host share; a collective.
 
-    place: Equal on ranks of one host; None for a rank that cannot share memory.
-    gather: Returns a value of each rank, by rank; all ranks call it alike.
+    place: Equal on ranks of one host; None for ranks that cannot share memory.
+    gather: Returns all ranks' arguments, by rank; all ranks call it equally often.
     """
     nbytes, descriptor, memory = host_memory_bytes(size), -1, None
     pidfds: dict[int, int] = {}
@@ -59,7 +59,7 @@ def share_memory(rank: int, size: int, place: Any, gather: Callable[[Any], list[
         hosts = [[r for r in range(size) if places[r] == place] for place in places]
         if places[rank] is not None and len(hosts[rank]) > 1:
             with suppress(OSError):
-                # The one that the host's first rank has made.
+                # Map the memory that the host's first rank has made.
                 _, pid, made = said[hosts[rank][0]]
                 memory = _map(pid, made, nbytes)
                 for peer in hosts[rank]:
@@ -67,7 +67,7 @@ def share_memory(rank: int, size: int, place: Any, gather: Callable[[Any], list[
                         pidfds[os.pidfd_open(said[peer][1])] = peer
         complete = memory is not None and len(pidfds) == len(hosts[rank]) - 1
         mapped = gather(complete)
-    # On all ranks of a host or on none.
+    # Either all ranks of a host share memory or none of them.
     near = [host if all(mapped[r] for r in host) else [r] for r, host in enumerate(hosts)]
     if len(near[rank]) == 1:
         for fd in pidfds:
@@ -77,21 +77,21 @@ def share_memory(rank: int, size: int, place: Any, gather: Callable[[Any], list[
 
 
 def host_place() -> list[Any] | None:
-    """Return what ranks have in common that can share memory; None for a rank that never can."""
+    """Return a value that is equal on ranks that can share memory; None if this rank cannot."""
     with suppress(OSError, AttributeError):
         os.close(os.pidfd_open(os.getpid()))
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # Ranks with networks of their own count as hosts of their own.
+        # Ranks in different network namespaces count as different hosts.
         spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
         return [kernel, *spaces, os.geteuid(), futex.available]
     return None
 
 
 def _map(pid: int, descriptor: int, nbytes: int) -> mmap.mmap:
-    """Map the memory of a process's descriptor; OSError if it cannot be had."""
+    """Map the memory behind a descriptor of another process; OSError if that fails."""
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        # To touch pages beyond the end of a smaller one would end the process (SIGBUS).
+        # If it were smaller, an access beyond its end would kill the process (SIGBUS).
         if os.fstat(opened).st_size != nbytes:
             raise OSError(f"process {pid} has other memory")
         return mmap.mmap(opened, nbytes)

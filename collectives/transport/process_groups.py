@@ -2,8 +2,8 @@
 
 `dist.new_group` with `use_local_synchronization=True` derives a group's name from the number of
 groups that the process is in. Ranks that are in different groups would then wait for each other
-under different names. Here the name follows from what all members know. torch has no public
-function that makes a group with a given name, nor one that aborts its NCCL.
+under different names. Here the name follows from information that all members have. torch has no
+public function that makes a group with a given name or aborts its NCCL.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from collectives.errors import CollectiveError, CollectiveTimeoutError, Transpor
 from collectives.stall import Stall
 from collectives.transport.base import Messages, Transport, as_bytes
 
-# None in a torch built without torch.distributed, which makes no process groups either.
+# None if torch was built without torch.distributed; then there are no process groups either.
 _c10d: Any = getattr(dist, "distributed_c10d", None)
 
-# Short of the 5 s after the timeout within which every rank is to raise its error.
+# Every rank is to raise its error within 5 s after the timeout; this leaves some time of those.
 _ABORT_SECONDS = 3.0
-# How much later than our own timeouts torch's watchdog ends the process.
+# torch's watchdog ends the process so much later than our own timeouts.
 _WATCHDOG_SECONDS = 60.0
 _LAZY = "TORCH_GLOO_LAZY_INIT"
-# Parts of torch's and gloo's errors where the system has no memory, threads or descriptors left.
+# Parts of torch's and gloo's errors when the system has no memory, threads or descriptors left.
 _OUT = (
     os.strerror(errno.ENOMEM),
     os.strerror(errno.EAGAIN),
@@ -47,7 +47,7 @@ _OUT = (
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:
     """Return the store through which the ranks of a process group found each other.
 
-    TransportError where the process group was destroyed.
+    TransportError if the process group was destroyed.
     """
     if process_group not in _c10d._world.pg_map:
         raise TransportError(
@@ -66,12 +66,12 @@ def subgroup(
     *,
     lazy: bool = False,
 ) -> dist.ProcessGroup:
-    """Make a process group of some ranks of another one, with messages of its own.
+    """Make a process group of some ranks of another one; their messages do not mix.
 
-    A collective of exactly these ranks. If they make several groups, all make them in one order.
-    With `lazy` gloo connects two ranks when they first exchange a message, instead of all ranks
-    now, if this version of torch can. CollectiveTimeoutError where a rank does not come, or the
-    ranks' store has ended; TransportError where `parent` was destroyed, or memory is short.
+    A collective of exactly these ranks, which make several groups in one order. With `lazy`, gloo
+    connects two ranks at their first message, instead of all ranks now, if this version of torch
+    can. CollectiveTimeoutError if one does not take part or the ranks' store has ended;
+    TransportError if `parent` was destroyed or memory is short.
     """
     store = store_of(parent)
     names = [dist.get_global_rank(parent, rank) for rank in ranks]
@@ -99,10 +99,10 @@ def subgroup(
 
 @contextmanager
 def _without_split() -> Iterator[None]:
-    """Return a context in which torch makes communicators anew.
+    """Return a context that makes torch create new communicators instead of splitting one.
 
-    Where `init_process_group` was given a device_id, it would split the default group's, in which
-    ranks that are not in the new group would have to take part.
+    If `init_process_group` was given a device_id, torch would split the default group's
+    communicator, and the ranks outside of the new group would have to take part.
     """
     whole: Any = dist.group.WORLD
     device = whole.bound_device_id
@@ -115,9 +115,9 @@ def _without_split() -> Iterator[None]:
 
 @contextmanager
 def _lazy_gloo() -> Iterator[None]:
-    """Return a context in which gloo connects lazily, unless the user has set the variable.
+    """Return a context that makes gloo connect lazily, unless the user has set the variable.
 
-    torch takes this setting from the environment only.
+    torch reads this setting from the environment only.
     """
     if _LAZY in os.environ:
         yield
@@ -132,14 +132,14 @@ def _lazy_gloo() -> Iterator[None]:
 def new_nccl(
     store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, members: Sequence[int]
 ) -> Any:
-    """Return torch's NCCL of some ranks, in no process group; it connects them when it is used.
+    """Return torch's NCCL backend of some ranks, in no process group; its first use connects them.
 
     Args:
-        store: Of these ranks alone.
-        rank: This one's place among them.
-        size: How many there are.
-        timeout: When torch's watchdog ends the process.
-        name: What torch's records call it.
+        store: A store that only these ranks use.
+        rank: This rank's number among them.
+        size: How many ranks there are.
+        timeout: torch's watchdog ends the process after it.
+        name: Its name in torch's records.
         members: The ranks' numbers in torch.distributed.
     """
     options: Any = dist.ProcessGroupNCCL.Options()
@@ -149,10 +149,10 @@ def new_nccl(
 
 
 def own_nccl(parent: dist.ProcessGroup, timeout: float) -> Any:
-    """Return NCCL of our own among the ranks of a process group; all of them make it in one order.
+    """Return our own NCCL backend of a process group's ranks, which all make theirs in one order.
 
-    torch.distributed does not know it: `destroy_process_group` would destroy its communicators, and
-    wait for ever where a CUDA graph holds them.
+    torch.distributed does not know this backend: `destroy_process_group` would destroy its
+    communicators, and wait for ever if a CUDA graph holds them.
     """
     store, rank = store_of(parent), dist.get_rank(parent)
     key = f"adasum nccl {parent.group_name}"
@@ -164,7 +164,7 @@ def own_nccl(parent: dist.ProcessGroup, timeout: float) -> Any:
 
 
 def nccl_of(process_group: dist.ProcessGroup) -> Any:
-    """Return the NCCL backend of a process group; None if it has none."""
+    """Return the NCCL backend of a process group, if any."""
     if not dist.is_nccl_available() or torch.device("cuda") not in process_group._device_types:
         return None
     backend: Any = process_group._get_backend(torch.device("cuda"))
@@ -182,8 +182,8 @@ def has_nccl(process_group: dist.ProcessGroup) -> bool:
 def extend_timeout(process_group: dist.ProcessGroup) -> None:
     """Add a minute to the timeout of torch's NCCL.
 
-    At that timeout torch's watchdog ends the process. With the minute, the timeout of our step
-    comes first, and is an error that can be handled.
+    At that timeout torch's watchdog ends the process. With the added minute, our own step times out
+    first, with an error that can be handled.
     """
     backend = nccl_of(process_group)
     if backend is not None:
@@ -194,12 +194,12 @@ def extend_timeout(process_group: dist.ProcessGroup) -> None:
 def abort_nccl(backend: Any) -> str:
     """Abort all operations of torch's NCCL, if any; return the outcome, for an error's text.
 
-    `wait(timeout)` of one operation would abort its communicator: torch's watchdog takes that for a
-    failure of NCCL, and ends the process a minute later.
+    `wait(timeout)` of one operation would abort its communicator, but torch's watchdog would take
+    that for a failure of NCCL and end the process a minute later.
     """
     if backend is None:
         return "it is still under way"
-    # Bounded, since an abort may wait for the host's other ranks, as long as an operation may.
+    # Bounded: an abort may wait for the host's other ranks as long as an operation may.
     thread, errors = run_beside(backend.abort, "nccl-abort", _ABORT_SECONDS)
     if errors:
         return f"NCCL could not be aborted: {first_line(errors[0])}"
@@ -211,8 +211,8 @@ def run_beside(
 ) -> tuple[threading.Thread, list[BaseException]]:
     """Run a job that may never end in a thread, and wait for it for `timeout` seconds.
 
-    The thread, which may still be running, is not from a pool, for whose threads the interpreter
-    would wait at exit. The list that is returned gets the job's error, if any.
+    The thread may still be running afterwards. It is not from a pool: at exit the interpreter would
+    wait for a pool's threads. The job's error, if any, is added to the returned list.
     """
     errors: list[BaseException] = []
 
@@ -229,13 +229,13 @@ def run_beside(
 
 
 def failed(said: str, error: BaseException) -> CollectiveError | OSError:
-    """Return our error for one of torch.distributed: a timeout, unless this rank is at fault.
+    """Return our error for an error of torch.distributed: a timeout, unless this rank is at fault.
 
-    said: The beginning of the text: for which rank this one waited, and in which step.
+    said: The beginning of the text, which names the step and the rank that this rank waited for.
     """
     text = first_line(error)
     if os.strerror(errno.EFAULT) in text:
-        # No CollectiveError: it is an error of this rank's own, and no peer's.
+        # No CollectiveError: the fault is this rank's own, not a peer's.
         return OSError(
             errno.EFAULT,
             "this rank's own tensor has memory that cannot be read or written, such as that of a "
@@ -250,7 +250,7 @@ def failed(said: str, error: BaseException) -> CollectiveError | OSError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of torch's error, which its C++ stack follows."""
+    """Return the first line of torch's error, without the C++ stack below it."""
     return str(error).strip().split("\n", 1)[0]
 
 
@@ -261,7 +261,7 @@ def leave(process_group: dist.ProcessGroup) -> None:
 
 
 class GlooTransport(Transport):
-    """Messages of CPU tensors over a torch.distributed process group, which it ends if `owned`."""
+    """Messages of CPU tensors over a process group, which `close` destroys if it is `owned`."""
 
     process_group: dist.ProcessGroup
     symmetric_memory = None
@@ -275,7 +275,7 @@ class GlooTransport(Transport):
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         self._config = dist.get_backend_config(process_group)
-        # Such as "cpu:gloo,cuda:nccl": the backend of each device type.
+        # The backend of each device type, such as "cpu:gloo,cuda:nccl".
         parts = [part.split(":", 1) for part in self._config.split(",")]
         self._backends = {part[0]: part[-1] for part in parts if len(part) == 2}
         if self._backends.get("cpu") != "gloo":
@@ -303,7 +303,7 @@ class GlooTransport(Transport):
     def post(
         self, sends: Messages, recvs: Messages, step: str, timeout: float
     ) -> Callable[[], None]:
-        """Start an `exchange`, which gloo's own thread carries on; the function waits for it."""
+        """Start an `exchange`, which gloo's thread carries out; the function waits for it."""
         start = time.monotonic()
         posted: list[tuple[int, dist.Work]] = []
         peer = self.rank
@@ -326,7 +326,7 @@ class GlooTransport(Transport):
         stall = Stall(self.name(self.rank), step, timeout, lambda: self.named([peer]))
         try:
             with stall.within():
-                # The loop's variable is what `stall` and the error name.
+                # `stall` and the error name the rank in the loop's variable.
                 for peer, work in posted:  # noqa: B007
                     left = max(start + timeout - time.monotonic(), 1e-3)
                     work.wait(timedelta(seconds=left))
@@ -337,7 +337,7 @@ class GlooTransport(Transport):
     def _error(
         self, peer: int, step: str, start: float, timeout: float, error: RuntimeError
     ) -> CollectiveError | OSError:
-        """Return our error for gloo's, which came while this rank waited for a peer."""
+        """Return our error for an error of gloo while this rank waited for a peer."""
         return failed(
             f"{self.me} got no answer from {self.named([peer])} in {step} (stopped after "
             f"{time.monotonic() - start:.1f} s of {timeout:g} s)",

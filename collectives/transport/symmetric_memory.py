@@ -1,26 +1,26 @@
 """Memory that all ranks of a host share: signal pads, buffers and tables of every rank.
 
-Each rank has a signal pad, to which only it writes. To signal a call, it writes one word there: the
-call's number and a code of its description. All ranks make the same call if all pads hold the same
-word, and no rank leaves a call before it has seen that. So no rank is ever more than one call
-ahead, and two words in each pad, used alternately, are enough: a word is not overwritten before
-every rank has read it, so that all ranks see a mismatch.
+Each rank has a signal pad that only it writes to. To signal a call, it writes one word there: the
+call's number and a code of its description. If all pads hold the same word, all ranks make the same
+call; no rank leaves its call before it has checked that. So no rank is more than one call ahead,
+and two words in each pad, used alternately, are enough: a word is not overwritten before every rank
+has read it, so that all ranks see a mismatch.
 
-Each rank also has two buffers, which calls use alternately. What a rank writes to its buffer before
-it signals a call, the other ranks may use once all have signalled that call, and until that rank
+Each rank also has two buffers, which calls use alternately. It fills its buffer before it signals a
+call. The other ranks may use the data from when all ranks have signalled that call until that rank
 signals the next call but one. So data travel with the negotiation. Within a call, ranks can
 exchange rows of small tables (`gather_row`) and wait for each other (`barrier`), if all do so.
 
-A rank that waits sleeps on a gate: a futex that is changed by the last rank to write its word, so
-that no rank is woken before it can go on. Without futexes it sleeps for short intervals.
+A waiting rank sleeps on a gate: a futex that is changed by the last rank to write its word, so that
+no rank is woken before it can go on. Without futexes it sleeps for short intervals.
 
-Order of memory accesses: a word is one aligned store, so nothing has to be ordered within a pad. A
-rank signals a call before it sends a message of it. send(2) and recv(2) take the lock of the
-socket's queue, and the mailbox of a thread has a lock, too: what the sender did before, the
-receiver sees afterwards, on every processor. `_fence`s are needed in three places. Between filling
-a buffer and writing its word, so that whoever sees the word sees the data. Between writing a word
-and checking whether it was the last one: of ranks that write at once, one sees all words. And
-between reading a gate's number and the last check before sleeping, so that no wake-up is lost.
+Order of memory accesses: a word is written by one aligned store, so nothing has to be ordered
+within a pad. A rank signals each call before it sends messages of it, and both gloo's sockets
+and our channels order the sender's earlier writes before the receiver's later reads, on every
+processor. `_fence`s are needed in three places. Between filling a buffer and writing its word, so
+that all ranks that see the word see the data. Between writing a word and checking whether it was
+the last one: of ranks that write at the same time, one sees all words. And between reading a gate's
+number and the last check before sleeping, so that no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ Table = npt.NDArray[np.float64]
 # A cache line for each rank, so that ranks which write at once do not contend for one line.
 _PAD_BYTES = 64
 _PAD = _PAD_BYTES // 8
-# What a rank can put into a buffer, and the largest row of a table, such as the precise Gram
-# matrices of 1,024 segments over 8 ranks. Only what is written to takes memory.
+# The size of a buffer, and of a table's row: it holds, for example, the precise Gram matrices of
+# 1,024 segments over 8 ranks. Only pages that are written to take memory.
 BUFFER_BYTES = 256 * 1024 * 1024
 TABLE_BYTES = 1024 * 1024
-# What a buffer keeps when a smaller call follows a larger one: a bucket of 25 MiB and more.
+# A buffer keeps so much memory when a smaller call follows a larger one: enough for 25 MiB buckets.
 _KEPT_BYTES = 32 * 1024 * 1024
 _MADV_REMOVE = getattr(mmap, "MADV_REMOVE", 9)
-# Sizes and dtypes of buffers whose tensors are kept; making one costs some microseconds.
+# So many sizes and dtypes of buffers have their tensors kept, since making one costs microseconds.
 _MAX_ENTRIES = 256
 # The words of a pad. The first two are for calls, alternately; then the number of barriers that the
 # rank has reached, and its processors: a hash of their numbers, and how many. Each word has a gate.
@@ -64,12 +64,12 @@ _BARRIERS, _CORES, _WORDS = 2, 3, 4
 # word is never 0, which stands for no call.
 CODE_BITS = 56
 _NUMBERS = 255
-# The code of a rank that has joined. No description has it, so it never equals another rank's.
+# The code of ranks that have joined: no description has this code.
 JOINED = 0
 
 
 def symmetric_memory_bytes(size: int) -> int:
-    """Return how much memory `size` ranks share."""
+    """Return the bytes of memory that `size` ranks share."""
     return _buffers_at(size) + 2 * size * (BUFFER_BYTES + TABLE_BYTES)
 
 
@@ -79,7 +79,7 @@ def _buffers_at(size: int) -> int:
 
 
 class RanksDiffer(Exception):
-    """Another rank has signalled another call."""
+    """Another rank has signalled a different call."""
 
 
 class _Peers(Protocol):
@@ -100,8 +100,8 @@ class SymmetricMemory:
         rank: This rank.
         size: How many ranks share the memory.
         peers: The transport between them.
-        cores: The processors that this rank may run on, by any numbers. If there are fewer than
-            ranks, a rank that waits sleeps at once instead of spinning first.
+        cores: The numbers of the processors that this rank may run on. If the ranks outnumber
+            their processors, a waiting rank sleeps at once instead of spinning first.
     """
 
     def __init__(
@@ -136,32 +136,32 @@ class SymmetricMemory:
 
     @property
     def workers(self) -> int:
-        """How many ranks can run at the same time; within a call the same on all ranks.
+        """How many ranks can run at the same time; equal on all ranks within a call.
 
-        Right if ranks share either all of their processors or none; too high if they share some.
+        Exact if any two ranks share all of their processors or none; otherwise too high.
         """
         if not self._workers:
             words = self._words[_CORES].tolist()
             count = sum(word & 0xFFFFFFFF for word in {*words})
             if 0 in words:
-                # A rank has not started yet: not kept, so that it is counted again.
+                # A rank has not started yet, so the count is not kept.
                 return count
             self._workers = count
         return self._workers
 
     def next_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's buffer for the next call, to be written before that is signalled."""
+        """Return this rank's buffer for the next call, to be filled before that is signalled."""
         number, nbytes = (self._calls + 1) % 2, numel * dtype.itemsize
         self._used[number] = max(self._used[number], nbytes)
         self._needed = nbytes
         return self.buffers(numel, dtype, ahead=1)[self.rank]
 
     def _release(self, number: int) -> None:
-        """Give back this rank's buffer beyond what is kept; no other rank may still read it."""
+        """Free this rank's buffer beyond _KEPT_BYTES; no other rank may still read it."""
         first = (number * self.size + self.rank) * BUFFER_BYTES + _KEPT_BYTES
         start = self._buffers.data_ptr() + first
         if sys.platform == "linux":
-            # A hint: where the system refuses it, the pages stay.
+            # A hint: if the system refuses it, the pages stay.
             ctypes.CDLL(None).madvise(
                 ctypes.c_void_p(start),
                 ctypes.c_size_t(self._used[number] - _KEPT_BYTES),
@@ -174,7 +174,7 @@ class SymmetricMemory:
 
         The caller must not write to elements that another rank uses. ahead: 1 for the next call's.
         """
-        # Two, alternately: a rank may fill the next call's buffer while others read this one's.
+        # Two buffers alternate: one rank may fill the next call's while others read this call's.
         key = (self._calls + ahead) % 2, numel, dtype
         views = self._views.get(key)
         if views is None:
@@ -186,7 +186,7 @@ class SymmetricMemory:
         return views
 
     def signal(self, code: int) -> None:
-        """Signal the next call. code: Of its description, CODE_BITS bits and not 0; or JOINED."""
+        """Signal the next call. code: its description's, in CODE_BITS bits and not 0; or JOINED."""
         self._calls += 1
         self._settled = False
         self._word = (self._calls % _NUMBERS + 1) << CODE_BITS | code
@@ -201,8 +201,8 @@ class SymmetricMemory:
     def withdraw(self) -> None:
         """Take back this call's signal, so that a late rank does not count this one as present.
 
-        Not if all ranks are in the call already: a rank that looks later must still see that. Any
-        thread may call it. This rank's own wait then ends with an error of its transport.
+        If all ranks are in the call already, the signal stays: ranks that check later must see it.
+        Any thread may call this. This rank's own wait then ends with an error of its transport.
         """
         if not self._settled:
             self._mine[self._calls % 2] = 0
@@ -220,17 +220,17 @@ class SymmetricMemory:
         return False
 
     def wait(self, step: str, timeout: float) -> None:
-        """Return when all ranks have signalled this call; RanksDiffer if one has signalled another.
+        """Wait until all ranks have signalled this call; RanksDiffer if one has signalled another.
 
-        A CollectiveTimeoutError as of `barrier`.
+        It raises CollectiveTimeoutError as `barrier` does.
         """
         if self.size > 1 and not self.all_signalled():
             word = self._calls % 2
             self._until(self.all_signalled, word, step, timeout)
         self._settled = True
-        # The buffers are read only after the words that say that they are filled.
+        # Read the buffers only after the words that show that they are filled.
         self._fence()
-        # All ranks have left the last call, so that none reads this rank's buffer of it.
+        # All ranks have left the last call, so none still reads this rank's buffer of that call.
         before = (self._calls + 1) % 2
         if self._used[before] > max(_KEPT_BYTES, self._needed):
             self._release(before)
@@ -239,24 +239,24 @@ class SymmetricMemory:
     def gather_row(self, row: Table, step: str, timeout: float) -> Table:
         """Write this rank's row to a table, wait for all ranks to do so, and return the table.
 
-        It has a row for each rank, and must be read before this rank's next barrier.
+        It has one row per rank, and must be read before this rank's next barrier.
 
         Args:
             row: float64, 1-D, at most TABLE_BYTES.
-            step: As in `barrier`, as is `timeout`.
-            timeout: In seconds.
+            step: As in `barrier`.
+            timeout: In seconds, as in `barrier`.
         """
-        # Two tables, alternately: a slower rank may still be reading that of the last barrier.
+        # Two tables alternate: a slower rank may still be reading the last barrier's table.
         table = self._tables[(self._barriers + 1) % 2, :, : len(row)]
         table[self.rank] = row
         self.barrier(step, timeout)
         return table
 
     def barrier(self, step: str, timeout: float) -> None:
-        """Return when all ranks have called this equally often; their earlier writes can be read.
+        """Wait until all ranks have called this equally often; then their earlier writes are seen.
 
-        step: Its name in errors. A CollectiveTimeoutError names the ranks that have not come in
-        `timeout` seconds, or one that is gone.
+        step: The name of the step in errors. A CollectiveTimeoutError names the ranks that have not
+        called it within `timeout` seconds, or one that is gone.
         """
         self._barriers += 1
         self._post(_BARRIERS, self._barriers)
@@ -264,7 +264,7 @@ class SymmetricMemory:
             self._open(_BARRIERS, self._barriers)
         else:
             self._until(self._all_reached, _BARRIERS, step, timeout)
-        # What the others wrote before the barrier is read only after it.
+        # Read the other ranks' writes before the barrier only after it.
         self._fence()
 
     def _all_reached(self) -> bool:
@@ -272,7 +272,7 @@ class SymmetricMemory:
         return min(self._words[_BARRIERS].tolist()) >= self._barriers
 
     def _open(self, word: int, number: int) -> None:
-        """Wake the ranks that sleep on a word's gate. number: another one each time."""
+        """Wake the ranks that sleep on a word's gate. number: different each time."""
         if futex.available:
             self._gates[word] = number & 0xFFFFFFFF
             futex.wake(self._gates_at + 4 * word)
@@ -283,14 +283,14 @@ class SymmetricMemory:
             futex.nap(waited)
             return
         number = self._gates[word]
-        # If the last rank opens the gate after this, the number differs and `futex.wait` returns;
-        # if before, `there` sees its word.
+        # If the last rank opens the gate after this, `futex.wait` sees another number and returns.
+        # If it opened the gate before, `there` sees its word.
         self._fence()
         if not there():
             futex.wait(self._gates_at + 4 * word, number, min(futex.CHECK_SECONDS, left))
 
     def _until(self, there: Callable[[], bool], word: int, step: str, timeout: float) -> None:
-        """Wait until `there()`; if the wait ends otherwise, abort, which tells the other ranks."""
+        """Wait until `there()` is true; after any other end, abort, which tells the other ranks."""
         try:
             for _ in range(futex.SPINS if self.workers >= self.size else 0):
                 if there():
@@ -299,9 +299,9 @@ class SymmetricMemory:
             start, waited = time.monotonic(), 0.0
             stall: Stall | None = None
             while not there():
-                # No rank leaves a call before all have come, so one that is gone will never come.
-                # Unless it was the last, and came and left since `there()` was asked: ask again.
-                # Not before the first sleep, which is mostly the last one, too.
+                # No rank leaves this step before all have reached it, so one that is gone will
+                # never reach it, unless it did so last and left since `there()` was checked: check
+                # again. Not before the first sleep, since most waits sleep only once.
                 gone = self._peers.gone() if waited else None
                 if gone is not None and not there():
                     raise CollectiveTimeoutError(
@@ -334,8 +334,8 @@ class SymmetricMemory:
     def _post(self, word: int, value: int) -> None:
         """Write this rank's word between two fences, which share the use of the lock in the middle.
 
-        Whoever sees the word sees what this rank wrote before it. What this rank reads afterwards
-        is read after the word was written: so of the last two ranks at least one sees all words.
+        A rank that sees the word also sees this rank's earlier writes. This rank's later reads
+        follow the write of the word, so at least one of the last two ranks sees all words.
         """
         with self._lock:
             pass
@@ -347,8 +347,8 @@ class SymmetricMemory:
     def _fence(self) -> None:
         """Keep the processor from moving memory accesses across this.
 
-        Accesses before a lock's release stay before it, and those after an acquisition stay after
-        it. The second acquisition comes after the first release. Python has no other fence.
+        Accesses before a release of the lock stay before it; accesses after an acquisition stay
+        after it. The second acquisition follows the first release. Python has no other fence.
         """
         with self._lock:
             pass

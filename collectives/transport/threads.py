@@ -28,12 +28,13 @@ class ThreadWorld:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         self.size = size
-        # Without NORESERVE Linux refuses more than the machine has, as for a few hundred ranks.
+        # Without NORESERVE Linux refuses to map more memory than the machine has, as a few hundred
+        # ranks need.
         flags = {"flags": mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE}
         self.memory = mmap.mmap(
             -1, host_memory_bytes(size), **(flags if sys.platform == "linux" else {})
         )
-        # Worlds for which not all of their ranks have asked yet, with the number that has.
+        # Worlds that not all of their ranks have asked for yet, and how many ranks have.
         self._parts: dict[tuple[tuple[int, ...], int], tuple[ThreadWorld, int]] = {}
         self._lock = threading.Lock()
 
@@ -42,12 +43,12 @@ class ThreadWorld:
         return ThreadTransport(self, rank)
 
     def part(self, ranks: tuple[int, ...], number: int) -> ThreadWorld:
-        """Return the `number`th world of these ranks, the same to all; each of them asks once."""
+        """Return the `number`th world of these ranks, one object for all; each rank asks once."""
         key = ranks, number
         with self._lock:
             world, asked = self._parts.pop(key, (None, 0))
             world = world or ThreadWorld(len(ranks))
-            # Forgotten when the last rank has it, so that closed groups do not stay in memory.
+            # Removed when the last rank has asked, so that closed groups do not stay in memory.
             if asked + 1 < len(ranks):
                 self._parts[key] = world, asked + 1
             return world
@@ -66,7 +67,7 @@ class ThreadTransport(HostTransport):
             raise ValueError(f"tensor is on {device}; the threads transport carries cpu and cuda")
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
-        """Exchange a step's messages: `Transport.exchange`. The host waits for CUDA tensors."""
+        """Exchange messages: `Transport.exchange`, but the host also waits for CUDA tensors."""
         if all(message.tensor.is_cpu for message in (*sends, *recvs)):
             super().exchange(sends, recvs, step, timeout)
             return

@@ -1,4 +1,4 @@
-"""What `NcclTransport` needs of a way to call NCCL, and that through torch.distributed."""
+"""The interface through which `NcclTransport` calls NCCL, and its version by torch.distributed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from collectives.transport.process_groups import (
     run_beside,
 )
 
-# How long the end of communicators may wait for the other ranks.
+# Destroying communicators may wait so long for the other ranks.
 CLOSE_SECONDS = 5.0
-# Status codes for which cupy raises a KeyError instead of an error with a text.
+# cupy raises a KeyError for these status codes, instead of an error with a text.
 _STATUS = {
     7: "ncclInProgress: communicators must block, unset NCCL_COMM_BLOCKING",
     8: "ncclTimeout",
@@ -33,7 +33,7 @@ _STATUS = {
 class CommunicationStream:
     """The stream of a device's messages, and the lock held while work is put on it or captured.
 
-    It goes before the caller's streams: other ranks wait for what is on it.
+    It has a higher priority than the caller's streams, since other ranks wait for its messages.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,14 +45,15 @@ class CommunicationStream:
 class Backend(Protocol):
     """The communicators of one rank.
 
-    `open` connects all ranks on a GPU, once, outside of a CUDA graph. `exchange` puts non-empty
-    messages on the communication stream, which is the current one, as one NCCL group, and
-    `all_reduce` an in-place sum, among ranks or by torch's process group; neither waits for it. A
-    call that takes too long raises TimeoutError, with the ranks that it waited for, if known.
-    `abort` ends what is under way, in bounded time, and returns the outcome for an error's text.
-    `split` is for a transport between some of the ranks.
+    Only this transport uses these communicators. `open` connects all ranks on a GPU, once, outside
+    of a CUDA graph. While the communication stream is the current one, `exchange` puts non-empty
+    messages on it as one NCCL group, and `all_reduce` an in-place sum, among ranks or by a process
+    group; the host waits for neither. A call that takes too long raises TimeoutError, with the
+    ranks that it waited for, if known. `abort` ends all work under way, in bounded time, and
+    returns the outcome for an error's text. `split` returns the backend of a transport between
+    some of the ranks.
 
-    They are nobody else's. device: Their GPU; None if each message's own GPU is used.
+    device: The communicators' GPU; None if each message's own GPU is used.
     """
 
     device: torch.device | None
@@ -88,13 +89,13 @@ def translate_errors(step: str) -> Iterator[None]:
 
 
 class TorchBackend(Backend):
-    """torch's NCCL on the GPU of each message, with communicators of its own.
+    """torch's NCCL on the GPU of each message, with communicators of our own.
 
-    Those of the process group may be the user's, and cannot be captured with: torch would wait for
-    our graphs where the user destroys them. torch's watchdog ends the process when a rank is gone,
-    but only long afterwards: before that a step's timeout, or the end of a peer, aborts what is
-    under way. `open` connects all ranks, outside of a CUDA graph; if a rank is gone by then, torch
-    waits without a limit.
+    The process group's communicators may be the user's, and our CUDA graphs cannot use those: when
+    the user destroys the group, torch would wait for the graphs. torch's watchdog ends the process
+    when ranks are gone, but only long afterwards: before that, the steps under way are aborted
+    because of a timeout or a peer that has ended. `open` connects all ranks, outside of a CUDA
+    graph; if one is gone by then, torch waits without a limit.
     """
 
     device = None
@@ -103,17 +104,17 @@ class TorchBackend(Backend):
         self._process_group = process_group
         self._streams: dict[torch.device, CommunicationStream] = {}
         self._nccl: Any = None
-        # Those of process groups that `all_reduce` was asked for.
+        # The NCCL backends of process groups that `all_reduce` has summed by.
         self._others: list[Any] = []
 
     def open(self, host: Transport, device: torch.device, timeout: float) -> None:
-        """Make torch create its communicator of all ranks, by a sum in which all take part."""
+        """Make torch create its communicator of all ranks, by a sum of all of them."""
         if self._nccl is None:
             self._nccl = own_nccl(self._process_group, timeout)
         self._nccl.allreduce([torch.zeros(1, device=device)]).wait()
 
     def stream(self, device: torch.device) -> CommunicationStream:
-        """Return our own stream, which waits for torch's works: an event there comes after them."""
+        """Return our stream. It waits for torch's work, so later events on it follow that work."""
         if device not in self._streams:
             self._streams[device] = CommunicationStream(device)
         return self._streams[device]
@@ -122,12 +123,12 @@ class TorchBackend(Backend):
         nccl = self._nccl
         nccl._start_coalescing()
         try:
-            # As bytes: torch's NCCL does not send int16, for one.
+            # As bytes, since torch's NCCL does not send some dtypes, such as int16.
             for post, messages in ((nccl.recv, recvs), (nccl.send, sends)):
                 for peer, tensor in messages:
                     post([as_bytes(tensor)], peer, 0)
         finally:
-            # Also of one that failed, which is open until then.
+            # After a failure, too: the group stays open until this call.
             work = nccl._end_coalescing()
         # The stream waits; the host does not.
         work.wait()
@@ -146,7 +147,7 @@ class TorchBackend(Backend):
 
     def close(self) -> None:
         nccl, self._nccl = self._nccl, None
-        # From Python 3.12 on no thread starts when the interpreter ends, which ends it as well.
+        # From Python 3.12 on no thread starts while the interpreter exits; the exit ends NCCL, too.
         with suppress(RuntimeError):
             if nccl is not None:
                 run_beside(nccl.shutdown, "nccl-close", CLOSE_SECONDS)

@@ -1,8 +1,9 @@
 """NCCL through cupy, with communicators of our own.
 
-Start-up, split, the first use of a connection, destroy and abort wait for other ranks without a
-limit, and cupy destroys a communicator that is collected. A group that has failed must still be
-ended (NCCL's user guide, "Group Calls" and "Fault Tolerance"; cupy 14.2).
+NCCL's start-up, split, first use of a connection, destroy and abort wait for other ranks without a
+limit, so they run in threads that are waited for with a limit. cupy destroys a communicator when
+Python collects it. A NCCL group must be ended even after a failure in it (NCCL's user guide, "Group
+Calls" and "Fault Tolerance"; cupy 14.2).
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ from collectives.transport.nccl import backend
 from collectives.transport.nccl.backend import Backend, CommunicationStream, translate_errors
 from collectives.transport.process_groups import run_beside
 
-# The dtypes that NCCL can sum, and gloo too: no other integers, no bools, no 8-bit floats.
+# The dtypes that both NCCL and gloo can sum: no other integers, no bools, no 8-bit floats.
 DTYPES = {
     getattr(torch, name): f"NCCL_{name.upper()}"
     for name in ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"]
 }
-# The first version whose unique ids are bytes.
+# The first version of cupy whose unique ids are bytes.
 _CUPY_VERSION = [14, 2]
-# Ranks that are gone are waited for in vain. An error is due 5 s after the timeout at the latest.
+# Limit for an abort, which would wait for ranks that are gone for ever; an error is due within 5 s
+# after the timeout.
 _ABORT_SECONDS = 3.0
 
 
 def load_nccl() -> Any:
     """Return the module `cupy.cuda.nccl`.
 
-    RuntimeError if torch sees no GPU. ImportError, which says what to install, if cupy or NCCL is
-    missing, too old or for another CUDA than torch's.
+    RuntimeError if torch sees no GPU. ImportError, which names the packages to install, if cupy or
+    NCCL is missing, too old or for another CUDA than torch's.
     """
     if not cuda.is_available():
         raise RuntimeError(
@@ -68,21 +70,21 @@ def load_nccl() -> Any:
 
 @functools.cache
 def shared_stream(device: torch.device) -> CommunicationStream:
-    """Return the stream of all groups of this process on a device, whose order NCCL requires.
+    """Return the one stream of a device for all groups of this process, since NCCL needs one order.
 
-    Not for several ranks in one process: one would wait in its turn for another's.
+    Several ranks in one process must not share it: one would wait in its turn for another's work.
     """
     return CommunicationStream(device)
 
 
 class CupyBackend(Backend):
-    """A rank's communicator on one device, and those split from it for some of the ranks.
+    """A rank's communicator on one device, and communicators of fewer ranks split from it.
 
-    Making one raises as `load_nccl` does.
+    Making one raises the errors of `load_nccl`.
 
     Args:
         device: This rank's GPU, the current one unless given.
-        stream: The communication stream, shared with others on this device; else a new one.
+        stream: A communication stream to share with other backends of this device; new by default.
     """
 
     device: torch.device
@@ -95,12 +97,12 @@ class CupyBackend(Backend):
         if self.device.type != "cuda" or self.device.index is None:
             raise ValueError(f'device must be a CUDA device such as "cuda:0", got {self.device}')
         self._stream = stream or CommunicationStream(self.device)
-        # All communicators, until their end, and those of some of the ranks.
+        # All communicators, None once they have ended; and the split ones, by their ranks.
         self._made: list[Any] | None = []
         self._parts: dict[tuple[int, ...], Any] = {}
-        # What NCCL was used for once.
+        # Uses that NCCL has made its connections for.
         self._connected: set[Any] = set()
-        # Guards `_made`. Reentrant: Python may collect the transport at any allocation.
+        # Guards `_made`. Reentrant: any allocation may make Python collect the transport.
         self._lock = threading.RLock()
 
     def open(self, host: Transport, device: torch.device, timeout: float) -> None:
@@ -141,32 +143,32 @@ class CupyBackend(Backend):
             part.allReduce(address, address, numel, kind, add, stream)
 
         if numel:
-            # NCCL connects for each of its algorithms, which it chooses by the length.
+            # NCCL connects for each of its algorithms, and chooses the algorithm by the length.
             self._group(post, {(among, numel, kind)}, timeout)
 
     def check(self) -> None:
-        # With the lock: another thread must not free a communicator meanwhile.
+        # With the lock, so that no other thread frees a communicator meanwhile.
         with self._lock:
             for communicator in self._made or ():
                 communicator.check_async_error()
 
     def abort(self) -> str:
-        """Abort all communicators, and calls that are still in other threads, within 3 s."""
+        """Abort all communicators, and calls still running in other threads, within 3 s."""
         self._end("abort", _ABORT_SECONDS)
         return "its NCCL communicator was aborted"
 
     def close(self) -> None:
-        """Destroy all communicators, which waits for the other ranks, but at most 5 s."""
+        """Destroy all communicators; wait at most 5 s for the other ranks."""
         with translate_errors("close"):
             for error in self._end("destroy", backend.CLOSE_SECONDS):
                 raise error
 
     def split(self, host: Transport) -> CupyBackend:
-        """Return a back end on the same stream: all ranks have to start the work in one order."""
+        """Return a backend on the same stream: all ranks have to start the work in one order."""
         return CupyBackend(self.device, stream=self._stream)
 
     def _bounded(self, job: Callable[[], Any], timeout: float, *peers: int) -> Any:
-        """Return what a job returns that may wait for `peers` without a limit."""
+        """Return the result of a job that may wait for `peers`; TimeoutError after `timeout`."""
         results: list[Any] = []
 
         def run() -> None:
@@ -181,24 +183,24 @@ class CupyBackend(Backend):
         return results[0]
 
     def _make(self, make: Callable[..., Any], timeout: float, *args: Any) -> Any:
-        """Return the communicator made of `args`; it is ended together with the others."""
+        """Return the communicator that `make(*args)` returns; it is ended with all others."""
 
         def run() -> Any:
             made = make(*args)
-            # Never collected: cupy would destroy it, and wait for ranks that are gone.
+            # Never collected: cupy would destroy it then, and wait for ranks that are gone.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
             with self._lock:
                 if self._made is not None:
                     self._made.append(made)
                     return made
-            # The caller has timed out, and all others were ended meanwhile.
+            # The caller has timed out, and the other communicators were ended meanwhile.
             made.abort()
             return made
 
         return self._bounded(run, timeout, *self._others)
 
     def _group(self, job: Callable[[], None], uses: set[Any], timeout: float) -> None:
-        """Call a job between groupStart and groupEnd. uses: what NCCL connects for, at first."""
+        """Call a job between groupStart and groupEnd. uses: NCCL connects at the first of each."""
 
         def run() -> None:
             if self._made is None:
@@ -207,7 +209,7 @@ class CupyBackend(Backend):
             try:
                 job()
             except BaseException:
-                # groupEnd of a failed group reports the failure again: the first error is raised.
+                # groupEnd of a failed group reports the failure again; raise the first error.
                 with suppress(self._nccl.NcclError, KeyError):
                     self._nccl.groupEnd()
                 raise
@@ -220,12 +222,12 @@ class CupyBackend(Backend):
             self._connected |= uses
 
     def _end(self, how: str, seconds: float) -> list[BaseException]:
-        """End all communicators, each in a thread of its own, once; return the errors."""
+        """End all communicators once, each in its own thread; return the errors."""
         deadline = time.monotonic() + seconds
         with self._lock:
             made, self._made = self._made or [], None
         started: list[tuple[threading.Thread, list[BaseException]]] = []
-        # From Python 3.12 on no thread starts when the interpreter ends, which ends them as well.
+        # From Python 3.12 on no thread starts while the interpreter exits; the exit ends them, too.
         with suppress(RuntimeError):
             for each in made:
                 started.append(run_beside(getattr(each, how), f"nccl-{how}", 0.0))

@@ -1,4 +1,4 @@
-"""GPU memory that the GPUs of all ranks of one node reach, from torch's symmetric memory."""
+"""GPU memory that all GPUs of one node can access, allocated by torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import cuda
 from collectives.errors import CollectiveTimeoutError, TransportError
 from kernels.gpu.node_kernels import MULTIPROCESSORS, Node, pad_bytes
 
-# Vectors of all dtypes start at whole lines of memory behind the pads.
+# The memory behind the pads starts at a whole line, so that vectors of all dtypes are aligned.
 _LINE = 256
 # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver.
 _NATIVE_ATOMICS = 3
@@ -24,17 +24,16 @@ _NATIVE_ATOMICS = 3
 class NodeMemory:
     """One allocation on each rank's GPU, which kernels of all ranks of its node read and write.
 
-    Making one is a collective of all ranks, each with those of its node. `gather` returns the
-    values of all ranks, by rank. If a rank cannot make its memory all of them raise TransportError,
-    which says why.
+    Making one is a collective of all ranks; the ranks of each node share memory. If one rank cannot
+    allocate its memory, all ranks raise TransportError with the reason.
 
     Args:
-        nbytes: Its length.
-        process_group: Of the node's ranks.
+        nbytes: Bytes of memory per GPU.
+        process_group: The process group of the node's ranks.
         device: This rank's GPU.
-        timeout: Seconds that a launch waits for a peer, each time.
-        gather: See above.
-        node_ranks: The ranks of this rank's node, which follow each other.
+        timeout: Seconds that each wait for a peer in a launch may take.
+        gather: Returns the arguments of all ranks of all nodes, by rank.
+        node_ranks: The ranks of this rank's node, which have consecutive numbers.
         names: Their names in errors.
 
     Attributes:
@@ -59,17 +58,17 @@ class NodeMemory:
         self.tensor = whole[pads:]
         buffers = [address + pads for address in addresses]
         self.node = Node(process_group.rank(), buffers, addresses, device, timeout)
-        # Launches are on another stream than what has made the node's tables.
+        # Launches are on another stream than the copies that fill the node's tables.
         cuda.synchronize(device)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the bytes at which a contiguous tensor starts here; None if it does not."""
+        """Return a contiguous tensor's offset in bytes; None if it is elsewhere or misaligned."""
         start = tensor.data_ptr() - self.tensor.data_ptr()
         inside = start >= 0 and start + tensor.nbytes <= self.tensor.nbytes
         return start if inside and start % 16 == 0 else None
 
     def check(self) -> None:
-        """Raise CollectiveTimeoutError if a launch waited in vain; later ones have done nothing."""
+        """Raise CollectiveTimeoutError if a launch timed out; later launches did nothing."""
         try:
             self.node.check(self._names)
         except TimeoutError as error:
@@ -84,10 +83,10 @@ def allocate(
     gather: Callable[[Any], list[Any]],
     node_ranks: Sequence[int],
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return new memory, as bytes, and the address of each rank's memory, in this process.
+    """Return new memory, as bytes, and the addresses of the memory of all ranks of the node.
 
-    The first `pads` bytes are zeros on all ranks. Ranks tell each other what stops them: torch's
-    own rendezvous would wait for a rank that has failed.
+    The addresses are valid in this process. The first `pads` bytes are zeros on all ranks. Ranks
+    report failures to each other, since torch's rendezvous would wait for ranks that have failed.
     """
     whole: Any = None
     together = partial(_together, device=device, gather=gather)
@@ -97,9 +96,9 @@ def allocate(
         memory = _symmetric_memory()
         if lack := _lack_of(device):
             raise RuntimeError(lack)
-        # Not from torch's pool (torch.distributed._symmetric_memory.empty): a block that comes
-        # from there again has the rendezvous of its earlier tensor, which another rank may still
-        # hold, having a new block itself.
+        # Not from torch's pool (torch.distributed._symmetric_memory.empty): a reused block keeps
+        # the rendezvous of its earlier tensor, while another rank may still hold that tensor and
+        # use a new block.
         with cuda.device(device):
             whole = memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
             whole[:pads].zero_()
@@ -118,7 +117,7 @@ def allocate(
 
     def rendezvous() -> None:
         handle = _symmetric_memory().rendezvous(whole, group.group_name)
-        # torch may place memory inside of a larger block, alike on all ranks.
+        # torch may place the memory inside a larger block, at the same offset on all ranks.
         offset = whole.data_ptr() - handle.buffer_ptrs[handle.rank]
         addresses.extend(address + offset for address in handle.buffer_ptrs)
 
@@ -135,9 +134,9 @@ def _symmetric_memory() -> Any:
 def _together(
     job: Callable[[], None], device: torch.device, gather: Callable[[Any], list[Any]]
 ) -> list[tuple[str, int, str]]:
-    """Do a job on all ranks, and raise TransportError on all of them if one could not.
+    """Do a job on all ranks; raise TransportError on all of them if it failed on any.
 
-    Returns the host of each rank, and the number and the UUID of its GPU.
+    Returns each rank's host, and the number and the UUID of its GPU.
     """
     lack = ""
     try:
@@ -171,7 +170,7 @@ def _lack_of(device: torch.device) -> str:
 
 
 def _lack_between(places: Sequence[tuple[str, int, str]]) -> str:
-    """Return why GPUs, by host, number and UUID, share no memory; "" if they may."""
+    """Return why GPUs, given by host, number and UUID, cannot share memory; "" if they may."""
     if len({host for host, *_ in places}) > 1:
         return "they are on several hosts"
     numbers = sorted({number for _, number, _ in places})

@@ -1,8 +1,8 @@
 """Messages of CUDA tensors over NCCL, through cupy or through torch.distributed.
 
-A step's messages are one NCCL group of sends and receives. They are bytes, so tensors of every
-dtype can be sent. They are put on a communication stream, which events order after the caller's
-earlier work and before its later work.
+A step's messages form one NCCL group of sends and receives. They travel as bytes, so tensors of
+every dtype can be sent. They are put on a communication stream; events order them after the
+caller's earlier work and before its later work.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _Wait = Callable[[], None]
 
 
 class NcclTransport(Transport):
-    """Point-to-point messages of CUDA tensors; those of CPU tensors go through `host`.
+    """Point-to-point messages of CUDA tensors; messages of CPU tensors go through `host`.
 
-    If the back end is bound to a GPU, making one is a collective of all ranks of `host`, of at most
-    `timeout` seconds. A `Watcher` notices when a step is late, a peer is gone or NCCL reports an
-    error, which `check_streams` and the next exchange then raise. Work in a CUDA graph of the
-    caller's is not watched: capture it on all ranks alike, after a first run outside of a graph
-    (NCCL connects ranks at their first message). docs/groups.md says what holds if torch has
-    communicators of its own on the device.
+    If the backend is bound to a GPU, making one is a collective of all ranks of `host`, which takes
+    at most `timeout` seconds. If a step is late, a peer is gone or NCCL reports an error, a
+    `Watcher` notices that, and `check_streams` and the next exchange raise the error. Work in the
+    caller's own CUDA graph is not watched: capture the same work on all ranks, after a first run
+    outside of a graph (NCCL connects ranks at their first message). docs/groups.md lists the rules
+    if torch has communicators of its own on the device.
     """
 
     def __init__(self, host: Transport, backend: Backend, *, timeout: float) -> None:
@@ -85,7 +85,7 @@ class NcclTransport(Transport):
         self.post(sends, recvs, step, timeout)()
 
     def posts_ahead(self, device: torch.device) -> bool:
-        """Whether the device is a GPU: the host's messages advance only while it waits for them."""
+        """Whether the device is a GPU: the host's messages advance only while the host waits."""
         return device.type == "cuda"
 
     def post(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> _Wait:
@@ -155,7 +155,7 @@ class NcclTransport(Transport):
         self._start(work, tensors, Posted(peers, step, timeout, held=work))()
 
     def captures(self, device: torch.device) -> bool:
-        """Whether the device is a GPU: its communicators are ours, so that graphs end first."""
+        """Whether the device is a GPU: we own its communicators, so graphs can be ended first."""
         return device.type == "cuda"
 
     def capture(self, work: Callable[[], Any]) -> Callable[[str, float], None]:
@@ -196,7 +196,7 @@ class NcclTransport(Transport):
             self._abort(reason)
 
     def close(self) -> None:
-        """Wait for what is under way and raise its error, unless raised; then close all of it."""
+        """Wait for the steps under way, raise their error unless raised before, and close."""
         if self._closed:
             return
         self._closed = True
@@ -207,7 +207,7 @@ class NcclTransport(Transport):
                 self._watcher.settle()
 
     def _abort(self, reason: str) -> None:
-        # If CUDA itself has failed, the error that led to the abort is the one to raise.
+        # If CUDA itself has failed, raise the error that led to the abort instead of CUDA's.
         with suppress(RuntimeError):
             self._watcher.fail(TransportError(reason))
             self._watcher.raised = True
@@ -221,12 +221,12 @@ class NcclTransport(Transport):
         """
         caller = cuda.current_stream(tensors[0].device if tensors else None)
         ours = self._backend.stream(caller.device)
-        # One stream for all steps: they are in one order on all ranks.
+        # One stream for all steps keeps them in one order on all ranks.
         with ours.turn, cuda.stream(ours.stream):
             ours.stream.wait_event(caller.record_event())
             capturing = cuda.is_current_stream_capturing()
-            # So that the allocator does not use their memory again too early. In a graph the order
-            # of the streams alone ensures that.
+            # Keep the allocator from reusing their memory too early. In a graph the order of the
+            # streams is enough.
             for tensor in () if capturing else tensors:
                 tensor.record_stream(ours.stream)
             self._bounded(put, posted)
@@ -236,7 +236,7 @@ class NcclTransport(Transport):
         return partial(caller.wait_event, posted.event)
 
     def _open(self, device: torch.device, step: str, timeout: float) -> None:
-        """Make the communicators, on all ranks together, at the first use of a GPU."""
+        """Make the communicators at the first use of a GPU; a collective."""
         if device not in self._opened and not cuda.is_current_stream_capturing():
             join = partial(self._backend.open, self._host, device, timeout)
             self._bounded(join, Posted(self._others, step, timeout))
@@ -255,12 +255,12 @@ class NcclTransport(Transport):
             self._watcher.late(posted, error.args)
         except TransportError as error:
             self._watcher.fail(error)
-        # The first error that was found: the one caught here may be a consequence of its abort.
+        # Raise the first error found: the error caught here may be a consequence of its abort.
         self._watcher.raise_error()
 
 
 def _end_launches(memories: Sequence[NodeMemory], graphs: Graphs) -> None:
-    # Graphs and communicators may wait for what the launches hold up.
+    # First, since graphs and communicators may wait for work behind the launches.
     for memory in memories:
         memory.node.give_up()
     graphs.reset()
@@ -269,41 +269,42 @@ def _end_launches(memories: Sequence[NodeMemory], graphs: Graphs) -> None:
 def _end(process: int, watcher: Watcher, graphs: Graphs, backend: Backend) -> None:
     # Not a method: a finalizer that refers to its object would keep it alive.
     watcher.stopped = True
-    # CUDA cannot be used in a forked child, where a lock's owner may not exist either.
+    # CUDA cannot be used in a forked child, and the thread that holds a lock may not exist there.
     if os.getpid() == process:
         graphs.reset()
         backend.close()
 
 
 class Graphs:
-    """The CUDA graphs of one transport. One runs after the other, so they share their memory.
+    """The CUDA graphs of one transport, which share memory since they never run concurrently.
 
-    NCCL keeps a communicator alive for each graph that was captured with it: to destroy or abort
-    the communicator waits until the last of its graphs is gone.
+    NCCL keeps a communicator alive for each graph that was captured with it: destroying or aborting
+    the communicator waits until the last of these graphs is gone.
     """
 
     def __init__(self) -> None:
         self._graphs: weakref.WeakSet[cuda.CUDAGraph] = weakref.WeakSet()
-        # Reentrant: Python may collect the transport, which resets, at any allocation.
+        # Reentrant: any allocation may make Python collect the transport, which calls `reset`.
         self._lock = threading.RLock()
         self._ended = False
 
     def capture(self, work: Callable[[], Any], stream: cuda.Stream) -> Callable[[], None]:
-        """Capture what `work` puts on `stream` and on the current one, which is not the default.
+        """Capture the work that `work` puts on `stream` and on the current, non-default stream.
 
         Returns a function that puts the graph on the current stream. RuntimeError if the work
-        cannot be captured, TransportError if CUDA has ended the capture, or after `reset`.
+        cannot be captured. TransportError if CUDA has ended the capture; the function raises it,
+        too, after `reset`.
         """
         graph, current = cuda.CUDAGraph(), cuda.current_stream()
         with self._lock:
             pool = None if self._ended else next((each.pool() for each in self._graphs), None)
-        # Other threads, such as backward's, may go on with calls that a capture forbids.
+        # Let other threads, such as backward's, make calls that a capture forbids.
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             stream.wait_stream(current)
             work()
         finally:
-            # Also after an error: until then torch keeps the memory of all streams.
+            # After an error, too: until the capture ends, torch keeps the memory of all streams.
             _end_capture(graph, current, stream)
         with self._lock:
             if self._ended:

@@ -1,8 +1,8 @@
-"""Watch the steps that are on streams, and abort those that cannot end.
+"""Watch the steps that are on streams, and abort steps that cannot end.
 
-The host puts a step on a stream and returns. A step that waits for a rank that is gone ends only if
-its communicator is aborted. A `Watcher` does that, in a thread of its own, which runs even while
-CUDA blocks the host's thread. It keeps the error, which the next call and a Work's wait() raise.
+The host puts each step on a stream and returns. If the step's peer is gone, only an abort of the
+communicator ends the step. A `Watcher` does that, in a thread of its own, which runs even
+while CUDA blocks the host's thread. It keeps the error for the next call and for Work's wait().
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from collectives.transport.base import Transport
 from collectives.transport.nccl.backend import Backend, translate_errors
 from collectives.transport.process_groups import run_beside
 
-# With more steps under way the host waits for the first. Otherwise CUDA would block it after about
-# a thousand launches.
+# With more steps under way the host waits for the first ones. Otherwise CUDA would block the host
+# after about a thousand launches.
 MAX_PENDING = 64
-# How often the watcher's thread checks the steps.
+# Interval between two checks by the watcher's thread.
 CHECK_SECONDS = 0.25
-# For this long messages that a rank sent before it ended may still be arriving.
+# Messages sent before their sender ended may arrive for so long afterwards.
 GRACE_SECONDS = 1.0
-# Graphs under way are destroyed at once, unless CUDA itself has failed.
+# Limit for ending graphs and launches, which takes no time unless CUDA itself has failed.
 _END_SECONDS = 0.5
 # CU_STREAM_CAPTURE_MODE_RELAXED of CUDA's driver.
 _RELAXED = 2
-# How long a waiting host sleeps between two checks; short compared with a step.
+# A waiting host sleeps so long between two checks: short compared with the time of one step.
 _PAUSE_SECONDS = 2e-4
 
 
 @dataclass(eq=False)
 class Posted:
-    """A step that is put on a stream: what its errors say, and the event after it.
+    """A step that is put on a stream: details for its errors, and the event recorded after it.
 
-    held: an object that lives until the step has ended.
+    held: An object to keep alive until the step has ended.
     """
 
     peers: tuple[int, ...]
@@ -58,37 +58,37 @@ class Watcher:
     """The steps that a transport has put on streams and that are not known to have ended.
 
     A step's timeout starts when it is put on a stream, or when all steps before it are known to
-    have ended, whichever is later. The watcher's thread queries an event only if a step is late or
-    a peer is gone.
+    have ended, whichever is later. The watcher's thread queries an event only if its step is late,
+    is due for a warning, or needs a peer that is gone.
 
-    `host` knows which peers are gone. `end_launches` ends graphs, which an abort would wait for,
-    and kernels that wait for peers.
+    `host` knows which peers are gone. `end_launches` ends kernels that wait for peers, and graphs,
+    since an abort would wait for those.
 
     Attributes:
         items: The steps, in their order.
         error: The error that ended them. Nothing can be put on the streams afterwards.
-        raised: Whether some caller got the error.
+        raised: Whether the error was raised to a caller.
         stopped: Set to end the thread.
     """
 
     def __init__(self, host: Transport, backend: Backend, end_launches: Callable[[], None]) -> None:
         self.items: deque[Posted] = deque()
         self.error: CollectiveError | None = None
-        # Not an Event: another thread may hold its lock when the process is forked.
+        # Not an Event: another thread may hold an Event's lock when the process is forked.
         self.raised, self.stopped = False, False
         self._host = host
         self._backend = backend
         self._end_launches = end_launches
-        # When a step was last found to have ended, and since when a peer of the first is gone.
+        # When the last step was seen to end, and when a peer of the first step was seen to be gone.
         self._passed, self._gone_since = 0.0, math.inf
-        # The step that `_stall` is for.
+        # The step that `_stall` warns about.
         self._warned: Posted | None = None
-        # Held while everything is aborted: an event that completes then may be an aborted step's.
+        # Held during an abort: an event that completes then may belong to an aborted step.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
     def add(self, posted: Posted) -> None:
-        """Watch a step; if there are too many, wait for the first ones."""
+        """Watch another step; if there are too many, wait until the first ones have ended."""
         with self._lock:
             self.items.append(posted)
             if self._thread is None:
@@ -108,15 +108,16 @@ class Watcher:
         self.raise_error()
 
     def count(self) -> int:
-        """Return how many steps are under way; queries their events."""
+        """Return how many steps are under way, after a query of their events."""
         with self._lock:
             self._drop_done()
             return len(self.items)
 
     def raise_error(self, step: str = "") -> None:
-        """Raise the error that ended the steps, if any: a copy, as several threads may raise it.
+        """Raise a copy of the error that ended the steps, if any; several threads may raise it.
 
-        step: What cannot be started; if the error was raised before, a TransportError says that.
+        step: The step that cannot start. If given and if the error was raised before, a
+        TransportError says that the transport is unusable.
         """
         # With the lock: if the steps are being aborted, wait until that is done.
         with self._lock:
@@ -138,7 +139,7 @@ class Watcher:
                 self.items.clear()
 
     def late(self, posted: Posted, peers: tuple[int, ...] = (), why: str = "") -> None:
-        """Abort all steps because one took longer than its timeout, or for another reason."""
+        """Abort all steps because one took longer than its timeout, or because of `why`."""
         named = self._named(peers or posted.peers)
         why = why or f" (stopped after {posted.timeout:g} s)"
         said = f"{self._host.me} got no answer from {named} in {posted.step}{why}"
@@ -147,7 +148,7 @@ class Watcher:
     def watch(self) -> None:
         """Abort all steps if the first is late, a peer of it is gone, or NCCL has failed.
 
-        Long before the first step is late, warn. The watcher's thread calls this regularly.
+        Warn long before the first step is late. The watcher's thread calls this regularly.
         """
         with self._lock:
             if not self.items:
@@ -159,14 +160,14 @@ class Watcher:
             except TransportError as error:
                 self.fail(error)
                 return
-            # The host's thread may be closing its connections: then this ends, too.
+            # The host's thread may be closing its connections; the watch then ends, too.
             with suppress(CollectiveError, ValueError, OSError):
                 peer = self._host.gone(first.peers or None)
             self._gone_since = math.inf if peer is None else min(self._gone_since, now)
             gone = now - self._gone_since > GRACE_SECONDS
             if not gone and not self._is_late(first):
                 self._warn(first)
-            # If the first step has ended after all, the next one's time starts now.
+            # If the first step has ended after all, the next step's timeout starts now.
             elif not self._drop_done():
                 if peer is None:
                     self.late(first)
@@ -177,12 +178,12 @@ class Watcher:
         _relax_captures()
         while not self.stopped:
             time.sleep(CHECK_SECONDS)
-            # CUDA's errors are not lost: the host's thread gets them, too.
+            # The host's thread gets CUDA's errors, too, so none is lost here.
             with suppress(RuntimeError):
                 self.watch()
 
     def _warn(self, first: Posted) -> None:
-        """Warn if the first step takes long; its event is not queried before that is due."""
+        """Warn if the first step takes long; do not query its event before a warning is due."""
         if self._warned is not first:
             since, rank = max(first.since, self._passed), self._host.name(self._host.rank)
             named = partial(self._named, first.peers)
@@ -199,7 +200,7 @@ class Watcher:
         return time.monotonic() - max(first.since, self._passed) > first.timeout
 
     def _drop_done(self) -> bool:
-        """Forget the steps that have ended, in order; return whether there were any."""
+        """Remove the steps that have ended, in order; return whether there were any."""
         any_done = False
         while self.items and self.items[0].event.query():
             self.items.popleft()
@@ -210,10 +211,10 @@ class Watcher:
 def _relax_captures() -> None:
     """Let this thread query events during a capture of a CUDA graph in "global" mode.
 
-    Such a query would otherwise end the capture, in whichever thread that is. torch's own poller of
-    NCCL does the same, but neither torch nor cupy offers the call in Python.
+    Such a query would otherwise end the capture, in any thread. torch's own watchdog of NCCL does
+    the same, but neither torch nor cupy offers the call in Python.
     """
     mode = ctypes.c_int(_RELAXED)
-    # Where there is no such driver there are no such captures.
+    # Without such a driver there are no captures.
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
