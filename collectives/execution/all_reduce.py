@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Specs = tuple[AllReduceSpec, ...]
 AUTO = parse_all_reduce_spec("auto")
-# What gives its tensors back, and takes as many buffers at each start.
+# Calls whose results are their own tensors, and whose starts all take the same number of buffers.
 _REPLAYED = ("all_reduce", "grouped_all_reduce", "run")
 _logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class AllReduceOptions(NamedTuple):
 
     @classmethod
     def of(cls, call: Call) -> AllReduceOptions:
-        """Return a call's; one that says its schedule, or onto single ranks, has no algorithm."""
+        """Return the options of a call; `specs` is empty if the call names no algorithm."""
         options = call.options
         text = options.get("algorithm", "")
         specs = AUTO if text == "auto" else parse_all_reduce_spec(text) if text else ()
@@ -64,9 +64,9 @@ class AllReduceOptions(NamedTuple):
         return cls(specs, options.get("segments"), *scales, options.get("packed", False))
 
     def by_range(self, tensors: Sequence[Tensor]) -> list[tuple[AllReduceOptions, list[Tensor]]]:
-        """Return the tensors that travel packed, those of one dtype and device, with their options.
+        """Return groups of tensors to pack, each of one dtype and device, with their options.
 
-        Where ranges go by the size of each tensor, only tensors of one range travel together.
+        If ranges apply to the size of each tensor, a group holds tensors of one range only.
         """
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
@@ -84,7 +84,7 @@ class AllReduceOptions(NamedTuple):
         return found
 
     def as_vector(self, tensors: Sequence[Tensor]) -> tuple[AllReduceOptions, Vector | None]:
-        """Return tensors that all travel as one vector, with its options; else None for it."""
+        """Return the tensors as one vector, None if they cannot be one, after its options."""
         options = self
         if len(tensors) > 1:
             (options, _), *others = self.by_range(tensors)
@@ -102,10 +102,10 @@ def staging_bytes() -> int:
 
 
 class Runner:
-    """One rank's transport, memory and libraries, and what they do to a buffer together.
+    """Runs one rank's calls with its transport, memory and libraries.
 
     Attributes:
-        staging_bytes: Of the largest vector that is copied to memory that a node's GPUs share.
+        staging_bytes: Larger vectors are not copied to the memory that a node's GPUs share.
     """
 
     def __init__(self, transport: Transport, topology: Topology, timeout: float) -> None:
@@ -116,16 +116,16 @@ class Runner:
         self.workspace = Workspace()
         self.packed = Workspace()
         self.staging_bytes = staging_bytes()
-        # By GPU, the number of the memory; None where an earlier call has found that there is none.
+        # The number of the memory of each GPU; None if an earlier call could not allocate it.
         self.staging: dict[torch.device, int | None] = {}
         self.libraries = Libraries(transport)
-        # How many requests' starts all ranks were ready to capture.
+        # How many starts of requests all ranks were ready to capture.
         self.captures = 0
-        # The rank that the next shards are placed on first, modulo the number of ranks.
+        # The first rank that the next call's shards are placed on, modulo the number of ranks.
         self.first = 0
 
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError or TypeError where one of the ranges cannot reduce such tensors here."""
+        """Raise ValueError or TypeError if one of the ranges cannot reduce such tensors here."""
         for spec in specs:
             if spec.outer == "auto" and is_plain_sum(op):
                 continue
@@ -149,14 +149,14 @@ class Runner:
         return tuple(self.topology.ranks_of(self.topology.node_of(self.rank)))
 
     def add_node_memory(self, nbytes: int, device: torch.device | None) -> NodeMemory:
-        """Make memory that the node's GPUs reach, as `Transport.add_node_memory`."""
+        """Allocate memory that the node's GPUs share: `Transport.add_node_memory`."""
         process_group = self.libraries.group(self.node, self.timeout)
         return self.transport.add_node_memory(
             nbytes, device, self.node, process_group, self.timeout
         )
 
     def try_node_memory(self, nbytes: int, device: torch.device) -> int | None:
-        """Return the number of new memory, or None if there is none: a collective."""
+        """Allocate such memory; return its number, or None if that fails. A collective."""
         what = f"{nbytes} bytes of symmetric memory"
         number = len(self.transport.node_memories)
         try:
@@ -168,7 +168,7 @@ class Runner:
         return number
 
     def context(self, label: str) -> CallContext:
-        """Return what a call's steps have in common. label: what an error calls it."""
+        """Return the context of a call's steps. label: The call's name in errors."""
         return CallContext(self.transport, label, self.timeout, self.workspace, self.topology)
 
     def all_reduce(
@@ -184,13 +184,13 @@ class Runner:
         """Reduce a 1-D tensor over all ranks, in place.
 
         Args:
-            flat: What is reduced.
+            flat: This rank's vector.
             op: The operator.
-            options: How.
-            label: What errors call the call.
-            schedule: What runs; what the options choose unless given.
-            prescale: Factor of this rank's contribution; the options' and the operator's unless
-                given.
+            options: The algorithm and other options.
+            label: The call's name in errors.
+            schedule: The schedule to run, instead of the options' algorithm.
+            prescale: The factor of this rank's contribution, instead of the options' factor times
+                the operator's.
         """
         if prescale is None:
             prescale = options.prescale * op.prescale(flat.dtype, self.size)
@@ -212,7 +212,7 @@ class Runner:
     def _phases(
         self, flat: Tensor, op: Reducer, options: AllReduceOptions, schedule: Schedule | None
     ) -> tuple[object, AllReducePhases]:
-        """Return what runs, and what profilers call it."""
+        """Return the phases to run, after their name in profilers."""
         if self.size == 1:
             return "one rank", AllReducePhases()
         if schedule is not None:
@@ -227,7 +227,7 @@ class Runner:
     def _spec(
         self, options: AllReduceOptions, flat: Tensor, op: Reducer, numel: int
     ) -> AllReduceSpec:
-        """Return the range that runs on `numel` elements like those of `flat`; never `auto`."""
+        """Return the range for `numel` elements of `flat`'s dtype and device; never `auto`."""
         spec = spec_for(options.specs, numel)
         if spec.outer == "auto":
             spec = self.choose(flat, op, numel * flat.element_size())
@@ -256,7 +256,7 @@ class Runner:
     def reduces_by_tree(
         self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions
     ) -> bool:
-        """Return whether one reduction gets all ranks' operands of all tensors, with their tree."""
+        """Return whether one reduction of all tensors gets all ranks' operands, with their tree."""
         if self.size == 1 or not op.reads_tree or not tensors:
             return False
         options, vector = options.as_vector(tensors)
@@ -267,9 +267,9 @@ class Runner:
         return spec.inner is None and Needs.ALL_OPERANDS in record.meets and record.by_tree
 
     def replays(self, call: Call) -> bool:
-        """Return whether a request's work is a schedule's and stays on one GPU's streams.
+        """Return whether a request runs a schedule that stays on one GPU's streams.
 
-        A library's own sum is one launch already.
+        A library's own sum is a single launch even without a graph.
         """
         devices = {tensor.device for tensor in call.memory}
         if self.size == 1 or len(devices) != 1 or call.kind not in _REPLAYED:
@@ -299,24 +299,24 @@ class Runner:
         op: Reducer,
         bounds: Sequence[int] | None = None,
     ) -> None:
-        """Run a call's schedule in place, of one rank none; arguments as `execute` has them."""
+        """Run a call's schedule in place, if there are several ranks; arguments as of `execute`."""
         if self.size > 1:
             execute(schedule, flat, op, self.context(call.label), bounds=bounds)
 
     def factor(self, call: Call, dtype: torch.dtype) -> float:
-        """Return what the call and its operator multiply contributions by before they reduce."""
+        """Return the product of the call's and the operator's factors before the reduction."""
         asked: float = call.options["prescale"]
         return asked * call.op.prescale(dtype, self.size)
 
     def finish(self, call: Call, flat: Tensor) -> None:
-        """Do to a result what the operator and the call want after they have reduced."""
+        """Apply the operator's `finish` and the call's postscale to a result."""
         call.op.finish(flat, self.size)
         multiply(flat, call.options["postscale"])
 
     def choose(self, flat: Tensor, op: Reducer, nbytes: int | None = None) -> AllReduceSpec:
-        """Return what `auto` stands for, the same on all ranks and in every run.
+        """Return the algorithm that `auto` stands for, the same on all ranks and in every run.
 
-        nbytes: Of all tensors, if `flat` is one of several.
+        nbytes: The bytes of all tensors, if `flat` is one of several.
         """
         device, library = "cuda" if flat.is_cuda else "cpu", None
         if flat.is_cuda and is_plain_sum(op):
@@ -326,7 +326,7 @@ class Runner:
         )
 
     def _library_for(self, flat: Tensor) -> str | None:
-        """Return the name of NCCL's own sum where `auto` may take it, alike on all ranks."""
+        """Return the name of NCCL's own sum if `auto` may use it, the same on all ranks."""
         dtype = flat.dtype.to_real() if flat.is_complex() else flat.dtype
         if dtype not in DTYPES:
             return None
@@ -336,7 +336,7 @@ class Runner:
         return None if group is None or not has_nccl(group) else "collective"
 
     def _before_schedule(self, phases: AllReducePhases, flat: Tensor, call: CallContext) -> Tensor:
-        """Sum by the library, if there is one; return what the schedule works on."""
+        """Sum by the phases' library, if any; return the buffer for the schedule."""
         on_host = phases.host and flat.is_cuda
         # NCCL's own sum inside the nodes works on the GPUs.
         buffer = _on_host(flat) if on_host and phases.library != "nccl" else flat
@@ -348,7 +348,7 @@ class Runner:
         if ranks is None or len(ranks) > 1:
             self.libraries.all_reduce(phases.library, phases.shards, buffer, ranks, call)
         if on_host and buffer is flat and phases.schedule is not None:
-            # The copy waits for that sum, or for what ended it.
+            # The copy waits until that sum has ended or was aborted.
             buffer = _on_host(flat)
             self.transport.check_streams()
         return buffer
@@ -370,7 +370,7 @@ def grouped_all_reduce(runner: Runner, call: Call) -> Sequence[Tensor]:
 
 
 def _count(segments: Sequence[int] | None) -> int:
-    """Return how many tensors lie in a buffer, those without elements not counted."""
+    """Return the number of tensors in a buffer that have elements."""
     if segments is None:
         return 1
     return max(1, sum(low < high for low, high in pairwise(segments)))
@@ -384,7 +384,7 @@ def _on_host(flat: Tensor) -> Tensor:
 def call_span(
     label: str, op: Reducer, algorithm: object, vector: Tensor
 ) -> AbstractContextManager[object]:
-    """Return a context that is an all-reduce's range in profilers' timelines."""
+    """Return a context that shows an all-reduce as a range in profilers' timelines."""
 
     def name() -> str:
         return f"{label.partition(' (call ')[0]}: {op}, {algorithm}, {vector.nbytes} B"

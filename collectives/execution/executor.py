@@ -1,7 +1,7 @@
 """Run one rank's part of a schedule on a buffer, over any transport, with any reducer.
 
-The first parts of a step's messages are reduced while the others travel, if the transport only puts
-messages on a stream (NCCL's). On the host a rank cannot reduce and receive at once: there a step's
+If the transport puts messages on a stream (NCCL's), the first parts of a step's messages are
+reduced while the others travel. On the host a rank cannot reduce and receive at once, so a step's
 messages are exchanged whole.
 """
 
@@ -24,26 +24,26 @@ from collectives.schedules.topology import Topology
 from collectives.transport.base import Message, Transport
 
 _VECTOR_ALIGNMENT = 64
-# How long a part of a message is at the least, to a peer on this node and to another's: it travels
-# twice as long as its own latency and the host's work on a step take, bytes = 2 (alpha + host) /
-# beta by `collectives.cost.ASSUMED`, so that the host, which puts one part after the other on the
-# stream, stays ahead of the link with a margin. Both ends of a message must cut it alike, and the
-# bits of Adasum depend on it, so that these are constants. Not measured between GPUs.
+# Minimum length of a message's parts, to a peer on this node and on another one. The host puts one
+# part after the other on the stream. To keep it ahead of the link with a margin, a part travels
+# twice as long as its latency and the host's work on it take together: bytes = 2 (alpha + host) /
+# beta by `collectives.cost.ASSUMED`. These are constants, since both ends must cut messages at the
+# same places, and since Adasum's bits depend on the cuts. Not measured between GPUs.
 _NEAR_PART_BYTES = 57_060_000
 _FAR_PART_BYTES = 7_400_000
-# Below it a reduction is no more than the launch of its kernel.
+# Smaller reductions take only the time of their kernel's launch.
 _MIN_PART_BYTES = 1 << 20
-# The last part's reduction, which nothing hides, is an eighth of the step's then.
+# No transfer hides the last part's reduction: with 8 parts it is an eighth of the step's.
 MAX_PARTS = 8
-# Elements; a part of any dtype then begins at a whole number of the widest accesses.
+# Elements; with any dtype, parts then begin at a multiple of the widest memory access.
 _ALIGNED = 1024
 
 
 class Workspace:
-    """Reusable memory for what is received but not yet reduced.
+    """Reusable memory for messages that are received but not yet reduced.
 
-    On the CPU it is one block, whose pages are mapped once. On CUDA torch's allocator does as much,
-    for each stream, and for each graph that is captured.
+    On the CPU it is one block, whose pages are mapped once. On CUDA torch's allocator reuses memory
+    in the same way, for each stream and for each captured graph.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Workspace:
         if not like.is_cpu:
             return torch.empty(numel, dtype=like.dtype, device=like.device)
         nbytes = numel * like.element_size()
-        # Nobody may write outside inference mode to a tensor made inside it.
+        # Tensors made in inference mode could not be written to outside of it.
         with inference_mode(False):
             if self._block.numel() < nbytes:
                 self._block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -63,9 +63,10 @@ class Workspace:
 
 @dataclass(frozen=True)
 class CallContext:
-    """What all steps of a call have in common; without a topology all ranks are on one node.
+    """The arguments that all steps of a call share; without a topology all ranks are on one node.
 
-    sums: By ranks, what sums a float64 tensor over them, in place, where that takes no messages.
+    sums: Functions that sum a float64 tensor over some ranks in place without messages, by the
+    ranks.
     """
 
     transport: Transport
@@ -94,14 +95,14 @@ def execute(
     """Run this rank's steps of `schedule` in place on `buffer` (1-D, contiguous).
 
     Args:
-        schedule: What all ranks run.
+        schedule: The schedule, the same on all ranks.
         buffer: This rank's data.
-        reducer: What REDUCE means, one for all phases or one per phase.
+        reducer: The operator of REDUCE, one for all phases or one per phase.
         call: The transport, and the call's label and timeout.
         segments: Element boundaries that operators work by; one segment unless given.
-        bounds: Element boundaries of the schedule's chunks; nearly equal pieces unless given, of
-            whole segments if the schedule asks for them. With them a gathered schedule only
-            gathers.
+        bounds: Element boundaries of the schedule's chunks. Unless given, chunks are nearly equal,
+            and consist of whole segments if the schedule asks for that. With bounds, a gathered
+            schedule only gathers.
         ranks: The transport's ranks that stand for the schedule's ranks 0, 1, ...; all of them
             unless given.
     """
@@ -152,8 +153,8 @@ def _reduce(
     call: CallContext,
     label: str,
 ) -> None:
-    """Reduce what a step receives, as it arrives. posted: None if all of it has arrived."""
-    # Python's flags are slow: most operators have none.
+    """Reduce a step's messages as they arrive. posted: None if all of them have arrived."""
+    # Operations on Python's flags are slow, and most operators need no flag.
     needs = operator.needs
     by_segment = needs is not Needs.ANY_ORDER and Needs.ONE_TREE in needs
     sum_partials: Callable[[torch.Tensor], None] | None = None
@@ -169,7 +170,7 @@ def _reduce(
         elif len(step.group) != 1:
             by_messages = partial(_sum_partials, group=step.group, step=context)
             sum_partials = call.sums.get(step.group, by_messages)
-        # Whole segments are reduced when all of them have arrived.
+        # Without partial sums or a tree, whole segments are reduced at once: wait for all parts.
         parted = sum_partials is not None or bool(step.tree)
     for leaves, reductions in kinds:
         pieces: Sequence[Piece] = _pieces(reductions, recvs, buffer)
@@ -184,9 +185,9 @@ def _reduce(
 def _alike(
     step: LoweredStep, operator: Reducer, label: str
 ) -> list[tuple[tuple[int, ...], Sequence[Reduction]]]:
-    """Return the step's reductions by the ranks behind their operands.
+    """Return the step's reductions grouped by how many ranks their operands combine.
 
-    Only steps that reduce whole segments have two kinds or more.
+    Only steps that reduce whole segments have more than one group.
     """
     found: dict[tuple[int, ...], list[Reduction]] = {}
     for reduction in step.reductions:
@@ -205,7 +206,7 @@ def _reduce_gathered(
     reducer: Reducer | Sequence[Reducer],
     segments: Sequence[int] | None,
 ) -> None:
-    """Write all ranks' vectors, reduced in rank order, to `buffer`."""
+    """Reduce all ranks' vectors in rank order, and write the result to `buffer`."""
     operator = reducer if isinstance(reducer, Reducer) else reducer[-1]
     parts = tuple(vector[: buffer.numel()] for vector in vectors)
     pieces = (Piece(parts, parts[0], 0),)
@@ -217,10 +218,10 @@ def _reduce_gathered(
 def _side_by_side(
     schedule: Schedule, rank: int, buffer: torch.Tensor, workspace: Workspace
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return memory for all ranks' vectors, with this rank's, and their chunks' boundaries.
+    """Return memory for all ranks' vectors, with a copy of this rank's, and the chunks' boundaries.
 
-    Each vector begins at a multiple of 64 bytes: reductions of vectors that are aligned alike on
-    every rank give every rank the same bits.
+    Each vector begins at a multiple of 64 bytes: with the same alignment on every rank, reductions
+    give every rank the same bits.
     """
     nbytes = -(-buffer.nbytes // _VECTOR_ALIGNMENT) * _VECTOR_ALIGNMENT
     width = nbytes // buffer.element_size()
@@ -234,11 +235,11 @@ def _side_by_side(
 def _pieces(
     reductions: Sequence[Reduction], recvs: Sequence[Message], buffer: torch.Tensor
 ) -> tuple[Piece, ...]:
-    """Return the operands of each range: what is received, and the rank's own value."""
+    """Return the operands of each range: the received values, and the rank's own."""
     pieces = []
     for before, after, low, high, _ in reductions:
         mine = buffer[low:high]
-        # Loops: a comprehension is a call.
+        # Loops, since each comprehension would cost a function call.
         operands = []
         for number in before:
             operands.append(recvs[number].tensor)
@@ -253,7 +254,7 @@ def _sum_partials(partials: torch.Tensor, group: tuple[int, ...], step: CallCont
     """Sum over `group` by recursive doubling: addition commutes, so all ranks get equal bits."""
     if not group:
         raise ValueError(f"{step.label} names no group to sum over; use rd, rechd or vhdd")
-    # The step's own workspace holds what is being reduced.
+    # The step's own workspace holds the operands of the reduction under way.
     call = replace(step, label=f"the dot products of {step.label}", workspace=Workspace())
     execute(halving.doubling(len(group)), partials.view(-1), Sum, call, ranks=group)
 
@@ -261,10 +262,10 @@ def _sum_partials(partials: torch.Tensor, group: tuple[int, ...], step: CallCont
 def _gather_partials(
     table: torch.Tensor, group: tuple[int, ...], step: CallContext
 ) -> torch.Tensor:
-    """Return the tables of all ranks of `group`, in their order."""
+    """Return the tables of all ranks of `group`, in the group's order."""
     transport = step.transport
     mine = group.index(transport.rank)
-    # The next rank first, so that not all begin with the first one.
+    # Begin with the next rank, so that not all ranks send to the first one at once.
     others = (*range(mine + 1, len(group)), *range(mine))
     tables = table.new_empty(len(group), *table.shape)
     tables[mine] = table
@@ -279,7 +280,7 @@ def _gather_partials(
 
 
 def parts_of(message: Message, call: CallContext) -> int:
-    """Return how many parts a message has, by its length and its link: alike at both its ends."""
+    """Return a message's number of parts, by its length and link: the same at both ends."""
     shortest = _NEAR_PART_BYTES if call.is_near(message.peer) else _FAR_PART_BYTES
     return max(1, min(MAX_PARTS, message.tensor.nbytes // shortest))
 
@@ -287,7 +288,7 @@ def parts_of(message: Message, call: CallContext) -> int:
 def post(
     sends: Sequence[Message], recvs: Sequence[Message], call: CallContext, label: str
 ) -> PostedStep:
-    """Start the messages of a step; without parts they have arrived when this returns.
+    """Start one step's messages; if none has parts, all have arrived when this returns.
 
     label: The step's name in errors.
     """
@@ -317,32 +318,33 @@ def _parts(message: Message, count: int) -> list[Message]:
 
 
 def _part_bounds(tensor: torch.Tensor, count: int) -> list[int]:
-    """Return the boundaries of a message's parts, so that aligned ones have aligned parts."""
+    """Return the boundaries of a message's parts; parts of an aligned message are aligned, too."""
     numel = tensor.numel()
     length = -(-numel // (count * _ALIGNED)) * _ALIGNED
     return [min(part * length, numel) for part in range(count + 1)]
 
 
 class PostedStep:
-    """A step whose messages are under way. waits: functions that wait for each part, in order."""
+    """A step whose messages are under way. waits: One function per part, which waits for it."""
 
     def __init__(self, waits: Sequence[Callable[[], None]]) -> None:
         self._waits = waits
         self._arrived = 0
 
     def wait(self, part: int | None = None) -> None:
-        """Wait until this part and those before it may be used; all unless given."""
+        """Wait until all parts up to this one may be used; all parts unless given."""
         stop = len(self._waits) if part is None else part + 1
         for wait in self._waits[self._arrived : stop]:
             wait()
         self._arrived = max(self._arrived, stop)
 
     def pieces(self, pieces: Sequence[Piece], *, apart: bool) -> Sequence[Piece]:
-        """Return the pieces of a step, each in at least as many parts as its messages.
+        """Return one step's pieces, cut into parts that can be reduced as messages arrive.
 
-        So the n-th part of a piece needs no later part of any of its messages than their n-th.
+        The n-th part of a piece needs only the first n parts of its messages.
 
-        apart: whether they may be reduced one by one; else they stay whole, and all have arrived.
+        apart: Whether the parts may be reduced one by one. Otherwise wait for all messages and
+        return whole pieces.
         """
         if not apart or len(self._waits) < 2:
             self.wait()
@@ -357,7 +359,7 @@ class PostedStep:
 
 
 class _ArrivingPieces(Sequence[Piece]):
-    """Pieces with the part that each arrives in. Taking one waits for it."""
+    """Pieces, each with the number of the last part that it needs. Indexing waits for that part."""
 
     def __init__(self, pieces: Sequence[tuple[int, Piece]], posted: PostedStep) -> None:
         self._pieces = pieces

@@ -1,4 +1,4 @@
-"""Lowering: one rank's steps of a schedule, in elements and in ranks of the transport."""
+"""Lowering translates one rank's steps of a schedule to elements and ranks of the transport."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_ENTRIES = 128
 
 
 class Range(NamedTuple):
-    """Elements [low, high) to or from `peer`: of the buffer, or of scratch where `staged`."""
+    """Elements [low, high) to or from `peer`, in the buffer, or in scratch memory if `staged`."""
 
     peer: int
     low: int
@@ -31,13 +31,13 @@ class Range(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """Elements [low, high) of the buffer with what is received for them.
+    """A reduction of received operands into elements [low, high) of the buffer.
 
     Attributes:
         before: Numbers of the step's receives that precede the rank's own value, in order.
         after: Numbers of the receives that follow it.
-        leaves: How many ranks stand behind each operand, in order; None if the schedule does not
-            say.
+        leaves: How many ranks' contributions each operand combines, in order; None if the schedule
+            does not say.
     """
 
     before: tuple[int, ...]
@@ -51,10 +51,10 @@ class LoweredStep(NamedTuple):
     """A step in elements. Peers and group are ranks of the transport; the rest is as in a `Step`.
 
     Attributes:
-        name: For errors.
-        staged: Elements that are received but must not be in the buffer yet.
-        sent_first: Whether the elements that a part of a message is reduced into have been sent
-            when that part arrives.
+        name: The step's name in errors.
+        staged: Number of received elements that must not be written to the buffer yet.
+        sent_first: Whether elements that are both sent and reduced into have been sent when the
+            part to reduce arrives.
     """
 
     name: str
@@ -69,7 +69,7 @@ class LoweredStep(NamedTuple):
 
 
 def chunk_bounds(schedule: Schedule, numel: int, segments: Sequence[int] | None) -> list[int]:
-    """Return the element boundaries of nearly equal chunks, of whole segments if so scheduled."""
+    """Return the element boundaries of nearly equal chunks, whole segments if so scheduled."""
     if not schedule.whole_segments:
         return split_bounds(numel, schedule.chunks)
     return segment_bounds((0, numel) if segments is None else segments, schedule.chunks)
@@ -81,8 +81,8 @@ def lower(
 ) -> tuple[LoweredStep, ...]:
     """Return the steps of the schedule's `rank`.
 
-    bounds: Element boundaries of the schedule's chunks. members: The transport's ranks that stand
-    for the schedule's ranks 0, 1, ...
+    bounds: Element boundaries of the schedule's chunks. members: The transport's ranks that act as
+    the schedule's ranks 0, 1, ...
     """
     return tuple(
         _lower_step(f"step {number} ({schedule.name})", step, bounds, members)
@@ -139,7 +139,7 @@ def _lower_step(
 
 
 def _leaves(received: Sequence[tuple[int, int] | None], before: int) -> tuple[int, ...] | None:
-    """Return how many ranks stand behind each operand; `before` of them precede the own value."""
+    """Return how many ranks each operand combines; `before` operands precede the rank's own."""
     said = [leaves for leaves in received if leaves is not None]
     if len(said) < len(received):
         return None
@@ -148,13 +148,13 @@ def _leaves(received: Sequence[tuple[int, int] | None], before: int) -> tuple[in
 
 
 def sent_first(step: Step) -> bool:
-    """Return whether the elements that a message is reduced into are sent before it arrives."""
+    """Return whether elements that are both sent and reduced into are sent before data arrive."""
     sent = {each[1:3] for each in step.sends}
     received = {each[1:3] for each in step.recvs if each.action is not Action.COPY}
     starts, stops = sorted(start for start, _ in sent), sorted(stop for _, stop in sent)
 
     def overlapping(start: int, stop: int) -> int:
-        # Those that begin before its end, less those that have ended before it begins.
+        # Sent ranges that begin before `stop`, minus the ones that end by `start`.
         return bisect_left(starts, stop) - bisect_right(stops, start)
 
     return all(overlapping(*each) <= (each in sent) for each in received)

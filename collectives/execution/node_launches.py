@@ -1,10 +1,10 @@
 """All-reduces through memory that a node's GPUs share, in launches of our kernels.
 
-On one node an all-reduce is one launch a rank: its kernel reads its slice straight from all GPUs'
-memory, and writes what it has reduced to all of them (`kernels.gpu.node_kernels`). On several the
-launch leaves each rank its slice, which is reduced across the nodes by messages; a second launch
-writes it to the node's GPUs. A vector that does not lie in memory that they share is copied there
-before, and back behind it.
+On one node an all-reduce is one launch per rank: its kernel reads the rank's slice directly from
+all GPUs' memory, and writes the reduced slice to all of them (`kernels.gpu.node_kernels`). On
+several nodes, a first launch reduces each rank's slice within the node, messages reduce it across
+the nodes, and a second launch writes it to the node's GPUs. Vectors outside of the shared memory
+are copied there first, and copied back at the end.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from kernels.gpu.launcher import elsewhere
 from kernels.gpu.node_slices import slice_of
 
 Tensor = torch.Tensor
-# Where in the memory that GPUs share a call's tensor lies; ranks compare it.
+# The option with the place of a call's tensor in the memory that GPUs share; ranks compare it.
 OPTION = "symmetric_memory"
-# Between two nodes it sends no more than others, in one step.
+# Between two nodes it sends no more bytes than other algorithms, and needs one step only.
 _BETWEEN_TWO = parse_all_reduce_spec("rd")[0]
 
 
 def by_messages(call: Call) -> Call:
-    """Return a call that goes by messages whatever was planned, as another one to the ranks."""
+    """Return a copy of the call that goes by messages; ranks negotiate it as a different call."""
     options = {key: value for key, value in call.options.items() if key != OPTION}
     return replace(call, options=options, plan=None)
 
 
 def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
-    """Return how a call runs in launches; None if it goes by messages.
+    """Return a plan to run a call in launches; None if it goes by messages.
 
-    It is launched if `auto` is free to choose and an operator has such a kernel for the dtype.
-    Where the vector lies in memory that `symmetric_empty` has made, the call's options say where;
-    else it is copied to the group's own, and back.
+    Calls are launched if `auto` may choose and if the operator has a kernel for the dtype. If the
+    vector lies in memory of `symmetric_empty`, the call's options name the place; otherwise it is
+    copied to the group's own memory, and back.
     """
     tensors, transport = call.tensors, runner.transport
     if call.kind not in ("all_reduce", "grouped_all_reduce") or not tensors:
@@ -56,7 +56,7 @@ def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
     device = tensors[0].device
     if not transport.shares_gpu_memory(device):
         return None
-    # A request's buffer may be another one now.
+    # Remove the last start's place: a request may have another buffer now.
     call.set_option(OPTION, None)
     options = AllReduceOptions.of(call)
     if not any(map(Tensor.numel, tensors)) or not all(map(Tensor.is_contiguous, tensors)):
@@ -67,7 +67,7 @@ def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
     if spec_for(options.specs, vector.numel).outer != "auto":
         return None
     flat = vector.tensors[0]
-    # Tables cannot be uploaded in a capture of the caller's, which is one on all ranks.
+    # Tables cannot be uploaded while the caller captures a graph, as all ranks then do.
     if flat.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     plan = NodeAllReduce(runner, vector, options)
@@ -85,9 +85,9 @@ class NodeAllReduce:
     """One all-reduce of one rank's vector; it may be run any number of times.
 
     Attributes:
-        vector: What is reduced.
-        place: The number of the memory, and the bytes at which the vector lies or is copied there;
-            None until that is made.
+        vector: The vector to reduce.
+        place: The number of the memory, and the offset in bytes of the vector or its copy; None
+            until the memory exists.
     """
 
     runner: Runner
@@ -95,7 +95,7 @@ class NodeAllReduce:
     options: AllReduceOptions
     place: tuple[int, int] | None = None
 
-    # Nothing is copied by the caller.
+    # So large that `Calls.start` never begins the call in the caller's thread.
     nbytes = sys.maxsize
     by_tree = False
 
@@ -105,12 +105,12 @@ class NodeAllReduce:
 
     @property
     def by_messages(self) -> bool:
-        """Whether it is known that the ranks have no memory to copy the vector to."""
+        """Whether the ranks are known to have no memory for a copy of the vector."""
         device = self.vector.tensors[0].device
         return self.place is None and self.runner.staging.get(device, 0) is None
 
     def ready(self) -> bool:
-        """Return whether it can run, alike on all ranks; the first one makes the memory."""
+        """Return whether it can run, equal on all ranks; the first call allocates the memory."""
         if self.place is None:
             runner, device = self.runner, self.vector.tensors[0].device
             if device not in runner.staging:
@@ -120,7 +120,7 @@ class NodeAllReduce:
         return self.place is not None
 
     def fill(self) -> None:
-        """Do nothing: the launch is behind the copy on the stream."""
+        """Do nothing: `run` puts the copy on the stream, before the kernel."""
 
     def run(self, call: Call) -> None:
         """Put the call on the stream."""
@@ -133,9 +133,9 @@ class NodeAllReduce:
 
 
 class Launches:
-    """What reduces vectors at one place of a node's memory, bound at the first and kept.
+    """Bound kernels that reduce vectors at one place of a node's memory.
 
-    It holds no tensors of the caller's: a request keeps it for other buffers.
+    It holds no tensors of the caller's, so that a request can keep it when its buffers change.
     """
 
     def __init__(self, runner: Runner, op: Reducer, vector: Vector, place: tuple[int, int]) -> None:
@@ -148,7 +148,7 @@ class Launches:
         self._alone = runner.topology.num_nodes == 1
 
     def serve(self, place: tuple[int, int], vector: Vector) -> bool:
-        """Return whether they reduce this vector, of the same request, at this place."""
+        """Return whether these launches fit a vector of the same request at this place."""
         return (
             place == self._place
             and vector.numel == self._numel
@@ -156,7 +156,7 @@ class Launches:
         )
 
     def put(self, vector: Vector, options: AllReduceOptions, label: str) -> None:
-        """Put an all-reduce on the current stream. label: The call's, in errors."""
+        """Put an all-reduce on the current stream. label: The call's name in errors."""
         flat, scale = self._flat, options.prescale
         if vector.layout is None and vector.tensors[0].data_ptr() == flat.data_ptr():
             flat = vector.tensors[0]
@@ -178,13 +178,13 @@ class Launches:
             self._across(label)
             self._launch(gather, vector.tensors, label)
 
-    # Bound where they are first called, on the stream on which their memory is used, for torch's
-    # allocator.
+    # Bound at their first use: torch's allocator must see the allocation of their memory on the
+    # stream that uses it.
     @cached_property
     def _reduce(self) -> Callable[[], None]:
         op, node = self._op, self._node
         if not self._alone:
-            # The sum of a node is no average yet.
+            # Sum within the node: an average is divided only after all nodes are added.
             op, node = Sum if is_plain_sum(op) else op, node.scattering()
         return op.bind_on_node(node, self._flat, self._offset, self._segments)
 
@@ -193,7 +193,7 @@ class Launches:
         return self._node.bind_gather(self._numel, self._flat.dtype, self._offset)
 
     def _launch(self, work: Callable[[], None], tensors: Sequence[Tensor], label: str) -> None:
-        """Put launches on the current stream, as one step."""
+        """Put the launches of `work` on the current stream, as one step."""
 
         def put() -> None:
             # Triton compiles and launches for the current device, which may be another one.
@@ -206,7 +206,7 @@ class Launches:
     def _across(self, label: str) -> None:
         """Reduce this rank's slice across the nodes, by messages.
 
-        Dot products of vectors that the ranks of a node hold together are summed in a launch.
+        If the ranks of one node hold slices of a vector, a launch adds up their dot products.
         """
         runner, (start, length) = self._runner, self._node.slice(self._numel, self._flat.itemsize)
 
@@ -220,7 +220,7 @@ class Launches:
 
     @cached_property
     def _schedule(self) -> tuple[Schedule, list[int]]:
-        """What runs across the nodes, and the boundaries of its chunks."""
+        """The schedule across the nodes, and the boundaries of its chunks."""
         topology, flat, op = self._runner.topology, self._flat, self._op
         spec, nodes = _BETWEEN_TWO, Topology(topology.num_nodes, 1)
         if nodes.size > 2:

@@ -1,12 +1,12 @@
-"""What each kind of call does on one rank, once it was negotiated.
+"""A function for each kind of call, which carries it out on one rank after the negotiation.
 
-A rank that has joined runs the same functions on zeros: so each takes all that is not data from the
+A rank that has joined runs the same functions on zeros, so everything but the data comes from the
 options, which are equal on all ranks.
 
-The owners of tensors: tensors of one dtype and device are one vector, sorted by owner. Each rank
-reduces an equal slice of it, as in a reduce-scatter by `direct`, and sends its parts to their
-owners: a sum has the bits of `rd` and `rechd`, and no rank holds more than the vector and the other
-ranks' slices.
+Reductions to owners: tensors of one dtype and device are one vector, sorted by owner. Each rank
+reduces an equal slice of it, as in a reduce-scatter by `direct`, and sends the slice's parts to
+their owners. So a sum has the bits of `rd` and `rechd`, and no rank holds more than the vector and
+the other ranks' slices.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
 
 
 class _WrittenTo(Reducer):
-    """An operator whose results, of one slice of the buffer, are written to `out` in its dtype.
+    """An operator that writes its results for one slice of the buffer to `out`, in `out`'s dtype.
 
-    start: Where the slice begins in the buffer.
+    start: The slice's first element in the buffer.
     """
 
     def __init__(self, op: Reducer, out: Tensor, start: int) -> None:
@@ -130,7 +130,7 @@ def _all_gather_bytes(runner: Runner, call: Call) -> list[bytes]:
 
 
 def _gather(runner: Runner, call: Call) -> tuple[Tensor, list[int]]:
-    """Return every rank's rows, one after the other, and the boundaries in rows."""
+    """Return all ranks' rows as one tensor, and the ranks' boundaries in it, in rows."""
     (mine,) = call.tensors
     rows = _row_bounds(runner, call)
     result = mine.new_empty(rows[-1], *mine.shape[1:]) if call.out is None else call.out
@@ -146,7 +146,7 @@ def _gather(runner: Runner, call: Call) -> tuple[Tensor, list[int]]:
 
 
 def _row_bounds(runner: Runner, call: Call) -> list[int]:
-    """Return the boundaries of all ranks' rows; raise on all ranks where one's `out` has others."""
+    """Return the boundaries of all ranks' rows; raise on all ranks if an `out` has another size."""
     (mine,) = call.tensors
     table = torch.zeros(runner.size, 2, dtype=torch.int64, device="cpu")
     table[runner.rank, 0] = mine.shape[0]
@@ -165,7 +165,7 @@ def _row_bounds(runner: Runner, call: Call) -> list[int]:
 
 
 def _all_to_all(runner: Runner, call: Call) -> tuple[Tensor, Tensor]:
-    """Exchange the first tensor's rows; the second tells how many of them go to each rank."""
+    """Exchange the first tensor's rows; the second holds the number of rows for each rank."""
     tensor, splits = call.tensors
     received = torch.empty_like(splits)
     _exchange(runner, call, splits.split(1), received.split(1), f"the counts of {call.label}")
@@ -177,7 +177,7 @@ def _all_to_all(runner: Runner, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _check_counts(runner: Runner, call: Call, counts: Tensor) -> None:
-    """Refuse numbers of rows that no ranks can have, before there is memory for them."""
+    """Raise TransportError for impossible numbers of rows, before memory for them is allocated."""
     said = counts.tolist()
     if min(said) < 0 or sum(said) >= 1 << 63:
         raise TransportError(f"{call.label}: ranks say that they have {said} rows")
@@ -199,14 +199,14 @@ def _exchange(
 
 
 def symmetric_empty(runner: Runner, call: Call, device: torch.device | None) -> Tensor:
-    """Make memory that the node's GPUs reach, on this rank's `device`."""
+    """Allocate memory that the node's GPUs share, on this rank's `device`."""
     dtype = getattr(torch, call.options["dtype"].removeprefix("torch."))
     nbytes = call.options["numel"] * dtype.itemsize
     return runner.add_node_memory(nbytes, device).tensor.view(dtype)
 
 
 def owners(numels: Sequence[int], size: int) -> list[int]:
-    """Assign each variable to the rank with the least load so far; of several, to the lowest one.
+    """Assign each variable to the rank with the least load so far; the lowest such rank if tied.
 
     The result depends only on the arguments, so all ranks compute the same owners. numels: The
     elements (or bytes) of each variable, in the same order on all ranks.
@@ -227,9 +227,9 @@ def owners(numels: Sequence[int], size: int) -> list[int]:
 
 
 def reduce_to_owners(runner: Runner, call: Call) -> list[int]:
-    """Reduce a call's tensors onto their owners; what the other ranks' tensors hold has no meaning.
+    """Reduce a call's tensors onto their owners; other ranks' tensors are undefined afterwards.
 
-    An operator that needs whole segments is all-reduced by `auto`, and has those bits.
+    Operators that need whole segments are all-reduced by `auto`, with the same bits.
     """
     op, chosen = call.op, _owners_of(call, runner.size)
     if Needs.ONE_TREE in op.needs:
@@ -279,9 +279,9 @@ def _kinds(tensors: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], 
 def _owned_vectors(
     runner: Runner, call: Call, chosen: Sequence[int]
 ) -> Iterator[tuple[Vector, list[int], slice]]:
-    """Yield each vector, the boundaries of its owners' pieces, and which tensors this rank owns.
+    """Yield each vector, the boundaries of its owners' pieces, and a slice of this rank's tensors.
 
-    Tensors whose owners the caller named travel together; others one by one, to spare memory.
+    If the caller named the owners, tensors travel together; otherwise one by one, to save memory.
     """
     for kind in _kinds(call.tensors).values():
         numbers = sorted(kind, key=chosen.__getitem__)
@@ -300,7 +300,7 @@ def _owned_vectors(
 
 
 def _slots(vector: Vector, flat: Tensor) -> list[Tensor]:
-    """Return where a packed vector's tensors lie in the buffer; nothing if they are the buffer."""
+    """Return views of a packed vector's tensors in the buffer; none if one tensor is the buffer."""
     return [] if vector.layout is None else vector.layout.views(flat)
 
 
@@ -312,7 +312,7 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 def _send_to_owners(
     runner: Runner, call: Call, flat: Tensor, slices: Sequence[int], bounds: Sequence[int]
 ) -> None:
-    """Send every owner what this rank's slice has of its piece, and receive the own piece."""
+    """Send each owner its part of this rank's slice, and receive the parts of this rank's piece."""
     rank = runner.rank
     sends: list[Message] = []
     recvs: list[Message] = []
@@ -329,7 +329,7 @@ def _send_to_owners(
 
 
 def _barrier(runner: Runner, call: Call) -> None:
-    """Do nothing: the negotiation alone is the barrier."""
+    """Do nothing: the negotiation is the barrier."""
 
 
 OPERATIONS: dict[str, Callable[[Runner, Call], Any]] = {
@@ -347,6 +347,6 @@ OPERATIONS: dict[str, Callable[[Runner, Call], Any]] = {
     "barrier": _barrier,
 }
 
-# Every rank owns some of the results, which a rank that has joined would lose; and a schedule that
-# a user wrote is not there.
+# Calls that ranks which have joined can take part in. They would lose results that they own, and
+# they do not have a user's own schedule.
 WITH_JOINED = OPERATIONS.keys() - {"reduce_to_owners", "broadcast_from_owners", "run"}

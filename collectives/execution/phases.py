@@ -1,7 +1,7 @@
-"""From a range of the specification string to what runs: schedules and libraries, in order.
+"""Phases of an all-reduce: the schedules and library calls for a range of the specification string.
 
-Libraries do an all-reduce whole, where schedules move messages: torch.distributed's (`collective`)
-and NCCL's (`nccl`). They are here to be compared with, and to be the inner level of a two-level
+A library, torch.distributed (`collective`) or NCCL (`nccl`), does an all-reduce in one call, while
+schedules move messages. Libraries serve as a comparison, and as the inner level of a two-level
 reduction.
 """
 
@@ -41,7 +41,7 @@ from collectives.transport.process_groups import (
 def auto_of(
     op: Reducer, device: str, nbytes: int, topology: Topology, library: str | None = None
 ) -> AllReduceSpec:
-    """Return what `auto` stands for by messages; arguments as for `sum_algorithm`."""
+    """Return the algorithm of `auto` by messages; arguments as of `sum_algorithm`."""
     ordered = op.needs is Needs.BALANCED_TREE
     if ordered or is_plain_sum(op):
         return sum_algorithm(device, nbytes, topology, library, ordered=ordered)
@@ -51,7 +51,7 @@ def auto_of(
 
 
 def for_dtype(spec: AllReduceSpec, op: Reducer, dtype: torch.dtype) -> AllReduceSpec:
-    """Return what runs on a dtype if `op` reads trees: pairs, if not trees of this dtype."""
+    """Return the algorithm for a dtype: the pairwise one if `op` reads no trees of this dtype."""
     pairwise = algorithm(spec.outer).pairwise
     if pairwise is None or op.reads_tree_of(dtype):
         return spec
@@ -60,16 +60,16 @@ def for_dtype(spec: AllReduceSpec, op: Reducer, dtype: torch.dtype) -> AllReduce
 
 @dataclass(frozen=True)
 class AllReducePhases:
-    """What one all-reduce runs: a library's all-reduce, a schedule, or first one, then the other.
+    """The phases of one all-reduce: a library's all-reduce, or a schedule, or both in this order.
 
     Attributes:
         library: The library's name.
-        shards: Pieces that the library reduces at once.
+        shards: The number of pieces that the library reduces at the same time.
         schedule: The schedule. After a library it reduces only across the nodes.
         two_levels: Whether the schedule's phase 0 sums inside nodes and its phase 1 uses the
             operator.
         prescale: The factor of every rank's contribution.
-        host: Whether all of it happens in host memory.
+        host: Whether the schedule works in host memory.
     """
 
     library: str | None = None
@@ -85,19 +85,19 @@ def phases_of(
 ) -> AllReducePhases:
     """Return how to reduce with `op` by `spec` (not auto) on `topology`.
 
-    On two levels an operator that needs one tree (Adasum) runs only across nodes: inside a node its
-    operands are averaged, by a factor before the sum, so that float16 cannot overflow.
+    On two levels an operator that needs one tree (Adasum) runs only across nodes: inside each node
+    its operands are averaged, by a factor before the sum, so that float16 cannot overflow.
 
     Raises:
         ValueError: The algorithm takes fewer shards, or cannot carry the operator.
     """
     if spec.is_round_robin:
-        # As few as there are ways to place them, since each schedule is kept.
+        # Reduce the numbers to the distinct placements, since each schedule is kept.
         size = topology.size
         round_robin = RoundRobin(min(round_robin.tensors, size), round_robin.first % size)
     else:
         round_robin = ONE_TENSOR
-    # Not by the operator, which need not have a hash and would be kept alive.
+    # Not the operator itself, which may have no hash and would be kept alive by the cache.
     traits = op.needs, op.reads_tree, is_plain_sum(op), str(op)
     return _phases_of(spec, *traits, topology, round_robin)
 
@@ -142,7 +142,7 @@ def _phases_of(
 
 
 def _of_two_levels(inner: Algorithm, outer: Algorithm, topology: Topology) -> Algorithm:
-    """Return `outer` with the needs that both levels together meet."""
+    """Return a copy of `outer` with the needs that both levels together meet."""
     local = topology.local_size
     meets = outer.meets & ~Needs.ALL_OPERANDS
     # Nodes of 1, 2, 4, ... ranks are branches of the balanced tree.
@@ -152,14 +152,14 @@ def _of_two_levels(inner: Algorithm, outer: Algorithm, topology: Topology) -> Al
 
 
 class Libraries:
-    """The libraries that one group's transport has, over all ranks or over this node's."""
+    """The libraries of one group's transport, over all ranks or over this node's ranks."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._of_node: dist.ProcessGroup | None = None
 
     def check(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise, before anything is sent, if `name` cannot sum such tensors."""
+        """Raise, before any message is sent, if `name` cannot sum such tensors."""
         if dtype.to_real() not in DTYPES:
             raise TypeError(
                 f"algorithm {name!r} is a library's own sum, which cannot add {dtype}: "
@@ -188,11 +188,11 @@ class Libraries:
         ranks: tuple[int, ...] | None,
         call: CallContext,
     ) -> None:
-        """Sum `flat` in place by the library `name` in `shards` pieces, all under way at once.
+        """Sum `flat` in place by the library `name`, in `shards` pieces at the same time.
 
         ranks: The ranks of this rank's node, to sum over these only; None for all ranks.
         """
-        # No piece is empty, however many are asked for.
+        # At most one piece per element, so that none is empty.
         bounds = split_bounds(flat.numel(), max(1, min(shards, flat.numel())))
         pieces = [flat[low:high] for low, high in pairwise(bounds) if low < high]
         among: Any = ranks
@@ -223,9 +223,9 @@ class Libraries:
             ) from error
 
     def group(self, ranks: tuple[int, ...] | None, timeout: float) -> dist.ProcessGroup | None:
-        """Return the process group of all ranks, or of this node: its ranks make that together.
+        """Return the process group of all ranks, or of this node, whose ranks make it together.
 
-        None where there is none of all ranks.
+        None if this group has no process group of all ranks.
         """
         whole = self._transport.process_group
         if whole is None or ranks is None or len(ranks) == self._transport.size:

@@ -1,12 +1,11 @@
-"""Requests on GPUs, captured in a CUDA graph and launched whole from then on.
+"""Requests on GPUs, captured in a CUDA graph and then started by one launch.
 
-A start of a request costs the host a post for every step and a launch for every kernel, a
-millisecond or two, and puts the same work on the stream each time. As a graph it is one launch.
+Without a graph, each start of a request costs the host one post per step and one launch per kernel,
+a millisecond or two in all, and puts the same work on the stream each time.
 
-Whether an operation of NCCL's is captured must be the same on all of its ranks, and a graph may be
-launched only together with those that the other ranks captured at the same time (NCCL's user guide,
-"Using NCCL with CUDA Graphs"). So each rank says in the negotiation of a start how far it is, and
-all do what the least of them can.
+NCCL requires that all its ranks capture an operation or none does, and that graphs captured at the
+same time are launched together (NCCL's user guide, "Using NCCL with CUDA Graphs"). So each rank
+states its stage in the negotiation of a start, and all ranks act on the lowest stage.
 """
 
 from __future__ import annotations
@@ -25,13 +24,14 @@ from collectives.errors import CollectiveError
 from collectives.execution.all_reduce import Runner
 from collectives.recorder import span
 
-# How far a rank is: its host puts the work on the stream; it does so once more, and captures it; it
-# launches what it has captured, by the number of the group's capture, from CAPTURED on.
+# A rank's stages with a request. NEW: the host puts the work on the stream. SEEN: the host does so
+# once more, and then captures it. CAPTURED plus the number of the group's capture: the graph is
+# launched.
 NEW, SEEN, CAPTURED = range(3)
-# How many captures, and starts that other ranks were not ready for, may come between two launches;
-# then the request is no more captured.
+# After so many captures, or starts that other ranks were not ready for, without a launch in between
+# the request is no longer captured.
 _PATIENCE = 32
-# How long a caller is held, for other ranks to come and for the capture.
+# Limit for holding a caller until the other ranks arrive and the capture is over.
 _HOLD_SECONDS = 0.1
 _VARIABLE = "ADASUM_CUDA_GRAPHS"
 _logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 @functools.cache
 def enabled() -> bool:
-    """Return whether requests may be captured: ADASUM_CUDA_GRAPHS, read once, is not 0 (but 1)."""
+    """Return whether requests may be captured: unless ADASUM_CUDA_GRAPHS, read once, is 0."""
     text = os.environ.get(_VARIABLE) or "1"
     if text not in ("0", "1"):
         raise ValueError(f"{_VARIABLE} must be 0 or 1, got {text!r}")
@@ -47,14 +47,15 @@ def enabled() -> bool:
 
 
 class Replay:
-    """How far one rank is with a request on these buffers.
+    """One rank's state of capturing a request on these buffers.
 
-    While it is captured the thread that has started it must not go on: torch refuses random numbers
-    on a GPU for which a graph is captured. So that thread is held, for a short time, as another
-    rank may wait for what it does next; where it has gone on, nothing is captured this time.
+    During the capture the thread that started the request must not go on: torch refuses random
+    numbers on a GPU while a graph is captured for it. So the thread is held, but only for a short
+    time, since another rank may wait for its next actions. If it has gone on, this start is not
+    captured.
 
     Attributes:
-        addresses: Of the request's buffers.
+        addresses: The addresses of the request's buffers.
         stage: NEW, SEEN, or CAPTURED and the number of the group's capture.
     """
 
@@ -64,33 +65,33 @@ class Replay:
         self.left = left
         self._launch: Callable[[str, float], None] | None = None
         self._caller = 0
-        # Whether the caller is held, and whether what it is held for is over.
+        # Whether the caller is held, and whether the reason for that is over.
         self._held, self._over = False, True
         self._changed = threading.Condition()
 
     def begin(self, held: bool) -> int:
-        """Note the thread that is about to start; return the stage that it has to say.
+        """Note the thread of a new start; return the stage to state in the negotiation.
 
-        held: whether it goes on only when the start has ended on the host.
+        held: Whether the thread goes on only after the start has ended on the host.
         """
         self._caller, self._held, self._over = threading.get_ident(), held, False
         return self.stage
 
     def hold(self) -> None:
-        """Hold the calling thread until the start's capture is over, or no rank is ready for it."""
+        """Hold the calling thread until the start has ended on the host, for a limited time."""
         with self._changed:
             self._held = True
             try:
                 self._changed.wait_for(lambda: self._over, _HOLD_SECONDS)
             finally:
-                # From here on a capture does not begin; one under way has this lock.
+                # No capture begins after this. A capture under way holds the lock, so this waits.
                 self._held = False
 
     def start(self, runner: Runner, call: Call, least: int | None, work: Callable[[], Any]) -> Any:
         """Carry out a start, and return its result.
 
-        least: The least of the ranks' stages; None where all are this one's. work: What carries the
-        call out, a step after the other.
+        least: The lowest of the ranks' stages; None if all are equal. work: A function that carries
+        the call out step by step.
         """
         try:
             if least is None and call.stage >= CAPTURED:
@@ -104,7 +105,7 @@ class Replay:
             else:
                 self._lose_patience()
                 if least and self.stage:
-                    # All ranks that have seen it capture it at their next start, together.
+                    # Ranks that have a graph drop it, to capture the next start with all others.
                     self._launch, self.stage = None, SEEN
             return result
         finally:
@@ -122,7 +123,7 @@ class Replay:
         return call.tensors if call.kind == "grouped_all_reduce" else first
 
     def _capture(self, runner: Runner, work: Callable[[], Any]) -> None:
-        """Capture the work; where that fails the request stays with what the host puts."""
+        """Capture the work; if that fails, the request's starts stay without a graph."""
         self._lose_patience()
         with self._changed:
             if not (self._held or self._caller == threading.get_ident()) or not self.left:
@@ -145,7 +146,7 @@ class Replay:
 
     @staticmethod
     def of(runner: Runner, call: Call) -> Replay | None:
-        """Return the call's, a new one where its buffers are others; None where there is none."""
+        """Return the call's Replay, a new one if its buffers have changed; None without capture."""
         addresses = tuple(map(Tensor.data_ptr, call.memory))
         known = call.replay if isinstance(call.replay, Replay) else None
         if known is not None and known.addresses == addresses:

@@ -1,17 +1,17 @@
 """All-reduces through memory that a host's ranks share: no message is sent.
 
 Every rank copies its vector to its buffer before it signals the call. Once all ranks have signalled
-it, the result is made in one of two ways:
+it, the result is computed in one of two ways:
 
-- one-shot: each rank reads all vectors and makes the whole result by itself. For small vectors,
-  where a second wait costs more than the reading.
-- two-shot: each rank reduces its slice of all vectors; after a barrier every rank copies the
-  slices of the others. An operator that needs whole segments exchanges a table of its slices in
-  between (dot products, or Gram matrices), which is one more wait.
+- one-shot: each rank reads all vectors and computes the whole result by itself. This is for small
+  vectors, for which a second wait would cost more than the reading.
+- two-shot: each rank reduces its slice of all vectors; after a barrier every rank copies the other
+  ranks' slices. For an operator that needs whole segments, ranks exchange a table of their slices
+  in between (dot products, or Gram matrices), which is one more wait.
 
 A sum is the balanced tree over the ranks, the order of `rd` and `rechd`, in one pass.
 
-Of GPUs: node_launches.py.
+node_launches.py does the same on GPUs.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from collectives.transport.symmetric_memory import (
 from collectives.tree_order import in_order
 
 Tensor = torch.Tensor
-# Up to so many bytes of a vector, and of all vectors together, one-shot is faster.
+# One-shot is faster up to so many bytes of one vector, and of all vectors together.
 _ONE_SHOT_BYTES, _READ_BYTES = 256 * 1024, 2 * 1024 * 1024
 _LINE = 64
 _TREE_SUM = in_order(Sum, "tree")
 
 
 def plan_host_all_reduce(runner: Runner, call: Call) -> HostAllReduce | None:
-    """Return how a call runs in shared memory; None if it goes by messages.
+    """Return a plan to run a call in shared memory; None if it goes by messages.
 
-    Every rank concludes the same from equal calls.
+    All ranks decide alike, since they make equal calls.
     """
     memory, op = runner.transport.symmetric_memory, call.op
     if memory is None or memory.size == 1 or not op.reduces_in_shared_memory:
@@ -70,7 +70,8 @@ def plan_host_all_reduce(runner: Runner, call: Call) -> HostAllReduce | None:
     if at_once is None:
         return None
     if at_once and Needs.ONE_TREE in op.needs:
-        # By name it has the bits of `direct` by messages, which takes its tables slice by slice.
+        # An algorithm that was named must have the bits of `direct` by messages, whose tables are
+        # per slice: one-shot only for `auto`.
         small = small and spec.outer == "auto"
     repeats = call.request is not None
     return HostAllReduce(vector, op, small, at_once, options.postscale, runner, memory, repeats)
@@ -79,7 +80,7 @@ def plan_host_all_reduce(runner: Runner, call: Call) -> HostAllReduce | None:
 def _at_once(
     spec: AllReduceSpec, op: Reducer, vector: Vector, size: int, *, small: bool
 ) -> bool | None:
-    """Return whether the operator gets all operands at once, or in pairs; None for messages."""
+    """Return True if the operator gets all operands at once, False for pairs, None for messages."""
     name = spec.outer
     if op.needs is Needs.ANY_ORDER:
         if name == "direct" and spec.inner is None:
@@ -87,19 +88,19 @@ def _at_once(
         by_pairs = spec.inner is None and spec.shards == 1
         return False if by_pairs and name in ("auto", "rd", "rechd", "vhdd") else None
     if Needs.BALANCED_TREE in op.needs:
-        # Every algorithm that can carry it makes the same tree.
+        # All algorithms that can carry the operator compute the same tree.
         return True
     if spec.inner is not None:
         return None
     if Needs.ONE_TREE in op.needs:
         rows = 1 if vector.segments is None else len(vector.segments) - 1
         by_tree = op.reads_tree and op.reads_tree_of(vector.dtype)
-        # All of these make one tree, which a Gram matrix gives without rounding after each level.
+        # All of these compute one tree; a Gram matrix gives it without rounding after each level.
         named = name == "direct" or (name in ("rd", "rechd", "vhdd") and size > 2)
         if by_tree and (named or (name == "auto" and size in TREE_RANKS)):
             return True if rows * 16 * size * size <= TABLE_BYTES else None
         in_slices = size == 2 and name in ("auto", "rechd", "vhdd") and rows * 24 <= TABLE_BYTES
-        # An operator that reads trees, but none of this dtype, goes by `vhdd` on these ranks.
+        # An operator that reads trees, but not of this dtype, goes by `vhdd` on these ranks.
         as_rd = name == "rd" or (name == "auto" and not (op.reads_tree and size in TREE_RANKS))
         return False if in_slices or (small and as_rd) else None
     return True if name == "auto" or Needs.ALL_OPERANDS in algorithm(name).meets else None
@@ -112,11 +113,12 @@ class HostAllReduce:
     It holds the tensors, and may be run any number of times.
 
     Attributes:
-        whole: Whether every rank makes the whole result (one-shot).
-        at_once: Whether the operator gets all ranks' operands at once, or in pairs.
-        repeats: Whether it is a request's: what is bound costs more than it saves in one run.
-        bound: What reduces each set of buffers; calls take turns with two of them, each known by
-            the address of its first vector.
+        whole: Whether every rank computes the whole result (one-shot).
+        at_once: Whether the operator gets all ranks' operands at once, not in pairs.
+        repeats: Whether a request runs it repeatedly; in a single run, binding the operator would
+            cost more than it saves.
+        bound: A function for each set of buffers, by the address of the first buffer; calls use two
+            sets alternately.
     """
 
     vector: Vector
@@ -134,14 +136,14 @@ class HostAllReduce:
     def __post_init__(self) -> None:
         size, rank = self.memory.size, self.memory.rank
         self.prescale = self.op.prescale(self.vector.dtype, size)
-        # Dot products depend on where slices are cut, and by messages slices are nearly equal.
+        # Dot products depend on the cuts between slices: cut as algorithms by messages do.
         needs = self.op.needs
         self.one_tree = needs is not Needs.ANY_ORDER and Needs.ONE_TREE in needs
         line = 1 if self.one_tree else _LINE // self.vector.dtype.itemsize
         lines = -(-self.vector.numel // line)
         first, last = (0, lines) if self.whole else piece_bounds(lines, size, rank)
         self.slice = first * line, min(last * line, self.vector.numel)
-        # No other rank reads this rank's own slice, so it stays where it is.
+        # No other rank reads this rank's own slice, so it is not copied to the buffer.
         self.own = not self.whole and self.vector.layout is None and self.prescale == 1.0
 
     def __str__(self) -> str:
@@ -149,7 +151,7 @@ class HostAllReduce:
 
     @property
     def by_tree(self) -> bool:
-        """Whether the operator is handed all ranks' operands with their tree."""
+        """Whether the operator gets all ranks' operands with their tree."""
         return self.at_once and self.one_tree
 
     @property
@@ -162,7 +164,7 @@ class HostAllReduce:
         return True
 
     def fill(self) -> None:
-        """Copy the tensors to this rank's buffer of the call to be signalled next."""
+        """Copy the tensors to this rank's buffer for the next call to signal."""
         buffer = self.memory.next_buffer(self.vector.numel, self.vector.dtype)
         if self.own:
             self.vector.fill_around(*self.slice, buffer)
@@ -179,10 +181,10 @@ class HostAllReduce:
 
     def _bind(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
         """Return a function that reduces these buffers, and returns the result."""
-        # Not by way of `self`: the cycle would keep the tensors until it is collected.
+        # Not through `self`: the reference cycle would keep the tensors until it is collected.
         op, memory, timeout, whole = self.op, self.memory, self.runner.timeout, self.whole
         transport, (start, stop) = self.runner.transport, self.slice
-        # The result of two-shot is put together in the first rank's buffer.
+        # In two-shot, the ranks write the slices of the result to the first rank's buffer.
         out = self.vector.buffer(self.runner.packed) if whole else vectors[0]
         target, tables = out[start:stop], _Tables(memory, timeout)
         parts = [*map(itemgetter(slice(start, stop)), vectors)]
@@ -205,7 +207,7 @@ class HostAllReduce:
     def _steps(
         self, parts: Sequence[Tensor], target: Tensor, start: int, tables: _Tables
     ) -> list[Callable[[], None]]:
-        """Bind the reductions that make this rank's part of the result."""
+        """Return bound reductions that compute this rank's part of the result."""
         op, size = self.op, len(parts)
         numel, segments = self.vector.numel, self.vector.segments
         pieces = (Piece(tuple(parts), target, start),)
@@ -216,7 +218,7 @@ class HostAllReduce:
         if self.at_once:
             return [op.bind(operands) if self.repeats else partial(op.reduce, operands)]
         if size > 2 and not self.whole and is_plain_sum(op):
-            # The same bits in one pass, and in memory's bandwidth the same work is half as dear.
+            # One pass has the same bits as pairs, at half of the memory traffic.
             return [_TREE_SUM.bind(operands)]
         sums = tables.sum if self.one_tree and not self.whole else None
         places, steps = list(parts), []
@@ -230,8 +232,8 @@ class HostAllReduce:
         return steps
 
     def _between(self, target: Tensor) -> list[Tensor]:
-        """Return memory for what stands between the vectors and the result of a tree of pairs."""
-        # Aligned alike on every rank, so that all get the same bits.
+        """Return memory for the intermediate results of a tree of pairs."""
+        # The same alignment on every rank gives the same bits on all of them.
         width = -(-target.nbytes // _LINE) * _LINE // target.element_size()
         count = self.memory.size - 2
         if count == 0:
@@ -242,7 +244,7 @@ class HostAllReduce:
 
 @dataclass
 class _Tables:
-    """Exchanges the tables of all ranks' slices. where: The step, for errors."""
+    """Exchanges the tables of all ranks' slices. where: The step's name in errors."""
 
     memory: SymmetricMemory
     timeout: float

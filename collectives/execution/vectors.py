@@ -22,13 +22,14 @@ class Vector:
     """Tensors as one vector.
 
     Attributes:
-        tensors: One that is the vector, or several of which each has a slot in it.
+        tensors: One tensor that is the vector, or several tensors, each with a slot in it.
         numel: Number of elements, with the padding between slots.
         segments: Element boundaries that operators work by; None for one segment.
-        layout: Where the slots lie; None where one tensor is the vector.
-        padding: What lies between a FusedBuffer's slots. It has no meaning, and what an earlier
-            reduction was given may have left NaN there: operators that work by segments read it, so
-            it is zeroed before each reduction. Not the FusedBuffer, whose request may hold this.
+        layout: The places of the slots; None if one tensor is the vector.
+        padding: The elements between a FusedBuffer's slots. They have no meaning, but an earlier
+            reduction may have left NaN there, and operators that work by segments read them, so
+            they are zeroed before each reduction. The FusedBuffer itself is not kept here, since
+            its request may hold this vector.
     """
 
     tensors: Sequence[Tensor]
@@ -44,12 +45,12 @@ class Vector:
         return self.numel * self.dtype.itemsize
 
     def buffer(self, packed: Workspace) -> Tensor:
-        """Return what is reduced in place: the one tensor, or memory to be filled."""
+        """Return the buffer to reduce in place: the one tensor, or memory to fill."""
         first = self.tensors[0]
         return first if self.layout is None else packed.take(self.numel, first)
 
     def fill(self, buffer: Tensor, scale: float = 1.0) -> None:
-        """Copy the vector to `buffer`, unless it is that already, and scale it there."""
+        """Copy the vector to `buffer`, unless it is `buffer`, and scale it there."""
         if self.padding:
             torch._foreach_zero_(self.padding)
         if self.layout is not None:
@@ -62,7 +63,7 @@ class Vector:
             torch.mul(as_real(self.tensors[0]), scale, out=as_real(buffer))
 
     def fill_around(self, start: int, stop: int, buffer: Tensor) -> None:
-        """Copy the one tensor that is the vector to `buffer`, but for [start, stop)."""
+        """Copy the one tensor to `buffer`, except for elements [start, stop)."""
         if self.padding:
             torch._foreach_zero_(self.padding)
         (flat,) = self.tensors
@@ -70,7 +71,7 @@ class Vector:
         buffer[stop:].copy_(flat[stop:])
 
     def store(self, result: Tensor, scale: float) -> None:
-        """Copy `result` to the tensors and scale them."""
+        """Copy `result` to the tensors, multiplied by `scale`."""
         if self.layout is not None:
             kernels.unpack(result, self.tensors, layout=self.layout, scale=scale)
             return
@@ -82,10 +83,11 @@ class Vector:
 
 
 def vector_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Vector | None:
-    """Return tensors of one dtype and device as one vector; None where nothing packs their dtype.
+    """Return tensors of one dtype and device as one vector; None if no kernel packs their dtype.
 
-    segments: of one tensor; of several each is a segment. Those that lie in a FusedBuffer are it,
-    and so are those in any memory at the offsets of a layout without padding.
+    segments: Segments of a single tensor; of several tensors each is a segment. Tensors that lie in
+    a FusedBuffer, or in one block of memory at the offsets of a layout without padding, are a
+    vector already.
     """
     first = tensors[0]
     dtype = first.dtype
@@ -119,14 +121,14 @@ def multiply(tensor: Tensor, factor: float) -> None:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's elements in one dimension, plain and apart from autograd."""
+    """Return a contiguous tensor as a 1-D view, of class Tensor and detached from autograd."""
     if type(tensor) not in PLAIN:
         tensor = as_plain(tensor)
     return tensor.detach().view(-1)
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """Return a subclass's tensor as what it is in memory: kernels take no class that adds to it."""
-    # Else the class makes the result one of its own.
+    """Return a subclass's tensor as a plain Tensor on the same memory, for the kernels."""
+    # Otherwise the subclass would wrap the result.
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(Tensor)
