@@ -12,8 +12,8 @@
     Layout, layout_of       where each tensor lies in a packed buffer
 
 Dtypes are float16, bfloat16, float32 and float64 (`DTYPES`); any other one is a TypeError. Wrong
-arguments raise before anything is written. `pack`, `unpack`, `sum_n` and `scaled_add` have
-derivatives, and rules for `torch.vmap`. For the other functions, for plans and with `out=`, a
+arguments raise before anything is written. Backward passes go through `pack`, `unpack`, `sum_n`
+and `scaled_add`. For the other functions, for plans and with `out=`, `found_inf=` or `max_abs=`, a
 tensor that requires a gradient is a ValueError while grad mode is on. Each function has `*_bytes`
 (its least memory traffic), `*_reference` (float64, plain torch) and `plan_*` (arguments checked
 once, run many times). Nothing here communicates. Examples are after `import torch, kernels`.

@@ -5,7 +5,7 @@ Overlap is checked later, when a call is bound to memory: tensors that are trace
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -55,7 +55,7 @@ TAKES = {
 
 
 def check_pack(
-    tensors: Sequence[Tensor], layout: Layout | None, out: Tensor | None, findings: Findings
+    tensors: Iterable[Tensor], layout: Layout | None, out: Tensor | None, findings: Findings
 ) -> Call:
     """Check the arguments of `pack`, and make the buffer if `out` is None."""
     given, chosen = lay_out(tensors, layout, None)
@@ -76,7 +76,7 @@ def check_pack(
 
 
 def check_unpack(
-    buffer: Tensor, tensors: Sequence[Tensor], layout: Layout | None, findings: Findings
+    buffer: Tensor, tensors: Iterable[Tensor], layout: Layout | None, findings: Findings
 ) -> Call:
     """Check the arguments of `unpack`."""
     check_tensor("buffer", buffer)

@@ -59,7 +59,7 @@ def bind(call: Call, table: AddressTable | None = None) -> Run:
     return call.findings.reset_before(_bound(call, table))
 
 
-def run_at_once(call: Call, *scalars: float) -> None:
+def run_at_once(call: Call, *scalars: float | Tensor) -> None:
     """Run a call once, for which `locate` was called before."""
     call.findings.reset_before(_bound(call))(*scalars)
     # Autograd does not see these writes. Without a new version, a backward pass that has saved one
@@ -71,8 +71,7 @@ def locate(call: Call) -> None:
     """Read the addresses of a call's tensors, and check that they can be used.
 
     Raises:
-        NoMemory: A tensor has no memory of its own.
-        TypeError: A tensor reaches beyond its storage.
+        TypeError: A tensor has no memory of its own, or reaches beyond its storage.
         ValueError: A tensor that is written shares memory with another one.
     """
     if (found := read_again(call, call.inputs, call.out)) is not None:

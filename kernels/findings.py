@@ -79,7 +79,8 @@ class Findings(NamedTuple):
 
 # As arguments of an operator's schema, in which `a` is the output.
 SCHEMA = ", ".join(
-    f"Tensor({letter}!)? {name}" for letter, name in zip("bcdefg", Findings._fields, strict=False)
+    f"Tensor({letter}!)? {name}=None"
+    for letter, name in zip("bcdefg", Findings._fields, strict=False)
 )
 
 

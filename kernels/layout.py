@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -116,7 +117,7 @@ class Layout:
 
 
 def layout_of(
-    tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None, alignment: int | None = None
+    tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None, alignment: int | None = None
 ) -> Layout:
     """Lay out `tensors` one after the other, each slot starting at a multiple of `alignment`.
 
@@ -210,16 +211,23 @@ def packed_within(
     buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], alignment: int
 ) -> PackedList:
     """Return the layout of tensors in a buffer by their offsets; ValueError if they do not fit."""
-    layout = Layout(
-        dtype=buffer.dtype,
-        shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
-        numels=tuple(map(Tensor.numel, tensors)),
-        offsets=tuple(offsets),
-        numel=buffer.numel(),
-        alignment=alignment,
-    )
-    check_layout(layout)
+    shapes = tuple([tensor.shape for tensor in tensors])
+    layout = _checked_layout(buffer.dtype, shapes, tuple(offsets), buffer.numel(), alignment)
     return PackedList(layout, [tensor.dtype for tensor in tensors])
+
+
+@functools.lru_cache(maxsize=128)
+def _checked_layout(
+    dtype: torch.dtype,
+    shapes: tuple[tuple[int, ...], ...],
+    offsets: tuple[int, ...],
+    numel: int,
+    alignment: int,
+) -> Layout:
+    numels = tuple(map(math.prod, shapes))
+    layout = Layout(dtype, tuple(map(tuple, shapes)), numels, offsets, numel, alignment)
+    check_layout(layout)
+    return layout
 
 
 def check_layout(layout: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,15 +14,15 @@ from kernels.layout import Layout, check_buffer, check_layout, check_packed, lay
 from kernels.plans import PackPlan, UnpackPlan
 from kernels.reading import in_c
 from kernels.torch_ops import run
-from kernels.validation import check_scalar, check_tensor, tracing
+from kernels.validation import check_factor, check_tensor, tracing
 
 
 def pack(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     *,
     layout: Layout | None = None,
     out: Tensor | None = None,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
 ) -> Tensor:
@@ -35,7 +35,8 @@ def pack(
         layout: Where each tensor goes, and the buffer's dtype; `layout_of(tensors)` if None.
         out: The buffer to write: 1-D, `layout.numel` elements of `layout.dtype`, which shares no
             memory with the tensors. None makes one.
-        scale: The factor of every element.
+        scale: The factor of every element: a float, or a 0-d tensor of any supported dtype. One on
+            the tensors' GPU is read there, so that nothing waits and a CUDA graph reads it anew.
         found_inf: float32 of one element, set to 1 if an element written is not finite, otherwise
             not changed.
         max_abs: One element, float64 if the buffer is, otherwise float32; set to the largest
@@ -53,7 +54,7 @@ def pack(
         >>> kernels.pack(tensors, layout=kernels.layout_of(tensors, alignment=8), scale=0.5)
         tensor([0.5000, 1.0000, 1.5000, 0.0000])
     """
-    scale = check_scalar("scale", scale)
+    scale = check_factor("scale", scale)
     packed: Tensor | None = None
     if layout is not None:
         packed = _run_in_c("pack", tensors, out, layout, scale, found_inf, max_abs)
@@ -64,10 +65,10 @@ def pack(
 
 def _run_in_c(
     function: str,
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     buffer: Tensor | None,
     layout: object,
-    scale: float,
+    scale: float | Tensor,
     *findings: Tensor | None,
 ) -> Any:
     """`in_c` of a function of a packed buffer."""
@@ -78,7 +79,7 @@ def _run_in_c(
 
 
 def plan_pack(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     *,
     layout: Layout | None = None,
     out: Tensor | None = None,
@@ -101,10 +102,10 @@ def plan_pack(
 
 def unpack(
     buffer: Tensor,
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     *,
     layout: Layout | None = None,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
 ) -> list[Tensor]:
@@ -117,7 +118,7 @@ def unpack(
         tensors: The tensors to write, which share no memory with each other or the buffer.
         layout: The layout with which `buffer` was packed;
             `layout_of(tensors, dtype=buffer.dtype)` if None.
-        scale: The factor of every element.
+        scale: As in `pack`.
         found_inf: As in `pack`.
         max_abs: As in `pack`, float64 if a tensor written is.
 
@@ -133,7 +134,7 @@ def unpack(
         >>> kernels.unpack(buffer, tensors, layout=kernels.layout_of(tensors, alignment=4))
         [tensor([1., 2.]), tensor([3.])]
     """
-    scale = check_scalar("scale", scale)
+    scale = check_factor("scale", scale)
     unpacked: list[Tensor] | None = None
     if layout is not None:
         unpacked = _run_in_c("unpack", tensors, buffer, layout, scale, found_inf, max_abs)
@@ -145,7 +146,7 @@ def unpack(
 
 def plan_unpack(
     buffer: Tensor,
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     *,
     layout: Layout | None = None,
     found_inf: Tensor | None = None,
@@ -165,38 +166,40 @@ def plan_unpack(
     return UnpackPlan(check_unpack(buffer, tensors, layout, Findings(found_inf, max_abs)))
 
 
-def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
+def pack_bytes(tensors: Iterable[Tensor], *, layout: Layout | None = None) -> int:
     """Return the least traffic of `pack` in bytes: all tensors read, the whole buffer written.
 
     Examples:
         >>> kernels.pack_bytes([torch.ones(2), torch.ones(1)])  # 12 read, two slots of 64 written
         140
     """
-    layout = _fitting(tensors, layout, None)
-    return sum(tensor.nbytes for tensor in tensors) + layout.numel * layout.dtype.itemsize
+    given, chosen = _fitting(tensors, layout, None)
+    return sum(tensor.nbytes for tensor in given) + chosen.numel * chosen.dtype.itemsize
 
 
-def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
+def unpack_bytes(buffer: Tensor, tensors: Iterable[Tensor], *, layout: Layout | None = None) -> int:
     """Return the least traffic of `unpack` in bytes: all slots read, all tensors written.
 
     Examples:
         >>> kernels.unpack_bytes(torch.ones(32), [torch.ones(2), torch.ones(1)])  # 12 and 12
         24
     """
-    layout = _fitting(tensors, layout, check_tensor("buffer", buffer).dtype)
-    itemsize = layout.dtype.itemsize
-    return sum(tensor.numel() * (tensor.element_size() + itemsize) for tensor in tensors)
+    given, chosen = _fitting(tensors, layout, check_tensor("buffer", buffer).dtype)
+    itemsize = chosen.dtype.itemsize
+    return sum(tensor.numel() * (tensor.element_size() + itemsize) for tensor in given)
 
 
-def _fitting(tensors: object, layout: Layout | None, dtype: torch.dtype | None) -> Layout:
-    """Return the layout of these tensors, which is checked or made."""
+def _fitting(
+    tensors: object, layout: Layout | None, dtype: torch.dtype | None
+) -> tuple[list[Tensor], Layout]:
+    """Return these tensors and their layout, which is checked or made."""
     given, chosen = lay_out(tensors, layout, dtype)
     check_packed(given, chosen)
-    return chosen
+    return given, chosen
 
 
 def pack_reference(
-    tensors: Sequence[Tensor], *, layout: Layout | None = None, scale: float = 1.0
+    tensors: Iterable[Tensor], *, layout: Layout | None = None, scale: float | Tensor = 1.0
 ) -> Tensor:
     """Return what `pack` writes, before it is rounded to the buffer's dtype: float64, 1-D.
 
@@ -205,15 +208,17 @@ def pack_reference(
         >>> kernels.pack_reference(tensors, layout=kernels.layout_of(tensors, alignment=8))
         tensor([1., 2., 3., 0.], dtype=torch.float64)
     """
-    layout = _fitting(tensors, layout, None)
-    scale = check_scalar("scale", scale)
-    buffer = torch.zeros(layout.numel, dtype=torch.float64, device=device_of(tensors))
-    for tensor, view in zip(tensors, layout.views(buffer), strict=True):
+    given, chosen = _fitting(tensors, layout, None)
+    scale = check_factor("scale", scale)
+    buffer = torch.zeros(chosen.numel, dtype=torch.float64, device=device_of(given))
+    for tensor, view in zip(given, chosen.views(buffer), strict=True):
         view.copy_(tensor.detach().double() * scale)
     return buffer
 
 
-def unpack_reference(buffer: Tensor, layout: Layout, *, scale: float = 1.0) -> list[Tensor]:
+def unpack_reference(
+    buffer: Tensor, layout: Layout, *, scale: float | Tensor = 1.0
+) -> list[Tensor]:
     """Return what `unpack` writes, before it is rounded to the tensors' dtypes: float64.
 
     Examples:
@@ -223,4 +228,4 @@ def unpack_reference(buffer: Tensor, layout: Layout, *, scale: float = 1.0) -> l
     """
     check_layout(layout)
     check_buffer("buffer", buffer, layout, check_tensor("buffer", buffer).device)
-    return layout.views(buffer.detach().double() * check_scalar("scale", scale))
+    return layout.views(buffer.detach().double() * check_factor("scale", scale))

@@ -10,11 +10,12 @@ A direct call, such as `kernels.pack`, is bound in the same way and run once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling as is_compiling
 
 from kernels.binding import Run, bind
 from kernels.call import UNREAD, Call
@@ -24,8 +25,8 @@ from kernels.reading import Checked, read_again
 from kernels.validation import (
     EQUAL,
     check_all_writable,
+    check_factor,
     check_like,
-    check_scalar,
     check_tensor,
     check_weights,
     check_writable,
@@ -54,8 +55,8 @@ class Plan:
     and on CUDA its runs must follow each other on their streams. Its own memory is of the stream on
     which it was made: where it runs on another one, wait for that before it is rebound or dropped,
     as torch's allocator hands out the memory again at once. torch.compile and dispatch modes do not
-    see its runs, so no plan can be made under them. Nor can one be made or bound while a CUDA graph
-    is captured; its runs can be captured.
+    see its runs, so no plan can be made under them, and in a compiled function none runs. Nor can
+    one be made or bound while a CUDA graph is captured; its runs can be captured.
 
     A plan holds its tensors. As long as it does, none of them may get other memory or another
     shape: by `resize_`, `set_`, an assignment to `.data`, or `resize_` of its storage. A run raises
@@ -95,7 +96,7 @@ class Plan:
         self._in_place = next((i for i, one in enumerate(call.inputs) if one is call.out), None)
         self._take(call)
 
-    def rebind(self, tensors: Sequence[Tensor], *, out: Tensor | None = None) -> None:
+    def rebind(self, tensors: Iterable[Tensor], *, out: Tensor | None = None) -> None:
         """Bind the plan to other tensors of the same shapes, dtypes, strides and device.
 
         The old ones are released. Runs that are still under way on a GPU are not disturbed if they
@@ -199,8 +200,13 @@ class Plan:
         self._held = [*call.inputs, *others]
         self._places = [*call.addresses, *[one.data_ptr() for one in others]]
 
-    def _start(self, *scalars: float) -> None:
+    def _start(self, *scalars: float | Tensor) -> None:
         """Run if all tensors have the same addresses as before; otherwise `check` raises."""
+        if is_compiling():
+            raise RuntimeError(
+                "torch.compile does not see what a plan does: in a compiled function call "
+                f"kernels.{self._call.function}, which is an operator there"
+            )
         if [*map(Tensor.data_ptr, self._held)] != self._places:
             self.check()
         self._run(*scalars)
@@ -212,9 +218,9 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 class _ScaledPlan(Plan):
-    def __call__(self, scale: float = 1.0) -> Tensor:
+    def __call__(self, scale: float | Tensor = 1.0) -> Tensor:
         """Run with `scale` as the factor of what is written, and return `out`."""
-        self._start(check_scalar("scale", scale))
+        self._start(check_factor("scale", scale))
         return self.out
 
 
@@ -225,9 +231,9 @@ class PackPlan(_ScaledPlan):
 class UnpackPlan(Plan):
     """What `plan_unpack` returns."""
 
-    def __call__(self, scale: float = 1.0) -> list[Tensor]:
+    def __call__(self, scale: float | Tensor = 1.0) -> list[Tensor]:
         """Copy the slots of the buffer, times `scale`, into the tensors, and return these."""
-        self._start(check_scalar("scale", scale))
+        self._start(check_factor("scale", scale))
         return self._call.inputs[:]
 
 
@@ -238,9 +244,9 @@ class SumPlan(_ScaledPlan):
 class ScaledAddPlan(Plan):
     """What `plan_scaled_add` returns."""
 
-    def __call__(self, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+    def __call__(self, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0) -> Tensor:
         """Write alpha*a + beta*b, and return it."""
-        self._start(check_scalar("alpha", alpha), check_scalar("beta", beta))
+        self._start(check_factor("alpha", alpha), check_factor("beta", beta))
         return self.out
 
 

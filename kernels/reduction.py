@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -22,8 +22,8 @@ from kernels.reading import in_c
 from kernels.torch_ops import run
 from kernels.validation import (
     check_dtype,
+    check_factor,
     check_like,
-    check_scalar,
     check_sized,
     check_tensor,
     read_list,
@@ -31,10 +31,10 @@ from kernels.validation import (
 
 
 def sum_n(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     *more: Tensor,
     out: Tensor | None = None,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     dtype: torch.dtype | None = None,
     order: Literal["list", "tree"] = "list",
     accumulate: torch.dtype | None = None,
@@ -50,7 +50,8 @@ def sum_n(
         tensors: At least one, equal in shape, dtype and device.
         more: An error: tensors are passed as one list.
         out: The tensor to write and return, which may be one of the tensors. None makes one.
-        scale: The factor of the sum.
+        scale: The factor of the sum: a float, or a 0-d tensor of any supported dtype. One on the
+            tensors' GPU is read there, so that nothing waits and a CUDA graph reads it anew.
         dtype: The output's dtype; None for that of `out`, or of the tensors without `out`.
         order: "list" adds from left to right. "tree" adds as a balanced tree: with P the largest
             power of two that is at most their number n, the first 2 (n - P) tensors pair, then
@@ -73,7 +74,7 @@ def sum_n(
     """
     if more:
         raise TypeError("sum_n takes its tensors as one list: sum_n([a, b])")
-    scale = check_scalar("scale", scale)
+    scale = check_factor("scale", scale)
     total: Tensor | None = in_c("sum_n")(
         tensors, out, dtype, scale, 1.0, None, found_inf, max_abs, None, order, accumulate
     )
@@ -89,7 +90,7 @@ def sum_n(
 
 
 def plan_sum_n(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     *,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -120,8 +121,8 @@ def scaled_add(
     a: Tensor,
     b: Tensor,
     *,
-    alpha: float = 1.0,
-    beta: float = 1.0,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 1.0,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
     found_inf: Tensor | None = None,
@@ -132,8 +133,8 @@ def scaled_add(
     Args:
         a: A tensor of any supported dtype.
         b: Equal to a in shape and device, of any supported dtype.
-        alpha: The factor of a.
-        beta: The factor of b.
+        alpha: The factor of a, as `scale` in `sum_n`.
+        beta: The factor of b, as `scale` in `sum_n`.
         out: The tensor to write and return, which may be a or b. None makes one.
         dtype: The output's dtype; None for that of `out`, or of a without `out`.
         found_inf: As in `sum_n`.
@@ -148,7 +149,7 @@ def scaled_add(
         >>> kernels.scaled_add(a, b, alpha=2.0, beta=-1.0)
         tensor([-1.,  0.])
     """
-    alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
+    alpha, beta = check_factor("alpha", alpha), check_factor("beta", beta)
     total: Tensor | None = in_c("scaled_add")(
         (a, b), out, dtype, alpha, beta, None, found_inf, max_abs
     )
@@ -181,7 +182,7 @@ def plan_scaled_add(
     return ScaledAddPlan(check("scaled_add", (a, b), out, findings, dtype=dtype))
 
 
-def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> int:
+def sum_n_bytes(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> int:
     """Return the least traffic of `sum_n` in bytes: all tensors read, one of `dtype` written.
 
     Examples:
@@ -215,9 +216,9 @@ def _written(like: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def sum_n_reference(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     *,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     order: Literal["list", "tree"] = "list",
     accumulate: torch.dtype | None = None,
 ) -> Tensor:
@@ -230,7 +231,7 @@ def sum_n_reference(
         tensor([4., 6.], dtype=torch.float64)
     """
     checked = check_equals(tensors)
-    scale = check_scalar("scale", scale)
+    scale = check_factor("scale", scale)
     check_order(order)
     check_accumulate(accumulate, checked[0].dtype)
 
@@ -240,7 +241,9 @@ def sum_n_reference(
     return joined(order, len(checked), lambda i: checked[i].detach().double(), add) * scale
 
 
-def scaled_add_reference(a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+def scaled_add_reference(
+    a: Tensor, b: Tensor, *, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0
+) -> Tensor:
     """Return `scaled_add`, computed and returned in float64; arguments and errors are the same.
 
     Examples:
@@ -249,5 +252,5 @@ def scaled_add_reference(a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: floa
     """
     left = check_tensor("a", a)
     right = check_like("b", b, "a", left, any_dtype=True)
-    alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
+    alpha, beta = check_factor("alpha", alpha), check_factor("beta", beta)
     return alpha * left.detach().double() + beta * right.detach().double()

@@ -3,7 +3,8 @@
 Eager calls bind a launch and run it; they do not use the operators. In traced code the public
 functions check what needs no addresses, while torch traces, and call the operator; overlap, for
 which addresses are needed, is checked when the operator runs. An operator's schema says what it
-writes, so that torch orders it correctly, and copies tensors where it has to.
+writes, so that torch orders it correctly, and copies tensors where it has to. If gradients are
+asked for, an autograd.Function is around both.
 
 The operators are not part of the public interface. If the schema of one changes it gets a new name:
 torch's cache of compiled graphs on disk knows operators only by their names.
@@ -11,122 +12,197 @@ torch's cache of compiled graphs on disk knows operators only by their names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling as is_compiling
 
-from kernels import derivatives
+from kernels.arithmetic import compute_dtype
 from kernels.binding import locate, run_at_once
-from kernels.call import FUNCTIONS, LINEAR, UNREAD, Call
-from kernels.derivatives import tags
+from kernels.call import FUNCTIONS, UNREAD, Call
 from kernels.findings import SCHEMA, Findings
 from kernels.gradients import is_followed, refuse_followed
-from kernels.layout import packed_within
-from kernels.validation import NoMemory, tracing
+from kernels.layout import PackedList, packed_within
+from kernels.reading import in_c
+from kernels.validation import tracing
 
+Scalar = float | Tensor
 _LIBRARY = torch.library.Library("adasum", "FRAGMENT")
-# So that torch.compile does not change the strides of contiguous inputs; see also `tags`.
-_TAGS = tags("needs_exact_strides", "needs_fixed_stride_order", "cudagraph_unsafe")
+# What the operator of a function takes, in addition to its inputs and what it writes.
+_BOUNDS, _FIRST = "SymInt[] bounds=[]", "float first=1, Tensor? first_at=None"
+_BOTH = f"{_FIRST}, float second=1, Tensor? second_at=None"
+_TAKES = {
+    "pack": f"{_BOUNDS}, int alignment=1, {_FIRST}, {SCHEMA}",
+    "unpack": f"{_BOUNDS}, int alignment=1, {_FIRST}, {SCHEMA}",
+    "sum_n": f"{_FIRST}, {SCHEMA}, str order='list', ScalarType? accumulate=None",
+    "scaled_add": f"{_BOTH}, {SCHEMA}",
+    "dot_and_norms": _BOUNDS,
+    "combine": f"Tensor dots, {_BOUNDS}, {_BOTH}, {SCHEMA}",
+    "adasum": f"{_BOUNDS}, {_BOTH}, {SCHEMA}, bool cooperative=True",
+    "gram": _BOUNDS,
+    "adasum_coefficients": "float[] tree=[], Tensor(d!)? spread=None",
+    "weighted_sum": f"Tensor coefficients, {_BOUNDS}, {SCHEMA}",
+}
+_FIELDS = {
+    name: [field.split("=")[0].split()[-1] for field in takes.split(", ")]
+    for name, takes in _TAKES.items()
+}
+# Functions whose calls leave nothing on the device: tables and scratch, which outlive a call, torch
+# would take for a leak in the memory pool of its own CUDA graphs (mode="reduce-overhead").
+_SAFE_IN_GRAPHS = ("sum_n", "scaled_add")
 
 
-def run(call: Call, *scalars: float) -> Any:
+def run(call: Call, *scalars: Scalar) -> Any:
     """Run a call, or have torch record it, and return what it writes.
 
     Raises:
         TypeError: A tensor cannot be read by its address.
         ValueError: A tensor shares memory with one that is written, or requires a gradient and the
-            function has none.
+            call has none.
     """
-    if call.addresses is not UNREAD:
-        # All is checked, and no derivative is asked for.
-        run_at_once(call, *scalars)
-        return call.inputs if call.function == "unpack" else call.out
-    # An empty list has no derivative.
-    linear = call.function in LINEAR and len(call.inputs) > 0
-    followed = is_followed(call)
-    if tracing():
-        if not followed and not (linear and call.made and not call.findings.given()):
-            return _traced(call, *scalars)
-        return derivatives.run(call, *scalars)
-    try:
+    # With addresses all is checked, and no derivative is asked for.
+    followed = call.addresses is UNREAD and is_followed(call)
+    if call.addresses is UNREAD and not tracing():
         locate(call)
-    except NoMemory:
-        if not linear or not (call.made or call.function == "unpack"):
-            raise
-        followed = True
-    if followed and linear:
-        return derivatives.run(call, *scalars)
-    run_at_once(call, *scalars)
+    if followed and call.function != "unpack":
+        return cast("Any", _Linear).apply(call, scalars, *call.inputs)
+    if followed:
+        assert call.packed is not None
+        # By torch's copies, which autograd records.
+        for tensor, slot in zip(call.inputs, call.packed.layout.views(call.out), strict=True):
+            tensor.copy_(slot.to(compute_dtype(slot.dtype, tensor.dtype)) * scalars[0])
+    elif tracing():
+        _trace(call, *scalars)
+    else:
+        run_at_once(call, *scalars)
     return call.inputs if call.function == "unpack" else call.out
 
 
-def _traced(call: Call, *scalars: float) -> Any:
-    alignment = 0 if call.packed is None else call.packed.layout.alignment
-    # Not the ends, which follow from the inputs: Inductor cannot pass on a length it does not know.
-    bounds = call.bounds if alignment else call.bounds[1:-1]
-    operator = getattr(torch.ops.adasum, f"{call.function}_7").default
-    # Nothing that it takes requires a gradient which is asked for: see `is_followed`.
-    operator(
-        call.inputs,
-        bounds,
-        call.dots,
-        alignment,
-        scalars,
-        call.cooperative,
-        call.out,
-        *call.findings,
-        call.coefficients,
-        call.spread,
-        # As floats: an operator takes no rows.
-        [float(number) for row in call.tree for number in row],
-        call.order,
-        call.accumulate,
-    )
-    return call.inputs if call.function == "unpack" else call.out
+class _Linear(torch.autograd.Function):
+    """pack, sum_n and scaled_add as autograd sees them: the transpose of each is another function.
 
-
-def _run_operator(
-    function: str,
-    inputs: list[Tensor],
-    bounds: Sequence[int],
-    dots: Tensor | None,
-    alignment: int,
-    scalars: Sequence[float],
-    cooperative: bool,
-    out: Tensor,
-    found_inf: Tensor | None,
-    max_abs: Tensor | None,
-    coefficients: Tensor | None = None,
-    spread: Tensor | None = None,
-    tree: Sequence[float] = (),
-    order: str = "list",
-    accumulate: torch.dtype | None = None,
-) -> None:
-    """What the operator of a function does.
-
-    `alignment` is 0 where nothing is packed; then `bounds` are those between segments.
+    It keeps no tensor. Its backward has a derivative, too, outside of compiled code.
     """
-    bounds = bounds if alignment else (0, *bounds, inputs[0].numel())
-    packed = packed_within(out, inputs, bounds[:-1], alignment) if alignment else None
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, scalars: tuple[Scalar, ...], *inputs: Tensor) -> Tensor:
+        ctx.function, ctx.packed, ctx.scalars = call.function, call.packed, scalars
+        ctx.dtypes = call.dtypes
+        call.inputs = list(inputs)
+        (_trace if tracing() else run_at_once)(call, *scalars)
+        return call.out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, None, *_transposed(ctx, grad.contiguous())
+
+
+def _transposed(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+    """Return the gradients of the inputs from that of the result."""
+    if ctx.function == "pack":
+        layout, dtypes = ctx.packed.layout, ctx.packed.dtypes
+        slots = zip(layout.shapes, dtypes, strict=True)
+        made = [grad.new_empty(shape, dtype=dtype) for shape, dtype in slots]
+        packed = PackedList(layout, dtypes)
+        call = Call("unpack", made, grad, layout.segments, packed=packed)
+        return cast("Any", _run_made(call, *ctx.scalars))
+    numel = grad.numel()
+
+    def one(function: str, inputs: list[Tensor], dtype: torch.dtype, *scalars: Scalar) -> Tensor:
+        target = torch.empty_like(grad, dtype=dtype)
+        return cast(
+            "Any", _run_made(Call(function, inputs, target, (0, numel), made=True), *scalars)
+        )
+
+    if ctx.function == "sum_n":
+        return [one("sum_n", [grad], ctx.dtypes[0], *ctx.scalars)] * len(ctx.dtypes)
+    # With zeros, not by sum_n: it takes factors beyond float32's range.
+    pair, needed = [grad, torch.zeros_like(grad)], ctx.needs_input_grad[2:]
+    return [
+        one("scaled_add", pair, dtype, factor, 0.0) if wanted else None
+        for dtype, factor, wanted in zip(ctx.dtypes, ctx.scalars, needed, strict=True)
+    ]
+
+
+def _run_made(call: Call, *scalars: Scalar) -> Any:
+    """`run` of a call of gradients, of which dynamo does not say whether they require one."""
+    if not is_compiling():
+        return run(call, *scalars)
+    _trace(call, *scalars)
+    return call.inputs if call.function == "unpack" else call.out
+
+
+def _as_arguments(scalar: Scalar) -> tuple[float, Tensor | None]:
+    """Return a scalar as an operator takes it: a constant, or a tensor.
+
+    A number that changes between calls must be one that torch computes: for each value of a float
+    among an operator's arguments it would compile the graph again.
+    """
+    # Not above: it takes a third of the time of importing torch, which does not need it.
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    if isinstance(scalar, Tensor):
+        return 1.0, scalar
+    if has_static_value(scalar):
+        return scalar, None
+    return 1.0, torch.ones((), dtype=torch.float64, device="cpu") * scalar
+
+
+def _trace(call: Call, first: Scalar = 1.0, second: Scalar = 1.0) -> None:
+    """Have torch record the operator of a call."""
+    (first, first_at), (second, second_at) = _as_arguments(first), _as_arguments(second)
+    packed = call.packed
+    every = {
+        # Not the ends, which follow from the inputs: Inductor cannot pass on an unknown length.
+        "bounds": call.bounds[1:-1] if packed is None else call.bounds,
+        "alignment": 0 if packed is None else packed.layout.alignment,
+        "first": first,
+        "first_at": first_at,
+        "second": second,
+        "second_at": second_at,
+        "found_inf": call.findings.found_inf,
+        "max_abs": call.findings.max_abs,
+        "order": call.order,
+        "accumulate": call.accumulate,
+        "dots": call.dots,
+        "cooperative": call.cooperative,
+        # As floats: an operator takes no rows.
+        "tree": [float(number) for row in call.tree for number in row],
+        "spread": call.spread,
+        "coefficients": call.coefficients,
+    }
+    operator = getattr(torch.ops.adasum, f"{call.function}_8").default
+    operator(call.inputs, call.out, **{name: every[name] for name in _FIELDS[call.function]})
+
+
+def _run_operator(function: str, inputs: list[Tensor], out: Tensor, *values: Any) -> None:
+    """What the operator of a function does. values: As its schema has them, up to a default."""
+    given = dict(zip(_FIELDS[function], values, strict=False))
+    # AOTInductor passes None for an empty list.
+    bounds, tree = given.pop("bounds", None) or (), given.pop("tree", None) or ()
+    scalars = []
+    for name in ("first", "second"):
+        number, tensor = given.pop(name, 1.0), given.pop(f"{name}_at", None)
+        if name in _FIELDS[function]:
+            scalars.append(number if tensor is None else tensor)
+    findings = Findings(given.pop("found_inf", None), given.pop("max_abs", None))
+    packed = None
+    if alignment := given.pop("alignment", None):
+        packed = packed_within(out, inputs, bounds[:-1], alignment)
+    else:
+        bounds = (0, *bounds, inputs[0].numel())
+    table, kind = given.get("dots", given.get("coefficients")), given.get("order", "list")
+    if function == "gram":
+        kind = out.dim() == 4
+    place = packed.layout.in_one.buffer_info()[0] if packed else bounds
+    others = *findings, table, kind, given.get("accumulate")
+    if in_c(function)(inputs, out, None, *[*scalars, 1.0, 1.0][:2], place, *others) is not None:
+        return
     rows = zip(tree[::4], tree[1::4], tree[2::4], tree[3::4], strict=True)
-    call = Call(
-        function,
-        inputs,
-        out,
-        tuple(bounds),
-        Findings(found_inf, max_abs),
-        dots=dots,
-        coefficients=coefficients,
-        spread=spread,
-        tree=tuple([(int(left), int(right), p, q) for left, right, p, q in rows]),
-        packed=packed,
-        cooperative=cooperative,
-        order=order,
-        accumulate=accumulate,
-    )
+    tree = tuple([(int(left), int(right), p, q) for left, right, p, q in rows])
+    call = Call(function, inputs, out, tuple(bounds), findings, tree=tree, packed=packed, **given)
     # An exported graph runs on tensors that torch did not see while it traced.
     refuse_followed(call, "torch traced this call without gradients")
     locate(call)
@@ -134,23 +210,20 @@ def _run_operator(
 
 
 def _no_vmap(function: str, *_: object) -> None:
-    raise TypeError(
-        f"{function} of tensors inside vmap has no rule: call it outside, a row at a time"
-        + (", or without out=" if function in LINEAR else "")
-    )
+    raise TypeError(f"{function} of tensors inside vmap has no rule: call it outside, row by row")
 
 
 for _name in FUNCTIONS:
     _inputs, _out = ("Tensor(a!)[]", "Tensor") if _name == "unpack" else ("Tensor[]", "Tensor(a!)")
-    _spread = "Tensor(h!)?" if _name == "adasum_coefficients" else "Tensor?"
+    # So that torch.compile does not change the strides of contiguous inputs.
+    _tags = ["needs_exact_strides", "needs_fixed_stride_order"]
+    if _name not in _SAFE_IN_GRAPHS:
+        _tags.append("cudagraph_unsafe")
     _LIBRARY.define(
-        f"{_name}_7({_inputs} inputs, SymInt[] bounds, Tensor? dots, int alignment, "
-        f"float[] scalars, bool cooperative, {_out} out, {SCHEMA}, "
-        f"Tensor? coefficients=None, {_spread} spread=None, float[] tree=[], "
-        "str order='list', ScalarType? accumulate=None) -> ()",
-        tags=_TAGS,
+        f"{_name}_8({_inputs} inputs, {_out} out, {_TAKES[_name]}) -> ()",
+        tags=tuple(getattr(torch.Tag, tag) for tag in _tags if hasattr(torch.Tag, tag)),
     )
-    _LIBRARY.impl(f"{_name}_7", partial(_run_operator, _name), "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{_name}_8", partial(_run_operator, _name), "CompositeExplicitAutograd")
     # On tensors without data there is nothing to do: it only writes into its arguments.
-    torch.library.register_fake(f"adasum::{_name}_7", lambda *_: None, lib=_LIBRARY)
-    torch.library.register_vmap(f"adasum::{_name}_7", partial(_no_vmap, _name), lib=_LIBRARY)
+    torch.library.register_fake(f"adasum::{_name}_8", lambda *_, **__: None, lib=_LIBRARY)
+    torch.library.register_vmap(f"adasum::{_name}_8", partial(_no_vmap, _name), lib=_LIBRARY)

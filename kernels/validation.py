@@ -6,7 +6,7 @@ import itertools
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from difflib import get_close_matches
 from typing import Any
 
@@ -19,10 +19,6 @@ from torch.compiler import is_dynamo_compiling as is_compiling
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-
-
-class NoMemory(TypeError):
-    """A tensor has no memory of its own that holds its values."""
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -89,15 +85,14 @@ def check_memory_of(name: str, tensor: Tensor) -> None:
     For code that reads memory by its address or sends it, here and in collectives.
 
     Raises:
-        NoMemory: The tensor has no memory of its own.
-        TypeError: Its storage is too short.
+        TypeError: The tensor has no memory of its own, or its storage is too short.
     """
     try:
         storage = tensor.untyped_storage()
         # Both raise where there is no memory.
         _, held = storage.data_ptr(), storage.nbytes()
     except (NotImplementedError, RuntimeError):
-        raise NoMemory(
+        raise TypeError(
             f"{name} has no memory of its own, as tensors inside vmap, grad, jvp and functionalize "
             "of torch.func: make the call outside of them"
         ) from None
@@ -127,14 +122,14 @@ def check_sized(name: str, tensor: object) -> Tensor:
 
 
 def read_list(name: str, tensors: object) -> list[Any]:
-    """Return the elements of a list or tuple, of any types, in a new list.
+    """Return the elements of a list or any other ordered iterable, of any types, in a new list.
 
     So the elements that are checked are those that are used: another thread may change the list,
-    and a user's Sequence may return new tensors each time.
+    and a generator returns each element once.
     """
-    # isinstance takes less time for list and tuple than for Sequence.
+    # isinstance takes less time for list and tuple than for Iterable.
     if not isinstance(tensors, (list, tuple)) and (
-        isinstance(tensors, Tensor) or not isinstance(tensors, Sequence)
+        isinstance(tensors, (Tensor, Set)) or not isinstance(tensors, Iterable)
     ):
         kind = type(tensors).__name__
         raise TypeError(f"{name} must be a list or tuple of tensors, not {kind}")
@@ -226,6 +221,18 @@ def check_scalar(name: str, value: object) -> float:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name} is an int that no float64 holds: pass a smaller one") from None
+
+
+def check_factor(name: str, value: object) -> float | Tensor:
+    """Return a scale, alpha or beta: a float, or a 0-d tensor whose value a run is to read."""
+    if not isinstance(value, Tensor):
+        return check_scalar(name, value)
+    tensor = check_tensor(name, value)
+    if tensor.dim() > 0:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: pass a float or a 0-d tensor")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires grad, and has no derivative: pass {name}.detach()")
+    return tensor
 
 
 EQUAL = 1.0, 1.0

@@ -51,7 +51,7 @@ _CAST = {"fp16": "fp32", "fp32": "fp16"}
 _COPY = Kernel(
     copy_kernel._copy_kernel.function,
     partial(launcher.block_of, most=copy_kernel.TILE_BYTES),
-    {"PACK": True, "SCALED": False, "FINITE": True},
+    {"PACK": True, "SCALED": False, "FINITE": True, "LIVE": None},
     {
         "scaled": {"SCALED": True},
         "checked": {"SCALED": True, "findings": ("found_inf",)},
@@ -60,7 +60,7 @@ _COPY = Kernel(
     },
 )
 _ELEMENTWISE = {"ALIGNED": True}
-_IN_ORDER = {**_ELEMENTWISE, "LEVELS": None, "PAIRS": False}
+_IN_ORDER = {**_ELEMENTWISE, "LEVELS": None, "PAIRS": False, "SCALE": None}
 _ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
     "misaligned": {"ALIGNED": False},
     **_FINDINGS,
@@ -80,7 +80,7 @@ KERNELS = {
     "scaled_add": Kernel(
         sum_kernels._scaled_add_kernel.function,
         launcher.block_of,
-        _ELEMENTWISE,
+        {**_ELEMENTWISE, "ALPHA": None, "BETA": None},
         _ELEMENTWISE_VARIANTS,
     ),
     "dots": Kernel(
@@ -154,7 +154,7 @@ KERNELS |= {
     f"tree{count}": Kernel(
         sum_kernels._sum_kernel.function,
         partial(balanced_tree.tree_tile_of, levels),
-        {**_ELEMENTWISE, "LEVELS": levels, "PAIRS": count > 1 << levels},
+        {**_ELEMENTWISE, "LEVELS": levels, "PAIRS": count > 1 << levels, "SCALE": None},
         {"misaligned": {"ALIGNED": False}, "cast": {"OUT": _CAST}, **_ROUNDED},
         balanced_tree.options_of(levels),
     )

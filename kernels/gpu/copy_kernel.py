@@ -41,12 +41,13 @@ def _move(
     WIDE: tl.constexpr,
     SCALED: tl.constexpr,
     FINITE: tl.constexpr,
+    LIVE: tl.constexpr,
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Up to BLOCK elements from one address to the other: `reads` of them, zeros to `writes`."""
     x = load_tile(source, reads, SOURCE, VECTORS, BLOCK)
-    x = rescale(x, tl.arange(0, BLOCK) < reads, scale_bits, WIDE, TARGET, SCALED, FINITE)
+    x = rescale(x, tl.arange(0, BLOCK) < reads, scale_bits, WIDE, TARGET, SCALED, FINITE, LIVE)
     report(x, findings)
     store_tile(target, writes, x, VECTORS)
 
@@ -65,6 +66,7 @@ def _copy_kernel(
     PACK: tl.constexpr,
     SCALED: tl.constexpr,
     FINITE: tl.constexpr,
+    LIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One tile between one tensor and its slot.
@@ -99,7 +101,7 @@ def _copy_kernel(
     if (source | target) % 16 == 0 and (writes % VECTOR == 0 or writes < body + VECTOR):
         _move(
             source, target, body, writes // VECTOR * VECTOR, scale_bits, findings,
-            SOURCE, TARGET, WIDE, SCALED, FINITE, True, BLOCK,
+            SOURCE, TARGET, WIDE, SCALED, FINITE, LIVE, True, BLOCK,
         )  # fmt: skip
         if (reads | writes) % VECTOR != 0:
             # One vector's worth, element by element, where the store above may have put zeros.
@@ -107,7 +109,7 @@ def _copy_kernel(
             _move(
                 source + body * SOURCE_BYTES, target + body * TARGET_BYTES,
                 reads - body, writes - body, scale_bits, findings,
-                SOURCE, TARGET, WIDE, SCALED, FINITE, False, VECTOR,
+                SOURCE, TARGET, WIDE, SCALED, FINITE, LIVE, False, VECTOR,
             )  # fmt: skip
     else:
         # Tiles but the first begin with a line of the target, so that none is written in two parts
@@ -131,7 +133,7 @@ def _copy_kernel(
             _move(
                 source + done * SOURCE_BYTES, target + done * TARGET_BYTES,
                 reads - done, writes - done, scale_bits, findings,
-                SOURCE, TARGET, WIDE, SCALED, FINITE, False, PART,
+                SOURCE, TARGET, WIDE, SCALED, FINITE, LIVE, False, PART,
             )  # fmt: skip
 
 
@@ -141,8 +143,9 @@ class Copies:
     def __init__(self, call: Call, table: AddressTable) -> None:
         assert call.packed is not None
         self._call, layout, kinds = call, call.packed.layout, call.packed.kinds()
-        # The key says whether there is a scale, and whether it is finite in float32 and in float64.
-        self._launches: dict[tuple[bool, bool, bool], list[Launch]] = {}
+        # The key says whether there is a scale, whether it is finite in float32 and in float64, and
+        # the dtype of one that is a tensor.
+        self._launches: dict[tuple[bool, bool, bool, torch.dtype | None], list[Launch]] = {}
         # Of each dtype: the addresses and the table, tiles, tensors, and a tile's elements and
         # warps. Uploaded now: the first run may be captured, and a table that is uploaded in a
         # capture is filled by replays alone.
@@ -163,21 +166,24 @@ class Copies:
             self._kinds[dtype] = own, rows, tiles, count, block, warps
             done += count
 
-    def __call__(self, scale: float) -> None:
+    def __call__(self, scale: float | Tensor) -> None:
         """Launch the copies with this scale."""
-        kind = (scale != 1.0, abs(scale) <= _LARGEST, math.isfinite(scale))
+        bits, live = launcher.scalar_of(scale, self._call.out)
+        number = math.inf if live is not None else float(scale)
+        kind = (number != 1.0, abs(number) <= _LARGEST, math.isfinite(number), live)
         launches = self._launches.get(kind)
         if launches is None:
             launches = self._launches[kind] = self._bind(*kind)
-        bits = launcher.float_bits(scale)
         for launch in launches:
             launch(bits)
 
-    def _bind(self, scaled: bool, fits_float: bool, finite: bool) -> list[Launch]:
+    def _bind(
+        self, scaled: bool, fits_float: bool, finite: bool, live: torch.dtype | None
+    ) -> list[Launch]:
         launches, out = [], self._call.out
         if (guard := launcher.elsewhere(out)) is not None:
             with guard:
-                return self._bind(scaled, fits_float, finite)
+                return self._bind(scaled, fits_float, finite, live)
         for dtype, (addresses, table, tiles, count, block, warps) in self._kinds.items():
             wide = compute_dtype(dtype, out.dtype)
             launch = _copy_kernel.bind(
@@ -194,6 +200,7 @@ class Copies:
                 PACK=self._call.packing,
                 SCALED=scaled,
                 FINITE=finite if wide == torch.float64 else fits_float,
+                LIVE=live,
                 BLOCK=block,
                 num_warps=warps,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -244,6 +245,33 @@ def float_bits(value: float) -> int:
     """Return the bits of a float64 as a signed integer: Triton would pass a float as float32."""
     bits: int = _INT64.unpack(_DOUBLE.pack(value))[0]
     return bits
+
+
+def scalar_of(value: float | Tensor, out: Tensor) -> tuple[int, torch.dtype | None]:
+    """Return a scalar as `float_of` of kernels/gpu/tiles.py takes it: bits, or address and dtype.
+
+    A tensor on another device than `out` is read here, for which the host waits.
+    """
+    if isinstance(value, Tensor) and value.device == out.device:
+        return value.data_ptr(), value.dtype
+    return float_bits(float(value)), None
+
+
+def with_scalars(bind: Callable[..., Launch], count: int, out: Tensor) -> Callable[..., None]:
+    """Return what launches with `count` scalars, bound once for each kind of them.
+
+    bind: Binds the launch for the dtype of each scalar that is a tensor; None for a float.
+    """
+    launches = {(None,) * count: bind(*(None,) * count)}
+
+    def run(*scalars: float | Tensor) -> None:
+        bits, kinds = zip(*[scalar_of(one, out) for one in scalars], strict=True)
+        if kinds not in launches:
+            with elsewhere(out) or contextlib.nullcontext():
+                launches[kinds] = bind(*kinds)
+        launches[kinds](*bits)
+
+    return run
 
 
 def bits_of_two(first: float, second: float) -> tuple[int, int]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from kernels.arithmetic import compute_dtype
 from kernels.call import Call
 from kernels.gpu import launcher
 from kernels.gpu.balanced_tree import branch, join, options_of, tree_tile_of
 from kernels.gpu.chunking import chunks_of, tile_of
 from kernels.gpu.device_tables import AddressTable
-from kernels.gpu.launcher import Kernel, jit, tl
+from kernels.gpu.launcher import Kernel, Launch, jit, tl
 from kernels.gpu.tiles import convert, float_of, load_tile, part_of, report, store_tile, weigh
 
 
@@ -79,6 +81,7 @@ def _sum_kernel(
     SUM: tl.constexpr,
     LEVELS: tl.constexpr,
     PAIRS: tl.constexpr,
+    SCALE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -94,7 +97,7 @@ def _sum_kernel(
     ROUNDED: tl.constexpr = SUM != WIDE
     first = tl.program_id(0).to(tl.int64) * BLOCK
     count = tl.minimum(element_count - first, BLOCK)
-    scale = float_of(scale_bits).to(WIDE)
+    scale = float_of(scale_bits, SCALE).to(WIDE)
     to = out.to(tl.int64)
     n = tensor_count
     if ALIGNED and count % VECTOR == 0:
@@ -129,26 +132,31 @@ def sum_n(call: Call, table: AddressTable) -> Callable[[float], None]:
     tiles = -(-out.numel() // block)
     if tiles == 0:
         return launcher.nothing
-    launch = _sum_kernel.bind(
-        tiles,
-        (0,),
-        table.write(addresses, out.device),
-        out,
-        call.findings,
-        len(addresses),
-        out.numel(),
-        DTYPE=dtype,
-        OUT=out.dtype,
-        WIDE=compute_dtype(dtype, out.dtype),
-        SUM=call.accumulated,
-        LEVELS=levels,
-        PAIRS=levels is not None and len(addresses) > 1 << levels,
-        ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
-        BLOCK=block,
-        num_warps=warps,
-        **options,
-    )
-    return lambda scale: launch(launcher.float_bits(scale))
+    on_device = table.write(addresses, out.device)
+
+    def bind(scale: torch.dtype | None) -> Launch:
+        return _sum_kernel.bind(
+            tiles,
+            (0,),
+            on_device,
+            out,
+            call.findings,
+            len(addresses),
+            out.numel(),
+            DTYPE=dtype,
+            OUT=out.dtype,
+            WIDE=compute_dtype(dtype, out.dtype),
+            SUM=call.accumulated,
+            LEVELS=levels,
+            PAIRS=levels is not None and len(addresses) > 1 << levels,
+            SCALE=scale,
+            ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
+            BLOCK=block,
+            num_warps=warps,
+            **options,
+        )
+
+    return launcher.with_scalars(bind, 1, out)
 
 
 @Kernel
@@ -164,6 +172,8 @@ def _scaled_add_kernel(
     B: tl.constexpr,
     OUT: tl.constexpr,
     WIDE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -175,7 +185,7 @@ def _scaled_add_kernel(
     VECTOR: tl.constexpr = 16 // min(A_BYTES, min(B_BYTES, OUT_BYTES))
     first = tl.program_id(0).to(tl.int64) * BLOCK
     count = tl.minimum(element_count - first, BLOCK)
-    alpha, beta = float_of(alpha_bits), float_of(beta_bits)
+    alpha, beta = float_of(alpha_bits, ALPHA), float_of(beta_bits, BETA)
     at_a = a.to(tl.int64) + first * A_BYTES
     at_b = b.to(tl.int64) + first * B_BYTES
     to = out.to(tl.int64) + first * OUT_BYTES
@@ -205,23 +215,28 @@ def scaled_add(call: Call) -> Callable[[float, float], None]:
     tiles = -(-out.numel() // block)
     if tiles == 0:
         return launcher.nothing
-    launch = _scaled_add_kernel.bind(
-        tiles,
-        (0, 0),
-        a,
-        b,
-        out,
-        call.findings,
-        out.numel(),
-        A=a.dtype,
-        B=b.dtype,
-        OUT=out.dtype,
-        WIDE=compute_dtype(a.dtype, b.dtype, out.dtype),
-        ALIGNED=all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)),
-        BLOCK=block,
-        num_warps=warps,
-    )
-    return lambda alpha, beta: launch(*launcher.bits_of_two(alpha, beta))
+
+    def bind(alpha: torch.dtype | None, beta: torch.dtype | None) -> Launch:
+        return _scaled_add_kernel.bind(
+            tiles,
+            (0, 0),
+            a,
+            b,
+            out,
+            call.findings,
+            out.numel(),
+            A=a.dtype,
+            B=b.dtype,
+            OUT=out.dtype,
+            WIDE=compute_dtype(a.dtype, b.dtype, out.dtype),
+            ALPHA=alpha,
+            BETA=beta,
+            ALIGNED=all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)),
+            BLOCK=block,
+            num_warps=warps,
+        )
+
+    return launcher.with_scalars(bind, 2, out)
 
 
 @jit

@@ -187,15 +187,16 @@ def rescale(
     TARGET: tl.constexpr,
     SCALED: tl.constexpr,
     FINITE: tl.constexpr,
+    LIVE: tl.constexpr,
 ):
-    """Multiply x by the float64 of `bits` in WIDE, then convert it to TARGET.
+    """Multiply x by `float_of` in WIDE, then convert it to TARGET.
 
     Unless SCALED it is only converted. Where not `used`, x is zero and stays so: 0 times a factor
     that is not FINITE would be NaN.
     """
     # One return: Triton types all of them, even those behind a constexpr condition.
     if SCALED:
-        scaled = convert(x, WIDE) * float_of(bits).to(WIDE)
+        scaled = convert(x, WIDE) * float_of(bits, LIVE).to(WIDE)
         y = convert(scaled if FINITE else tl.where(used, scaled, 0.0), TARGET)
     elif x.dtype != TARGET:
         y = convert(convert(x, WIDE), TARGET)
@@ -205,9 +206,14 @@ def rescale(
 
 
 @jit
-def float_of(bits):
-    """float64 of the bits `float_bits` made."""
-    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+def float_of(bits, LIVE: tl.constexpr = None):
+    """float64 of the bits `float_bits` made, or of the LIVE number that lies at this address."""
+    # One return: Triton types all of them.
+    if LIVE is None:
+        value = bits.to(tl.int64).to(tl.float64, bitcast=True)
+    else:
+        value = convert(tl.load(bits.to(tl.int64).to(tl.pointer_type(LIVE))), tl.float64)
+    return value
 
 
 @jit

@@ -56,7 +56,7 @@ WINGS = {
         ("kernels.__init__",),
         ("kernels.packing", "kernels.reduction", "kernels.projection", "kernels.gram_matrix"),
         ("kernels.torch_ops",),
-        ("kernels.plans", "kernels.derivatives"),
+        ("kernels.plans",),
         ("kernels.binding",),
         ("kernels.arguments",),
         ("kernels.reading",),

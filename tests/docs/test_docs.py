@@ -9,7 +9,10 @@ import ast
 import doctest
 import importlib
 import importlib.util
+import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -71,6 +74,31 @@ def test_python_for_torchs_wrappers_on_one_rank_runs(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(python_of(ROOT / "docs" / "frameworks.md") + "\nprint('ended')\n")
     assert run_ranks(1, script, str(path))[0].endswith("ended\n")
+
+
+def test_benchmarks_of_the_page_run_as_they_stand_and_show_gigabytes_a_second(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("pytest_benchmark")
+    page = (ROOT / "docs" / "one-device.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    (text,) = (block for block in blocks if "import pytest" in block)
+    (tmp_path / "test_mine.py").write_text(text)
+    options = ["--benchmark-only", "--benchmark-max-time=0.01", "--benchmark-json=mine.json"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    # As a worker of xdist it would time nothing.
+    bare = {name: value for name, value in os.environ.items() if "XDIST" not in name}
+    done = subprocess.run(
+        [*command, "test_mine.py", "-k", "not compiled"],
+        cwd=tmp_path,
+        env=bare | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    benchmarks = json.loads((tmp_path / "mine.json").read_text())["benchmarks"]
+    assert len(benchmarks) == 3 and all(one["extra_info"]["GB/s"] > 0 for one in benchmarks)
 
 
 def anchors_of(page: Path) -> set[str]:

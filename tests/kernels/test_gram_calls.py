@@ -301,10 +301,9 @@ def test_operators_pass_torchs_own_check() -> None:
     tables, spread = matrices(1)[0], torch.zeros(3, dtype=F64)
     tree = [float(number) for row in TREE for number in row]
     out = [poisoned((3, 3, 3), F64, "cpu"), poisoned((3, 3), F64, "cpu"), misaligned(given[0])]
-    none, head = (None, None), (None, 0, [], True)
     for operator, args in (
-        (ops.gram_7, (given, CUTS[1:-1], *head, out[0], *none)),
-        (ops.adasum_coefficients_7, ([tables], [], *head, out[1], *none, None, spread, tree)),
-        (ops.weighted_sum_7, (given, CUTS[1:-1], *head, out[2], *none, rows())),
+        (ops.gram_8, (given, out[0], CUTS[1:-1])),
+        (ops.adasum_coefficients_8, ([tables], out[1], tree, spread)),
+        (ops.weighted_sum_8, (given, out[2], rows(), CUTS[1:-1])),
     ):
         torch.library.opcheck(operator.default, args)

@@ -27,7 +27,7 @@ class Noted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "adasum":
             name = func.__name__.partition(".")[0]
-            self.names.append(name.removesuffix("_7").removesuffix("_functional_2"))
+            self.names.append(name.removesuffix("_8"))
         return func(*args, **(kwargs or {}))
 
 

@@ -322,7 +322,7 @@ def test_segments(asked: Asked, function: str, number: int) -> None:
 @pytest.mark.parametrize("function", CALLS)
 def test_lists_of_other_kinds(asked: Asked, function: str) -> None:
     one, tensors = layout(), [like(1), like(2), like(3)]
-    several: list[Any] = [tensors, tuple(tensors), [], (), tensors[:2], iter(tensors), tensors[0]]
+    several: list[Any] = [tensors, tuple(tensors), [], (), tensors[:2], tensors[0]]
     several += [{"a": tensors[0]}, None, torch.stack(tensors), type("L", (list,), {})(tensors)]
     calls: dict[str, Callable[[Any], Any]] = {
         "sum_n": kernels.sum_n,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernels
+from kernels.call import FUNCTIONS
 from tests.kernels.cases import random
 from tests.kernels.gpu import test_launches
 from tests.kernels.torch_compile.cases import BF16, CUTS, F16, F32, F64, compiled, flat, pair
@@ -73,11 +76,9 @@ def test_overlap_is_found_when_the_operator_runs():
         compiled(lambda b, x: kernels.unpack(b, [x[:8], x[4:12]]))[0](torch.ones(32), X.clone())
     base = X.clone()
     with pytest.raises(ValueError, match="out overlaps a"):
-        torch.ops.adasum.adasum_7(
-            [base[:8], base[8:]], [0, 8], None, 0, [2.0, 2.0], True, base[4:12], None, None
-        )
+        torch.ops.adasum.adasum_8([base[:8], base[8:]], base[4:12], [], 2.0, None, 2.0)
     with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
-        torch.ops.adasum.pack_7([base], [0, 16], None, 64, [2.0], True, base, None, None)
+        torch.ops.adasum.pack_8([base], base, [0, 16], 64, 2.0)
     assert torch.equal(base, X)
 
 
@@ -92,38 +93,32 @@ def test_opcheck(flag):
     # found_inf and max_abs.
     flags = (None, None) if flag is None else (flag, torch.zeros(()))
     double = (flag, None if flag is None else torch.zeros((), dtype=torch.float64))
+    half, two = (0.5, None), (2.0, None)
     for op, args in [
-        (ops.pack_7, ([x, y[:5]], slots, None, 64, [0.5], True, vector(4, F16, 32), *flags)),
+        (ops.pack_8, ([x, y[:5]], vector(4, F16, 32), slots, 64, *half, *flags)),
+        (ops.pack_8, ([x, y[:5]], vector(4, F16, 32), slots, 64, 1.0, vector(5, F64, 1)[0])),
         (
-            ops.unpack_7,
-            (
-                [x.clone(), out[:5].clone()],
-                slots,
-                None,
-                64,
-                [0.5],
-                True,
-                vector(4, BF16, 32),
-                *flags,
-            ),
+            ops.unpack_8,
+            ([x.clone(), out[:5].clone()], vector(4, BF16, 32), slots, 64, *half, *flags),
         ),
-        (ops.sum_n_7, ([x, y], [], None, 0, [0.5], True, out.double(), *double)),
-        (ops.sum_n_7, ([x, y, out], [], None, 0, [0.5], True, out, *flags)),
-        (ops.scaled_add_7, ([x, y], [], None, 0, [0.5, -1.0], True, out, *flags)),
-        (ops.dot_and_norms_7, ([x, y], [5], None, 0, [], True, dots.clone(), None, None)),
-        (ops.combine_7, ([x, y], [5], dots, 0, [3.0, 1.5], True, out, *flags)),
-        (ops.adasum_7, ([x, y], [5], None, 0, [2.0, 2.0], True, out, *flags)),
+        (ops.sum_n_8, ([x, y], out.double(), *half, *double)),
+        (ops.sum_n_8, ([x, y, out], out, *half, *flags, "tree", F32)),
+        (ops.scaled_add_8, ([x, y], out, *half, -1.0, None, *flags)),
+        (ops.dot_and_norms_8, ([x, y], dots.clone(), [5])),
+        (ops.combine_8, ([x, y], out, dots, [5], 3.0, None, 1.5, None, *flags)),
+        (ops.adasum_8, ([x, y], out, [5], *two, *two, *flags, False)),
     ]:
         torch.library.opcheck(op.default, args)
 
 
-def test_calls_stay_out_of_torchs_own_cuda_graphs():
+def test_calls_that_leave_memory_stay_out_of_torchs_own_cuda_graphs():
     if not hasattr(torch.Tag, "cudagraph_unsafe"):
         pytest.skip("this torch has no such tag")
-    names = ["pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"]
-    for name in names:
-        operator = getattr(torch.ops.adasum, f"{name}_7")
-        assert torch.Tag.cudagraph_unsafe in operator.default.tags
+    for name in FUNCTIONS:
+        tags = getattr(torch.ops.adasum, f"{name}_8").default.tags
+        # These two leave neither tables nor scratch on the device.
+        safe = name in ("sum_n", "scaled_add")
+        assert (torch.Tag.cudagraph_unsafe in tags) != safe
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -139,13 +134,40 @@ def test_export(strict):
     assert flat(ours) == flat(theirs)
 
 
+@pytest.mark.slow
+def test_compiled_ahead_of_time_with_an_empty_list(tmp_path):
+    """AOTInductor passes None where a call has no segments."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("no C++ compiler for inductor")
+
+    class Both(torch.nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return kernels.adasum(a, b) + kernels.scaled_add(a, b, alpha=0.5)
+
+    a, b = vector(1), vector(2)
+    program = torch.export.export(Both(), (a, b))
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "b.pt2"))
+    assert torch.equal(torch._inductor.aoti_load_package(path)(a, b), Both()(a, b))
+
+
+def test_a_plan_in_a_compiled_function_says_so():
+    a, b = vector(1), vector(2)
+    plan = kernels.plan_sum_n([a, b])
+    with pytest.raises(Unsupported, match=r"does not see what a plan does: .* call kernels\.sum_n"):
+        compiled(lambda: plan() + 1)[0]()
+    with pytest.raises(Unsupported, match=r"no plan is made while torch\.compile"):
+        compiled(lambda: kernels.plan_sum_n([a, b])())[0]()
+    # torch runs such a function uncompiled.
+    assert torch.equal(torch.compile(lambda: plan() + 1, backend="aot_eager")(), a + b + 1)
+
+
 def test_dispatch_modes():
     a, b, _ = pair(F32, "cpu", 1)
     graph = make_fx(lambda a, b: kernels.adasum(a, kernels.sum_n([a, b])))(a, b)
     assert flat(graph(a, b)) == flat(kernels.adasum(a, kernels.sum_n([a, b])))
     targets = [str(node.target) for node in graph.graph.nodes]
     assert [t for t in targets if t.startswith("adasum")] == [
-        "adasum.sum_n_functional_2.default", "adasum.adasum_7.default",
+        "adasum.sum_n_8.default", "adasum.adasum_8.default",
     ]  # fmt: skip
     with FakeTensorMode():
         packed = kernels.pack([torch.empty(5), torch.empty(1 << 40)])

@@ -150,13 +150,35 @@ def test_dynamic_shapes_with_a_copy_of_an_input_for_out(device):
         assert all(map(torch.equal, call(x, y), fn(x, y)))
 
 
-def test_scalars_that_change(device):
-    call, _ = compiled(lambda a, b, scale: kernels.scaled_add(a, b, beta=scale))
+SCALED = {
+    "scaled_add": lambda a, b, s: kernels.scaled_add(a, b, alpha=0.5, beta=s),
+    "sum_n": lambda a, b, s: kernels.sum_n([a, b], scale=s),
+    "pack": lambda a, b, s: kernels.pack([a, b], scale=s),
+    "adasum": lambda a, b, s: kernels.adasum(a, b, weights=(1.0, s)),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_float_that_changes_costs_two_graphs_as_with_torchs_operators(device, name):
+    call, counter = compiled(SCALED[name])
     a, b, _ = pair(F32, device, 1)
-    for path in paths(device):
-        with path:
-            for scale in (0.1, 0.2, 0.3):
-                assert flat(call(a, b, scale)) == flat(kernels.scaled_add(a, b, beta=scale))
+    # The ninth graph of one function would be an error.
+    for scale in (0.1, 0.2, 0.3, 1.0, 7.0, 1e-3, 3.0, 4.0, 5.0, 6.0):
+        assert flat(call(a, b, scale)) == flat(SCALED[name](a, b, scale))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("name", ["scaled_add", "sum_n", "pack"])
+def test_a_tensor_as_scalar_costs_one_graph_and_so_does_its_item(device, name):
+    a, b, _ = pair(F32, device, 1)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        live, counter = compiled(SCALED[name])
+        item, other = compiled(lambda a, b, s: SCALED[name](a, b, s.item()))
+        for value in (0.25, 1.0, 3.0):
+            scale = torch.tensor(value, device=device)
+            assert flat(live(a, b, scale)) == flat(item(a, b, scale))
+            assert flat(live(a, b, scale)) == flat(SCALED[name](a, b, value))
+    assert counter.frame_count == other.frame_count == 1
 
 
 def everything(a: Tensor, b: Tensor, c: Tensor, flag: Tensor) -> Any:
