@@ -17,7 +17,7 @@ vectors cancel. With `precise=True` it is double-double where vectors may cancel
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ from kernels.arguments import (
     check_partials,
     check_table,
 )
-from kernels.arithmetic import TINY
 from kernels.call import check_tree
+from kernels.cpu.torch_fallback import tree_of, weighed
 from kernels.findings import Findings
 from kernels.plans import AdasumCoefficientsPlan, GramPlan, WeightedSumPlan
 from kernels.reading import in_c
@@ -42,7 +42,7 @@ Rows = Sequence[tuple[int, int, float, float]]
 
 
 def gram(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     segments: Sequence[int] | None = None,
     *,
     out: Tensor | None = None,
@@ -82,7 +82,7 @@ def gram(
 
 
 def plan_gram(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     segments: Sequence[int] | None = None,
     *,
     out: Tensor | None = None,
@@ -155,7 +155,7 @@ def plan_adasum_coefficients(
 
 
 def weighted_sum(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     coefficients: Tensor,
     segments: Sequence[int] | None = None,
     *,
@@ -198,7 +198,7 @@ def weighted_sum(
 
 
 def plan_weighted_sum(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     coefficients: Tensor,
     segments: Sequence[int] | None = None,
     *,
@@ -223,7 +223,7 @@ def plan_weighted_sum(
 
 
 def gram_bytes(
-    tensors: Sequence[Tensor], segments: Sequence[int] | None = None, *, precise: bool = False
+    tensors: Iterable[Tensor], segments: Sequence[int] | None = None, *, precise: bool = False
 ) -> int:
     """Least traffic of `gram`, in bytes: every tensor read once, the matrices written.
 
@@ -248,7 +248,7 @@ def adasum_coefficients_bytes(partials: Tensor) -> int:
     return given.nbytes + 8 * given.shape[1] * given.shape[2]
 
 
-def weighted_sum_bytes(tensors: Sequence[Tensor], segments: Sequence[int] | None = None) -> int:
+def weighted_sum_bytes(tensors: Iterable[Tensor], segments: Sequence[int] | None = None) -> int:
     """Least traffic of `weighted_sum`, in bytes: tensors and coefficients read, one written.
 
     Examples:
@@ -260,14 +260,14 @@ def weighted_sum_bytes(tensors: Sequence[Tensor], segments: Sequence[int] | None
     return sum(tensor.nbytes for tensor in sized) + 8 * count * len(sized) + sized[0].nbytes
 
 
-def _sized(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _sized(tensors: Iterable[Tensor]) -> list[Tensor]:
     given = read_list("tensors", tensors)
     if not given:
         raise ValueError(EMPTY)
     return [check_sized(f"tensors[{i}]", tensor) for i, tensor in enumerate(given)]
 
 
-def gram_reference(tensors: Sequence[Tensor], segments: Sequence[int] | None = None) -> Tensor:
+def gram_reference(tensors: Iterable[Tensor], segments: Sequence[int] | None = None) -> Tensor:
     """`gram` in plain float64 torch; arguments and errors as there.
 
     Examples:
@@ -275,14 +275,16 @@ def gram_reference(tensors: Sequence[Tensor], segments: Sequence[int] | None = N
         tensor([[[1., 1.],
                  [1., 2.]]], dtype=torch.float64)
     """
-    rows, bounds = _stacked(tensors, segments)
+    given = check_equals(tensors)
+    bounds = check_segments(segments, given[0].numel())
+    rows = torch.stack([one.detach().double().view(-1) for one in given])
     parts = [rows[:, low:high] for low, high in itertools.pairwise(bounds)]
     found = [(part[:, None] * part[None]).sum(2) for part in parts]
     return torch.stack(found) if found else rows.new_zeros(0, len(rows), len(rows))
 
 
 def adasum_coefficients_reference(partials: Tensor, tree: Rows) -> Tensor:
-    """`adasum_coefficients` in plain float64 torch, as the formula has it: one matrix for all.
+    """`adasum_coefficients` computed with 60 digits, and rounded once.
 
     Examples:
         >>> matrices = kernels.gram_reference([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
@@ -290,30 +292,11 @@ def adasum_coefficients_reference(partials: Tensor, tree: Rows) -> Tensor:
         tensor([[0.5000, 0.7500]], dtype=torch.float64)
     """
     checked = check_partials(check_tensor("partials", partials)).detach()
-    matrices = (checked.sum(4) if checked.dim() == 5 else checked).sum(0)
-    count, size, _ = matrices.shape
-    vectors = list(torch.eye(size, dtype=torch.float64, device=matrices.device))
-    vectors = [one.expand(count, size) for one in vectors]
-    lengths = matrices.diagonal(dim1=1, dim2=2).sqrt()
-
-    def dot(c: Tensor, d: Tensor) -> Tensor:
-        return (c[:, :, None] * matrices * d[:, None]).sum((1, 2))
-
-    last = 0
-    for left, right, p, q in check_tree(tree, size):
-        c, d = vectors[left], vectors[right]
-        factors = []
-        for one, share in ((c, p / (p + q)), (d, q / (p + q))):
-            norm, reach = dot(one, one), (one.abs() * lengths).sum(1).square()
-            zero = (norm < TINY) | (norm < 2.0**-46 * reach)
-            factors.append(torch.where(zero, 1.0, 1.0 - share * dot(c, d) / norm)[:, None])
-        vectors[left], last = factors[0] * c + factors[1] * d, left
-    lost = ~matrices.isfinite().all(2).all(1, keepdim=True)
-    return vectors[last].masked_fill(lost, torch.nan)
+    return tree_of(checked, check_tree(tree, checked.shape[2]))[0]
 
 
 def weighted_sum_reference(
-    tensors: Sequence[Tensor], coefficients: Tensor, segments: Sequence[int] | None = None
+    tensors: Iterable[Tensor], coefficients: Tensor, segments: Sequence[int] | None = None
 ) -> Tensor:
     """`weighted_sum` evaluated in float64 and left there; arguments and errors as there.
 
@@ -322,19 +305,8 @@ def weighted_sum_reference(
         >>> kernels.weighted_sum_reference([torch.ones(2), torch.ones(2)], coefficients)
         tensor([1.2500, 1.2500], dtype=torch.float64)
     """
-    rows, bounds = _stacked(tensors, segments)
-    shape = (len(bounds) - 1, len(rows))
-    factors = check_table("coefficients", coefficients, shape, rows.device).detach()
-    total = torch.zeros_like(rows[0])
-    for row, low, high in zip(factors, bounds[:-1], bounds[1:], strict=True):
-        total[low:high] = (row[:, None] * rows[:, low:high]).sum(0)
-    return total.view(tensors[0].shape)
-
-
-def _stacked(
-    tensors: Sequence[Tensor], segments: Sequence[int] | None
-) -> tuple[Tensor, tuple[int, ...]]:
-    """The tensors in float64 and flat, as rows, and the segments' boundaries."""
-    checked = check_equals(tensors)
-    bounds = check_segments(segments, checked[0].numel())
-    return torch.stack([one.detach().double().view(-1) for one in checked]), bounds
+    given = check_equals(tensors)
+    bounds = check_segments(segments, given[0].numel())
+    shape = (len(bounds) - 1, len(given))
+    factors = check_table("coefficients", coefficients, shape, given[0].device)
+    return weighed(given, factors, bounds).view(given[0].shape)

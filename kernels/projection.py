@@ -12,18 +12,15 @@ if a and b are the means of p and of q vectors, it is the mean of all.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from kernels.arguments import (
     check,
     check_dots,
 )
-from kernels.arithmetic import TINY
+from kernels.cpu.torch_fallback import blend_of, dots_of
 from kernels.findings import Findings
 from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan
 from kernels.reading import in_c
@@ -280,12 +277,8 @@ def dot_and_norms_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None
         >>> kernels.dot_and_norms_reference(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
         tensor([[11.,  5., 25.]], dtype=torch.float64)
     """
-    x, y, bounds = _flat(a, b, segments)
-    rows = [
-        torch.stack([(u * v).sum(), (u * u).sum(), (v * v).sum()])
-        for u, v in ((x[low:high], y[low:high]) for low, high in itertools.pairwise(bounds))
-    ]
-    return torch.stack(rows) if rows else x.new_zeros(0, 3)
+    bounds = _check_pair(a, b, segments)
+    return dots_of(a.detach(), b.detach(), bounds)
 
 
 def combine_reference(
@@ -303,13 +296,10 @@ def combine_reference(
         >>> kernels.combine_reference(a, b, kernels.dot_and_norms_reference(a, b))
         tensor([1.2500, 0.7500], dtype=torch.float64)
     """
-    x, y, bounds = _flat(a, b, segments)
-    dots = check_dots(dots, len(bounds) - 1, x)
-    result = torch.empty_like(x)
-    coefficients = _coefficients(dots, weights).tolist()
-    for (ca, cb), low, high in zip(coefficients, bounds[:-1], bounds[1:], strict=True):
-        result[low:high] = ca * x[low:high] + cb * y[low:high]
-    return result.view(a.shape)
+    bounds = _check_pair(a, b, segments)
+    dots = check_dots(dots, len(bounds) - 1, a)
+    factors = check_weights(weights)
+    return blend_of(a.detach(), b.detach(), dots.detach(), bounds, *factors).view(a.shape)
 
 
 def adasum_reference(
@@ -329,23 +319,7 @@ def adasum_reference(
     return combine_reference(a, b, dots, segments, weights=weights)
 
 
-def _flat(
-    a: Tensor, b: Tensor, segments: Sequence[int] | None
-) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Return both tensors, flat and in float64, and the segments' boundaries."""
-    left = check_tensor("a", a)
-    right = check_like("b", b, "a", left)
-    bounds = check_segments(segments, left.numel())
-    return left.detach().double().view(-1), right.detach().double().view(-1), bounds
-
-
-def _coefficients(dots: Tensor, weights: Weights) -> Tensor:
-    """Return float64 [S, 2], rows (1 - d/(fA), 1 - d/(gB)) for the rows (d, A, B) of `dots`.
-
-    f = (p + q)/p and g = (p + q)/q for the weights (p, q). A coefficient is 1 if its squared norm
-    is below sqrt(DBL_MIN), which NaN is not, so that NaN stays; it is NaN if fA is beyond DBL_MAX.
-    """
-    norms, factors = dots[:, 1:], dots.new_tensor(check_weights(weights))
-    scaled = factors * norms
-    scaled = scaled.masked_fill((scaled == math.inf) & (factors < math.inf), math.nan)
-    return torch.where(norms < TINY, 1.0, 1.0 - dots[:, :1] / scaled)
+def _check_pair(a: Tensor, b: Tensor, segments: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the boundaries of the segments of two tensors that are equal in kind."""
+    check_like("b", b, "a", check_tensor("a", a))
+    return check_segments(segments, a.numel())

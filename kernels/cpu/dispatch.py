@@ -39,8 +39,8 @@ def _load() -> native.Library | str:
         if choice == "native":
             raise RuntimeError(f"{_VARIABLE}=native: {error}") from error
         _logger.warning(
-            "CPU tensors are reduced by torch's functions, several times slower in Adasum than "
-            "compiled kernels: %s (%s=torch says that this is wanted)",
+            "CPU tensors are reduced by torch's functions, in float64, many times slower "
+            "than compiled kernels: %s (%s=torch says that this is wanted)",
             error,
             _VARIABLE,
         )

@@ -1,65 +1,42 @@
-"""The CPU path without compiled code: torch's functions, in blocks that fit into a cache.
+"""The CPU path without compiled code: torch's functions in float64, slow and right.
 
-The arithmetic is that of kernels/cpu/native.c: float32 for float16, bfloat16 and float32, float64
-for float64, rounded once. Dot products are computed in float64.
+Copies and sums alone are computed in the dtypes of kernels/cpu/native.c, because their bits are
+specified. The public references of the other functions return what is computed here.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from decimal import Context, Decimal, localcontext
-from functools import partial
-from typing import Any
+from decimal import Decimal, localcontext
 
 import torch
 from torch import Tensor
 
-from kernels.arithmetic import CANCELLED, SPREAD_LIMIT, TINY, compute_dtype, joined
+from kernels.arithmetic import SPREAD_LIMIT, TINY, compute_dtype, joined
 from kernels.call import Call, Tree
-from kernels.findings import Findings
 
-# An operation on both cores costs tens of microseconds to start and to end, so blocks are as large
-# as the shared cache lets them be; bench/NOTES.md has the times behind them.
-_MAP_BLOCK = 1 << 20
-# Two float64 copies in the shared cache.
-_DOT_BLOCK = 1 << 18
-# More digits than double-double has.
-_DIGITS = Context(prec=40)
-# What precise matrices round away, of the square of the sum of all lengths.
-_LOST = Decimal(2.0**-92)
-_SAFE_LOW, _SAFE_HIGH = 2.0**-60, 2.0**60
+# More digits than double-double has, for products of such numbers.
+_DIGITS = 60
 
 
-def _blocks(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:
-    """Return blocks of the tensors: each tuple has the same elements of all of them."""
-    return zip(*[tensor.view(-1).split(_MAP_BLOCK) for tensor in tensors], strict=True)
+def _write(call: Call, result: Tensor) -> None:
+    call.out.copy_(result.view(call.out.shape))
+    _report(call, (call.out,))
 
 
-def report(findings: Findings, written: Sequence[Tensor]) -> None:
-    """Report what `findings` asks for about the values of tensors that were just written."""
-    found_inf, max_abs = findings
-    if found_inf is None and max_abs is None:
-        return
-    for tensor in written:
+def _report(call: Call, written: Sequence[Tensor]) -> None:
+    """Report what the call's findings ask for about tensors that were just written."""
+    found_inf, max_abs = call.findings
+    for tensor in written if call.findings.given() else ():
         if tensor.numel():
-            low, high = torch.aminmax(tensor)
-            largest = torch.maximum(low.abs(), high.abs())
-            if found_inf is not None:
-                # Without an `if` on the value: it would break traced code and wait for a GPU, both
-                # of which use this function for derivatives.
-                found_inf.masked_fill_(~largest.isfinite(), 1.0)
+            largest = tensor.abs().amax()
+            if found_inf is not None and not largest.isfinite():
+                found_inf.fill_(1.0)
             if max_abs is not None:
                 max_abs.copy_(torch.maximum(max_abs, largest.to(max_abs.dtype)))
-
-
-def _scaled_copy(target: Tensor, source: Tensor, scale: float) -> None:
-    """Write target = scale * source, of equal length; they may be the same tensor."""
-    wide = compute_dtype(source.dtype, target.dtype)
-    for to, part in _blocks(target, source):
-        to.copy_(part.to(wide) * scale)
 
 
 @torch.no_grad()
@@ -67,16 +44,12 @@ def copy(call: Call, scale: float) -> None:
     """Copy between tensors and their slots of the buffer; packing zeroes the padding."""
     assert call.packed is not None
     pieces = call.out.split_with_sizes(call.packed.layout.pieces)
-    slots, paddings = pieces[::2], pieces[1::2]
-    for tensor, slot, padding in zip(call.inputs, slots, paddings, strict=True):
+    for tensor, slot, padding in zip(call.inputs, pieces[::2], pieces[1::2], strict=True):
         target, source = (slot, tensor.view(-1)) if call.packing else (tensor.view(-1), slot)
-        if scale == 1.0:
-            target.copy_(source)
-        else:
-            _scaled_copy(target, source, scale)
-        if call.packing and padding.numel():
+        target.copy_(source.to(compute_dtype(source.dtype, target.dtype)) * scale)
+        if call.packing:
             padding.zero_()
-    report(call.findings, (call.out,) if call.packing else call.inputs)
+    _report(call, (call.out,) if call.packing else call.inputs)
 
 
 pack = unpack = copy
@@ -84,136 +57,84 @@ pack = unpack = copy
 
 @torch.no_grad()
 def sum_n(call: Call, scale: float) -> None:
-    """Write out = scale * (t0 + t1 + ...), in the call's order; `out` may be any of the tensors."""
-    wide = compute_dtype(call.inputs[0].dtype, call.out.dtype)
-    for to, *parts in _blocks(call.out, *call.inputs):
-        # Converted first, which is faster than an addition of two dtypes.
-        total = joined(call.order, len(parts), partial(_converted, parts, call), torch.add)
-        to.copy_(total if scale == 1.0 else total.to(wide) * scale)
-        report(call.findings, (to,))
+    """Write out = scale * (t0 + t1 + ...), in the call's order."""
+    inputs, wide = call.inputs, compute_dtype(call.inputs[0].dtype, call.out.dtype)
+    total = joined(call.order, len(inputs), lambda i: inputs[i].to(call.accumulated), torch.add)
+    _write(call, total.to(wide) * scale)
 
 
-def _converted(parts: Sequence[Tensor], call: Call, i: int) -> Tensor:
-    return parts[i].to(call.accumulated)
-
-
+@torch.no_grad()
 def scaled_add(call: Call, alpha: float, beta: float) -> None:
-    """Write out = alpha*a + beta*b, elementwise; `out` may be a or b."""
+    """Write out = alpha*a + beta*b."""
     a, b = call.inputs
-    _blend(a, b, call.out, call.findings, alpha, beta)
+    _write(call, a.double() * alpha + b.double() * beta)
 
 
 @torch.no_grad()
-def _blend(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    findings: Findings,
-    alpha: float,
-    beta: float,
-    cancelling: bool = False,
-) -> None:
-    """Write out = alpha*a + beta*b, with the same bits whether `out` is a, b or neither.
-
-    Of two ranks that reduce a pair, one writes to a and the other to b. cancelling: Whether the sum
-    is so short that float32 would lose it.
-    """
-    wide = compute_dtype(a.dtype, b.dtype, out.dtype)
-    if cancelling or not (_is_safe(alpha) and _is_safe(beta)):
-        wide = torch.float64
-    # Opposed tensors of one length: their sum is exact where they nearly cancel.
-    opposed = wide == torch.float64 and alpha == beta > 1
-    for left, right, to in _blocks(a, b, out):
-        if opposed:
-            to.copy_((left.to(wide) + right.to(wide)) * alpha)
-        else:
-            to.copy_(torch.add(left.to(wide) * alpha, right.to(wide), alpha=beta))
-        report(findings, (to,))
+def dots_of(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
+    """Return a row (a.b, |a|^2, |b|^2) for each segment."""
+    x, y = a.double().view(-1), b.double().view(-1)
+    dots = x.new_zeros(len(bounds) - 1, 3)
+    for row, (low, high) in zip(dots, itertools.pairwise(bounds), strict=True):
+        u, v = x[low:high], y[low:high]
+        row.copy_(torch.stack([u.dot(v), u.dot(u), v.dot(v)]))
+    return dots
 
 
-@torch.no_grad()
 def dot_and_norms(call: Call) -> None:
-    """Write into `out` a row (a.b, |a|^2, |b|^2) for each segment."""
-    x, y = (tensor.view(-1) for tensor in call.inputs)
-    for row, (start, stop) in zip(call.out, itertools.pairwise(call.bounds), strict=True):
-        found = [0.0, 0.0, 0.0]
-        for low in range(start, stop, _DOT_BLOCK):
-            high = min(low + _DOT_BLOCK, stop)
-            u, v = x[low:high].double(), y[low:high].double()
-            for i, (left, right) in enumerate(((u, v), (u, u), (v, v))):
-                found[i] += torch.dot(left, right).item()
-        row.copy_(torch.tensor(found, dtype=torch.float64, device="cpu"))
+    """Write `dots_of` the tensors into `out`."""
+    a, b = call.inputs
+    call.out.copy_(dots_of(a, b, call.bounds))
+
+
+@torch.no_grad()
+def blend_of(a: Tensor, b: Tensor, dots: Tensor, bounds: Sequence[int], *factors: float) -> Tensor:
+    """Return (1 - d/(fA)) a + (1 - d/(gB)) b per segment, flat; (d, A, B) are rows of `dots`.
+
+    f and g are the factors of a's and b's squared norm, as `check_weights` returns them. A
+    coefficient is 1 if its squared norm is below sqrt(DBL_MIN), which NaN is not, so that NaN
+    stays; it is NaN if fA is beyond DBL_MAX, unless f is infinite.
+    """
+    norms, by = dots[:, 1:], dots.new_tensor(factors)
+    scaled = by * norms
+    scaled = scaled.masked_fill((scaled == math.inf) & (by < math.inf), math.nan)
+    coefficients = torch.where(norms < TINY, 1.0, 1.0 - dots[:, :1] / scaled).tolist()
+    x, y = a.double().view(-1), b.double().view(-1)
+    result = torch.empty_like(x)
+    for (alpha, beta), low, high in zip(coefficients, bounds[:-1], bounds[1:], strict=True):
+        u, v = x[low:high], y[low:high]
+        # Opposed tensors of one length: their sum is exact if they nearly cancel.
+        opposed = alpha == beta > 1
+        result[low:high] = (u + v) * alpha if opposed else u * alpha + v * beta
+    return result
 
 
 def combine(call: Call, factor_a: float, factor_b: float) -> None:
-    """Write out = (1 - d/(fA)) a + (1 - d/(gB)) b per segment; (d, A, B) are rows of `dots`.
-
-    f and g are the factors of a's and b's squared norm, as `check_weights` returns them.
-    """
+    """Write `blend_of` the tensors and the call's dots."""
     assert call.dots is not None
-    parts = [tensor.detach().view(-1) for tensor in (*call.inputs, call.out)]
-    for (dot, norm_a, norm_b), (low, high) in zip(
-        call.dots.tolist(), itertools.pairwise(call.bounds), strict=True
-    ):
-        if high > low:
-            left, right, to = (part[low:high] for part in parts)
-            alpha, beta = _coefficient(dot, factor_a, norm_a), _coefficient(dot, factor_b, norm_b)
-            cancelling = _cancels(dot, norm_a, norm_b, alpha, beta)
-            _blend(left, right, to, call.findings, alpha, beta, cancelling)
+    a, b = call.inputs
+    _write(call, blend_of(a, b, call.dots, call.bounds, factor_a, factor_b))
 
 
 def adasum(call: Call, factor_a: float, factor_b: float) -> None:
     """`combine` of the tensors' `dot_and_norms`."""
-    dots = torch.empty(len(call.bounds) - 1, 3, dtype=torch.float64, device="cpu")
-    dot_and_norms(replace(call, out=dots))
-    combine(replace(call, dots=dots), factor_a, factor_b)
-
-
-def _coefficient(dot: float, factor: float, norm: float) -> float:
-    """Return 1 - d/(fA); 1 for a norm below TINY (not for NaN), and NaN if fA overflows float64."""
-    scaled = factor * norm
-    if norm < TINY:
-        return 1.0
-    # An infinite factor is no overflow: one weight is negligible, and the quotient is 0.
-    return math.nan if scaled == math.inf and factor < math.inf else 1.0 - dot / scaled
-
-
-def _cancels(dot: float, norm_a: float, norm_b: float, alpha: float, beta: float) -> bool:
-    """Whether alpha a + beta b is so much shorter than both that float32 would lose it, or NaN."""
-    apart = alpha * alpha * norm_a + beta * beta * norm_b
-    return not apart + 2 * alpha * beta * dot >= CANCELLED * apart
-
-
-def _is_safe(coefficient: float) -> bool:
-    """Whether the product with any float32 loses nothing to float32's exponent."""
-    size = abs(coefficient)
-    return size == 0.0 or _SAFE_LOW < size < _SAFE_HIGH or size != size
+    a, b = call.inputs
+    combine(replace(call, dots=dots_of(a, b, call.bounds)), factor_a, factor_b)
 
 
 @torch.no_grad()
 def gram(call: Call) -> None:
     """Write into `out` the matrix of dot products of each segment."""
+    vectors = [one.double().view(-1) for one in call.inputs]
+    pairs = [*itertools.combinations_with_replacement(range(len(vectors)), 2)]
     call.out.zero_()
-    size, exact = len(call.inputs), call.inputs[0].dtype != torch.float64
-    i, j = torch.triu_indices(size, size, offset=1, device="cpu")
-    for matrix, start, stop in zip(call.out, call.bounds[:-1], call.bounds[1:], strict=True):
-        sums = matrix[..., 0] if call.precise else matrix
-        for rows in _rows(call, start, stop):
-            sums += rows @ rows.T
+    for matrix, low, high in zip(call.out, call.bounds[:-1], call.bounds[1:], strict=True):
+        parts, sums = [one[low:high] for one in vectors], matrix[..., 0] if call.precise else matrix
+        for i, j in pairs:
+            sums[i, j] = sums[j, i] = parts[i].dot(parts[j])
         if call.precise and _may_cancel(sums):
-            matrix.zero_()
-            for rows in _rows(call, start, stop):
-                _add_precisely(matrix, rows, exact)
-        # What multiplies matrices does not promise that they are symmetric.
-        matrix[j, i] = matrix[i, j]
-
-
-def _rows(call: Call, start: int, stop: int) -> Iterator[Tensor]:
-    """Yield the tensors' elements as rows in float64, some at a time."""
-    step = max(1, 2 * _DOT_BLOCK // len(call.inputs))
-    for low in range(start, stop, step):
-        parts = [tensor.view(-1)[low : min(low + step, stop)] for tensor in call.inputs]
-        yield torch.stack([part.double() for part in parts])
+            for i, j in pairs:
+                matrix[i, j] = matrix[j, i] = _exact_dot(parts[i], parts[j])
 
 
 def _may_cancel(matrix: Tensor) -> bool:
@@ -224,143 +145,96 @@ def _may_cancel(matrix: Tensor) -> bool:
     return bool(diagonal.isfinite().all()) and factor.info.item() > 0
 
 
-def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rounded sum and what it lost (Knuth)."""
-    total = a + b
-    other = total - a
-    return total, (a - (total - other)) + (b - other)
+def _exact_dot(x: Tensor, y: Tensor) -> Tensor:
+    """Return (high, low) of a dot product, whose sum is rounded once (Veltkamp, Shewchuk)."""
+    product, scaled = x * y, [one * (2.0**27 + 1.0) for one in (x, y)]
+    (a, c) = (by - (by - one) for by, one in zip(scaled, (x, y), strict=True))
+    b, d = x - a, y - c
+    terms = [*product.tolist(), *(((a * c - product) + a * d + b * c) + b * d).tolist()]
+    high = math.fsum(terms)
+    return x.new_tensor([high, math.fsum([*terms, -high])])
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float64 values as sums of two of 26 bits each (Veltkamp)."""
-    scaled = x * (2.0**27 + 1.0)
-    high = scaled - (scaled - x)
-    return high, x - high
+@torch.no_grad()
+def tree_of(partials: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+    """Return the coefficients [S, n] of a tree, and the spread [S], computed with 60 digits."""
+    found = [_replay(partials[:, i], tree) for i in range(partials.shape[1])]
+    coefficients = partials.new_tensor([row for row, _ in found]).view(-1, partials.shape[2])
+    return coefficients, partials.new_tensor([spread for _, spread in found])
 
 
-def _add_precisely(matrix: Tensor, rows: Tensor, exact: bool) -> None:
-    """Add to a matrix of sums high + low; exact: products of the rows are."""
-    for i, j in itertools.combinations_with_replacement(range(len(rows)), 2):
-        high = rows[i] * rows[j]
-        low = torch.zeros_like(high)
-        if not exact:
-            (a, b), (c, d) = _halves(rows[i]), _halves(rows[j])
-            low = ((a * c - high) + a * d + b * c) + b * d
-        while len(high) > 1:
-            # The last of an odd number waits.
-            half = len(high) // 2
-            total, lost = _two_sum(high[:half], high[half : 2 * half])
-            rest = low[:half] + low[half : 2 * half] + lost
-            high, low = (
-                torch.cat([new, old[2 * half :]]) for new, old in ((total, high), (rest, low))
-            )
-        total, lost = _two_sum(matrix[i, j, 0], high[0])
-        lost = lost + matrix[i, j, 1] + low[0]
-        matrix[i, j, 0] = total + lost
-        matrix[i, j, 1] = lost - (matrix[i, j, 0] - total)
+def _replay(tables: Tensor, tree: Tree) -> tuple[list[float], float]:
+    """Return the coefficients of one segment and its spread; kernels/cpu/replay.h has the rules."""
+    size, precise, widest = tables.shape[1], tables.dim() == 4, Decimal(1)
+    rounded, nothing = Decimal(2.0 ** (-92 if precise else -46)), False
+    lost = [math.nan] * size, math.nan
+    if not bool(tables.isfinite().all()) or not bool(tables.sum(0).isfinite().all()):
+        return lost
+    with localcontext(prec=_DIGITS):
+        # A matrix's entries, of all tables and both parts, added exactly.
+        entries = tables.movedim(0, 2).reshape(size, size, -1).tolist()
+        matrix = [[sum(map(Decimal, entry), Decimal(0)) for entry in row] for row in entries]
+        lengths = [max(matrix[i][i], Decimal(0)).sqrt() for i in range(size)]
+        # Each vector by its coefficients of leaves, no two of which share one.
+        vectors = [{i: Decimal(1)} for i in range(size)]
+        last = 0
+
+        def dot(v: dict[int, Decimal], w: dict[int, Decimal]) -> Decimal:
+            pairs = itertools.product(v.items(), w.items())
+            return sum((x * matrix[i][j] * y for (i, x), (j, y) in pairs), Decimal(0))
+
+        def reach(v: dict[int, Decimal]) -> Decimal:
+            return sum((abs(x) * lengths[i] for i, x in v.items()), Decimal(0)) ** 2
+
+        for left, right, *weights in tree:
+            pair, last = (vectors[left], vectors[right]), left
+            norms, reaches, product = [dot(v, v) for v in pair], [*map(reach, pair)], dot(*pair)
+            shares = [Decimal(weight) / sum(map(Decimal, weights)) for weight in weights]
+            both = [*zip(norms, reaches, strict=True)]
+            zeros = [norm < Decimal(TINY) or norm < rounded * most for norm, most in both]
+            apart = Decimal(2.0**-100) * (reaches[0] * norms[1] + reaches[1] * norms[0])
+            parallel = precise and abs(norms[0] * norms[1] - product**2) <= apart
+            factors = [
+                Decimal(1) if zero else 1 - share * product / norm
+                for zero, share, norm in zip(zeros, shares, norms, strict=True)
+            ]
+            if parallel and not any(zeros):
+                factors = shares
+            terms = zip(factors, pair, strict=True)
+            vectors[left] = {i: by * x for by, v in terms for i, x in v.items()}
+            norm, most = dot(vectors[left], vectors[left]), reach(vectors[left])
+            nothing = precise and norm < rounded * most
+            if most >= Decimal(TINY):
+                widest = max(widest, most / norm if norm > 0 else Decimal("inf"))
+        if nothing:
+            return [0.0] * size, float(widest)
+        return [float(vectors[last][i]) for i in range(size)], float(widest)
 
 
 @torch.no_grad()
 def adasum_coefficients(call: Call) -> None:
     """Write into `out` the coefficients of each segment, and find its spread."""
-    for segment, row in enumerate(call.out):
-        tables = call.inputs[0][:, segment].tolist()
-        found, spread = _replay(tables, call.tree, call.precise)
-        row.copy_(torch.tensor(found, dtype=torch.float64, device="cpu"))
-        if call.spread is not None:
-            call.spread[segment] = spread
-
-
-def _replay(tables: list[Any], tree: Tree, precise: bool) -> tuple[list[float], float]:
-    """Return the coefficients of one segment, and its spread.
-
-    The matrix of the vectors that stand becomes, join by join, that of the vectors that then do.
-    """
-    size, widest = len(tables[0]), Decimal(1)
-    if not all(math.isfinite(entry) for entry in _entries(tables)):
-        return [math.nan] * size, math.nan
-    with localcontext(_DIGITS):
-        matrix = _sum_of(tables, precise)
-        if not all(math.isfinite(float(matrix[i][i])) for i in range(size)):
-            return [math.nan] * size, math.nan
-        lengths = [max(matrix[i][i], Decimal(0)).sqrt() for i in range(size)]
-        leaves = [{i: Decimal(1)} for i in range(size)]
-        last = 0
-        for left, right, p, q in tree:
-            alpha, beta = _weigh(matrix, lengths, (left, right), (p, q), precise)
-            rows = zip(matrix[left], matrix[right], strict=True)
-            matrix[left] = [alpha * x + beta * y for x, y in rows]
-            for row in matrix:
-                row[left] = alpha * row[left] + beta * row[right]
-            lengths[left] = abs(alpha) * lengths[left] + abs(beta) * lengths[right]
-            leaves[left] = {i: alpha * c for i, c in leaves[left].items()} | {
-                i: beta * c for i, c in leaves[right].items()
-            }
-            widest, last = max(widest, _spread_of(matrix[left][left], lengths[left])), left
-        if precise and matrix[last][last] < _LOST * lengths[last] ** 2:
-            return [0.0] * size, float(widest)
-        return [float(leaves[last][i]) for i in range(size)], float(widest)
-
-
-def _entries(tables: list[Any]) -> Iterator[float]:
-    for one in tables:
-        if isinstance(one, list):
-            yield from _entries(one)
-        else:
-            yield one
-
-
-def _sum_of(tables: list[Any], precise: bool) -> list[list[Decimal]]:
-    """The sum of tables of entries, which where precise are pairs themselves."""
-    cells = [list(zip(*rows, strict=True)) for rows in zip(*tables, strict=True)]
-    return [
-        [sum(map(Decimal, itertools.chain(*cell) if precise else cell), Decimal(0)) for cell in row]
-        for row in cells
-    ]
-
-
-def _weigh(
-    matrix: list[list[Decimal]],
-    lengths: list[Decimal],
-    ends: tuple[int, int],
-    weights: tuple[float, float],
-    precise: bool,
-) -> list[Decimal]:
-    """Return the factors of the vectors at both ends; kernels/cpu/replay.h says why these."""
-    (i, j), given = ends, [Decimal(weight) for weight in weights]
-    dot, norms = matrix[i][j], [matrix[i][i], matrix[j][j]]
-    shares = [weight / sum(given) for weight in given]
-    seen = _LOST if precise else Decimal(2.0**-46)
-    zeros = [
-        norm < Decimal(TINY) or norm < seen * lengths[end] ** 2
-        for norm, end in zip(norms, ends, strict=True)
-    ]
-    lost = Decimal(2.0**-100) * (lengths[i] ** 2 * norms[1] + lengths[j] ** 2 * norms[0])
-    if precise and not any(zeros) and abs(norms[0] * norms[1] - dot**2) <= lost:
-        return shares
-    return [
-        Decimal(1) if zero else 1 - share * dot / norm
-        for zero, share, norm in zip(zeros, shares, norms, strict=True)
-    ]
-
-
-def _spread_of(norm: Decimal, length: Decimal) -> Decimal:
-    if length**2 < Decimal(TINY):
-        return Decimal(1)
-    return length**2 / norm if norm > 0 else Decimal("inf")
+    coefficients, spread = tree_of(call.inputs[0], call.tree)
+    call.out.copy_(coefficients)
+    if call.spread is not None:
+        call.spread.copy_(spread)
 
 
 @torch.no_grad()
+def weighed(tensors: Sequence[Tensor], coefficients: Tensor, bounds: Sequence[int]) -> Tensor:
+    """Return the sum of the tensors, times each segment's row of coefficients, flat."""
+    flat = [one.double().view(-1) for one in tensors]
+    total = torch.empty_like(flat[0])
+    for row, low, high in zip(coefficients.tolist(), bounds[:-1], bounds[1:], strict=True):
+        found = flat[0][low:high] * row[0]
+        for one, factor in zip(flat[1:], row[1:], strict=True):
+            # torch fuses the product with the sum, as the other back ends do.
+            found = torch.add(found, one[low:high], alpha=factor)
+        total[low:high] = found
+    return total
+
+
 def weighted_sum(call: Call) -> None:
-    """Write the sum of the tensors, times each segment's row of coefficients."""
+    """Write `weighed` of the tensors."""
     assert call.coefficients is not None
-    flat = [tensor.view(-1) for tensor in (call.out, *call.inputs)]
-    for row, low, high in zip(
-        call.coefficients.tolist(), call.bounds[:-1], call.bounds[1:], strict=True
-    ):
-        for to, first, *others in _blocks(*[one[low:high] for one in flat]):
-            total = first.double() * row[0]
-            for factor, part in zip(row[1:], others, strict=True):
-                total = torch.add(total, part.double(), alpha=factor)
-            to.copy_(total)
-            report(call.findings, (to,))
+    _write(call, weighed(call.inputs, call.coefficients, call.bounds))
