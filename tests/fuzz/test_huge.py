@@ -148,4 +148,6 @@ def test_kernels_address_in_64_bits(name: str) -> None:
     for match in found:
         offset, many, element, width = match.group(1, 2, 3, 4)
         if width == "32":
-            assert offset in small if many else element != "f16", match[0]
+            # Words of 64 bits are tables: of addresses, and of the ranks' signals.
+            within = offset in small or element == "i64" if many else element != "f16"
+            assert within, match[0]

@@ -65,8 +65,8 @@ FAULTS = {
     "a kernel's argument left out": Fault(
         _checks("scaled_add"),
         "kernels.gpu.sum_kernels",
-        "        call.findings,\n        out.numel(),\n        A=a.dtype",
-        "        out.numel(),\n        A=a.dtype",
+        "call.findings,\n            out.numel(),\n            A=a.dtype",
+        "out.numel(),\n            A=a.dtype",
         r"missing 1 required positional argument: 'element_count'",
     ),
     "a launch that is not cooperative": Fault(
@@ -86,8 +86,8 @@ FAULTS = {
     "a result with one element wrong": Fault(
         _checks("scaled_add"),
         "kernels.gpu.sum_kernels",
-        "        out.numel(),\n        A=a.dtype",
-        "        out.numel() - 1,\n        A=a.dtype",
+        "out.numel(),\n            A=a.dtype",
+        "out.numel() - 1,\n            A=a.dtype",
         r"element 0 is nan, .* 1 of 1 are wrong",
     ),
     "a dtype that a check leaves out": Fault(
