@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ ORDERS = ("list", "tree")
 # Of equal tensors.
 _OF_EQUALS = ("sum_n", "gram", "weighted_sum")
 NO_FINDINGS = Findings()
-# Of tensors whose addresses are yet to be read: the same for all, as dynamo makes no array.
-UNREAD: array[int] = array("Q")
+# Of tensors whose addresses are yet to be read. No array: dynamo cannot take one along.
+UNREAD: Any = ()
 
 
 Tree = tuple[tuple[int, int, float, float], ...]
@@ -74,7 +75,7 @@ class Call:
     accumulate: torch.dtype | None = None
     made: bool = False
     rebound: bool = False
-    addresses: array[int] = field(default_factory=lambda: UNREAD)
+    addresses: array[int] = UNREAD
 
     @property
     def out_name(self) -> str:

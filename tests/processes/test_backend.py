@@ -81,7 +81,7 @@ def _reductions(rank: int, dtype_name: str) -> None:
             for asynchronous in (False, True):
                 mine, part = operands[rank].clone(), torch.full((24 // size,), torch.nan).to(dtype)
                 work = dist.all_reduce(mine, op, async_op=asynchronous)
-                other = dist.reduce_scatter_single(
+                other = dist.reduce_scatter_tensor(
                     part, operands[rank].clone(), op, async_op=asynchronous
                 )
                 if asynchronous:
@@ -112,11 +112,11 @@ def _others(rank: int) -> None:
         whole = torch.arange(size * 3)
         mine = whole[3 * rank : 3 * rank + 3]
         into = torch.full((size * 3,), -1)
-        dist.all_gather_single(into, mine)
+        dist.all_gather_into_tensor(into, mine)
         assert into.equal(whole)
         into = torch.full((size * 3,), -1)
         into[3 * rank : 3 * rank + 3] = mine
-        dist.all_gather_single(into, into[3 * rank : 3 * rank + 3])  # in place
+        dist.all_gather_into_tensor(into, into[3 * rank : 3 * rank + 3])  # in place
         assert into.equal(whole)
         strided = torch.full((2, size * 3), -1)[:, ::2].t()
         dist.all_gather([strided[0], strided[1], strided[2], strided[3]], mine[:2])
@@ -206,7 +206,7 @@ def _bad_input(rank: int) -> None:
         with pytest.raises(CollectiveMismatchError, match=re.escape(said)):
             dist.all_reduce(torch.ones(2), dist.ReduceOp.SUM if rank else dist.ReduceOp.MAX)
         with pytest.raises(ValueError, match="output must have 2 times the 3 elements"):
-            dist.all_gather_single(torch.empty(5), torch.ones(3))
+            dist.all_gather_into_tensor(torch.empty(5), torch.ones(3))
         with pytest.raises(ValueError, match="elements that share memory"):
             dist.all_reduce(torch.ones(1).expand(3))
         with pytest.raises(ValueError, match="3 rows are not equally many"):
