@@ -1,9 +1,9 @@
-/* Direct calls in one pass: check the arguments, bind them and run; or return what was read, for a
- * plan or a launch on a GPU.
+/* Direct calls in one pass: check the arguments, bind them and run the function; or return the
+ * arguments as read, for a plan or a launch on a GPU.
  */
 #include "reading.h"
 
-/* Run without the lock that Python's threads share. */
+/* Run the task without the lock that Python's threads share. Return 0 if that is impossible. */
 static int run_task(struct call *c, const struct function *f, double first, double second,
                     struct task *t)
 {
@@ -40,7 +40,7 @@ static int run_task(struct call *c, const struct function *f, double first, doub
     return 1;
 }
 
-/* Count the writes to a tensor, or to each of a tuple, as autograd does not see them:
+/* Count a write to a tensor, or to each one of a tuple, since autograd does not see it:
  * kernels/binding.py says more. */
 static int count_write(PyObject *written)
 {
@@ -49,7 +49,7 @@ static int count_write(PyObject *written)
     return told != NULL;
 }
 
-/* What was written, once that is counted. */
+/* Count the writes, and return the tensors that were written. */
 static PyObject *result_of(struct call *c, PyObject *const *given)
 {
     int unpacks = c->takes & UNPACKS;
@@ -64,8 +64,8 @@ static PyObject *result_of(struct call *c, PyObject *const *given)
     return c->out;
 }
 
-/* What was read: the inputs, the output, the inputs' addresses as uint64, their dtypes and, where
- * segments were given, these. */
+/* Return a record of the arguments: the inputs, the output, the inputs' addresses as uint64, their
+ * dtypes, and the segments if given. */
 static PyObject *record_of(struct call *c, const struct task *t)
 {
     PyObject *inputs = PySequence_List(c->inputs), *dtypes = PyList_New(t->count);
@@ -83,8 +83,8 @@ static PyObject *record_of(struct call *c, const struct task *t)
     return record;
 }
 
-/* Returns what a call writes, or what it has read where it is not to run; None where Python is to
- * decide. Arguments that are missing at the end are None. */
+/* Check and run a call and return its output or, if it only `reads`, return its record; None if
+ * Python is to decide. Missing arguments at the end are None. */
 static PyObject *take(int64_t function, int reads, PyObject *const *arguments, Py_ssize_t count)
 {
     const struct function *f = functions + function;
@@ -128,9 +128,9 @@ static PyObject *read_only(PyObject *self, PyObject *const *arguments, Py_ssize_
     return take(PyLong_AsLongLong(self), 1, arguments, count);
 }
 
-/* What runs calls of a function, by its number in `functions`, or `reads` them; NULL with an
- * exception where torch does not lend tensors as DLPack 1 does. handles: a tuple with the fields of
- * `py`, which it keeps. */
+/* Return a Python function that runs calls of `functions[function]`, or only `reads` them; NULL
+ * with an exception if torch does not lend tensors as DLPack 1 does. handles: A tuple with the
+ * fields of `py`; it is kept alive. */
 PyObject *direct_call(PyObject *handles, int64_t function, int64_t reads)
 {
     static PyMethodDef methods[] = {{"run_call", run_call, METH_FASTCALL, NULL},

@@ -1,8 +1,8 @@
 """The CPU path: compiled code (native.py) if it is available, otherwise torch's functions.
 
-Arithmetic is float32 for float16, bfloat16 and float32, and float64 for float64; results are
-rounded once. Dot products are computed in float64, in which no square of a float32 under- or
-overflows.
+Compiled code computes in float32 for float16, bfloat16 and float32, and in float64 for float64, and
+rounds results once. Dot products are computed in float64, since no square of a float32 under- or
+overflows there.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kernels.cpu import native, torch_fallback
 _logger = logging.getLogger(__name__)
 _VARIABLE = "ADASUM_CPU_KERNELS"
 _CHOICES = ("auto", "native", "torch")
-# "found": the compiled functions, or why torch's are used. Empty until the first use.
+# "found": the compiled functions, or the reason for using torch's. Empty until the first use.
 _state: dict[str, native.Library | str] = {}
 
 
 def _found() -> native.Library | str:
-    # setdefault, so that threads which get here at once all use what one of them has loaded.
+    # setdefault, so that threads which load the functions at the same time all use the same ones.
     return _state.get("found") or _state.setdefault("found", _load())
 
 
@@ -48,26 +48,26 @@ def _load() -> native.Library | str:
 
 
 def library() -> native.Library | None:
-    """Return the compiled functions; None where torch's are used.
+    """Return the compiled functions; None if torch's are used.
 
     The environment variable ADASUM_CPU_KERNELS chooses: "auto", the default, "torch" or "native".
 
     Raises:
         ValueError: The variable has another value.
-        RuntimeError: It is "native", and there are no compiled functions.
+        RuntimeError: It is "native", but the compiled functions cannot be used.
     """
     found = _found()
     return None if isinstance(found, str) else found
 
 
 def reason() -> str:
-    """Return why torch's functions are used; "" if they are not. Raises as `library`."""
+    """Return the reason for using torch's functions, "" if unused. Raises as `library` does."""
     found = _found()
     return found if isinstance(found, str) else ""
 
 
 def bind(call: Call) -> Callable[..., None]:
-    """Return what runs a call any number of times, with its scalars."""
+    """Return a function of the call's scalars, which runs the call and can be used repeatedly."""
     if (found := library()) is not None:
         return found.bind(call)
     return partial(getattr(torch_fallback, call.function), call)

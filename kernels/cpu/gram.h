@@ -1,6 +1,6 @@
-/* Dot products of all pairs of n tensors, and their weighted sum, from tensors read as REAL: float
- * where no conversion is worth keeping, else double. Products of two floats are exact in double, so
- * the bits are the same.
+/* Dot products of all pairs of n tensors, and their weighted sum. Tensors are read as REAL, which
+ * is double only for float64. Products of two floats are exact in double, so the bits do not
+ * depend on that.
  */
 
 /* read(), with zeros behind the last element up to a multiple of STEP. */
@@ -17,9 +17,9 @@ static const REAL *IN(read_whole)(const struct task *t, int64_t tensor, int64_t 
     return tile;
 }
 
-/* Adds to sums[i][j] the products of x[i] and y[j], where `own` of j >= i alone. All but the
- * pointers and n are constants where it is called, so that the sums stay in registers. An element's
- * place in its block says in which of the lanes it is added. */
+/* Adds to sums[i][j] the products of x[i] and y[j], if `own` only for j >= i. Callers pass
+ * constants except for the pointers and n, so that the sums stay in registers. An element's place
+ * in its block determines the lane that it is added to. */
 INLINE void IN(add_products)(const REAL *const *x, const REAL *const *y, int rows, int columns,
                              int own, int quads, int64_t n, double (*sums)[GROUP][LANES])
 {
@@ -45,8 +45,8 @@ INLINE void IN(add_products)(const REAL *const *x, const REAL *const *y, int row
                 put_quad(sums[i][j] + 4 * k, lanes[i][j][k]);
 }
 
-/* Of up to four tensors with themselves: of so few that one sum would wait for the one before, two
- * in turn. */
+/* Add the products of up to four tensors among themselves. With only one or two tensors, each sum
+ * would wait for its last addition, so each entry has two sums in turn. */
 static void IN(add_own)(const REAL *const *x, int count, int quads, int64_t n,
                         double (*sums)[GROUP][LANES])
 {
@@ -64,7 +64,7 @@ static void IN(add_own)(const REAL *const *x, int count, int quads, int64_t n,
         IN(add_products)(x, x, 4, 4, 1, 1, n, sums);
 }
 
-/* Of four or fewer tensors with up to GROUP others, two of these at a time. */
+/* Add the products of up to four tensors with up to GROUP others, two of the others at a time. */
 static void IN(add_others)(const REAL *const *x, int rows, const REAL *const *y, int columns,
                            int64_t n, double (*sums)[GROUP][LANES])
 {
@@ -87,7 +87,7 @@ static void IN(add_others)(const REAL *const *x, int rows, const REAL *const *y,
 #undef CASE
 }
 
-/* A block's products of the tensors of two groups, which may be one. */
+/* Compute a block's products of the tensors of two groups, which may be the same group. */
 static void IN(gram_groups)(const struct task *t, struct block block, int64_t first, int64_t second)
 {
     REAL tiles[2 * GROUP][STRIP];
@@ -137,7 +137,7 @@ static void IN(add_weighted)(double *total, const REAL *const *x, const double *
             sums[j] = quad_of_double(total + at + 4 * j);
         for (int k = 0; k < count; k++) {
             quad factor = quad_of_one(factors[k]);
-            /* Of the next strip: the processor's own prefetching falls behind on eight tensors. */
+            /* The next strip, since hardware prefetching falls behind on eight tensors. */
             __builtin_prefetch(x[k] + at + STRIP);
             for (int j = 0; j < STEP / 4; j++)
                 sums[j] = add_product(sums[j], factor, IN(quad_of)(x[k] + at + 4 * j));
@@ -153,7 +153,7 @@ static void IN(weigh_block)(const struct task *t, struct block block)
     for (int64_t low = block.low; low < block.high; low += STRIP) {
         double total[STRIP];
         int64_t n = least(STRIP, block.high - low);
-        /* To which the first product is added as it is, with its sign where it is zero. */
+        /* Adding the first product to -0 leaves it unchanged, even the sign of a zero. */
         for (int i = 0; i < STRIP; i++)
             total[i] = -0.0;
         for (int64_t first = 0; first < t->count; first += GROUP) {

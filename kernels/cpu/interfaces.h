@@ -1,6 +1,7 @@
-/* Of Python's stable ABI and of DLPack's exchange of tensors, what reading.h and calls.h use: declared here, so
- * that compiling needs neither Python's headers nor torch's, and one library fits any of both.
- * Neither changes: https://docs.python.org/3/c-api/stable.html and DLPack 1.
+/* Declarations of Python's stable ABI and of DLPack's exchange of tensors for reading.h and
+ * calls.h. With them, compiling needs neither Python's nor torch's headers, and one library works
+ * with any version of both. Neither interface changes:
+ * https://docs.python.org/3/c-api/stable.html, DLPack 1.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -63,6 +64,6 @@ typedef struct {
     uint32_t major, minor;
     void *older;
     void *unused[3];
-    /* Lends what it writes: it belongs to the tensor. Not 0: with an exception. */
+    /* Writes a description that the tensor still owns. Returns other than 0 with an exception. */
     int (*lend)(void *tensor, DLTensor *out);
 } DLPackExchangeAPI;

@@ -3,37 +3,38 @@
  * real.h is included twice: arithmetic in float for float16, bfloat16 and float32, in double for
  * float64 or where coefficients would leave float's range.
  *
- * Tensors are cut into blocks, and blocks into tiles that stay in a core's first cache: a tile is
- * read from any dtype into REAL, computed on and rounded once where it is written. Its bits depend
- * on neither the number of threads, nor the place in memory, nor the compiler or, but for doubles
- * that become float16, the processor; only which NaN comes of one does.
+ * Tensors are cut into blocks, and blocks into tiles that stay in a core's first cache. A tile is
+ * converted from any dtype to REAL, computed, and rounded once when it is written. Its bits do not
+ * depend on the number of threads, the place in memory or the compiler, nor on the processor,
+ * except for doubles that become float16. Only the bits of NaNs may differ.
  *
  * Every `out` may be one of the inputs: a tile is read before it is written.
  *
- * A function takes one argument, the struct of task.h. setup.py has the flags of the compiler, which
- * matter: products must not be fused with sums.
+ * Each function takes one argument, the struct of task.h. The compiler's flags in setup.py matter:
+ * products must not be fused with sums.
  */
 #include "task.h"
 #include "vectors.h"
 
 #include <math.h>
 
-/* The hash of these files, by which kernels/cpu/native.py refuses what was made of others. */
+/* The hash of these files: kernels/cpu/native.py refuses a library compiled from other ones. */
 const char compiled_from[] = COMPILED_FROM;
 
-/* In the order of kernels/cpu/native.py. */
+/* Numbered as in kernels/cpu/native.py. */
 enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
-/* Elements; up to ALONE are not worth a second thread. */
+/* Numbers of elements; up to ALONE elements are not worth a second thread. */
 enum { TILE = 1024, LANES = 8, ALONE = 32768 };
-/* The most tensors that `sum_n` reads side by side. */
+/* Maximum number of tensors that `sum_n` reads side by side. */
 enum { FEW = 8 };
-/* Tensors that are read side by side, elements of each, and by how many these are padded. */
+/* Tensors that are read side by side, elements of each at a time, and the multiple to which those
+ * are padded. */
 enum { GROUP = 8, STRIP = 512, STEP = 16 };
 
 #define INLINE static inline __attribute__((always_inline))
 
 
-/* What is written to may be what is read, element by element; nothing else overlaps. */
+/* A loop's output may be one of its inputs, element by element; other overlaps do not occur. */
 #ifdef __clang__
 #define ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -45,7 +46,7 @@ static int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* That is at most n, which is positive. */
+/* The largest one that is at most n, which is positive. */
 static int64_t largest_power_of_two(int64_t n)
 {
     return (int64_t)1 << (63 - __builtin_clzll(n));
@@ -84,8 +85,8 @@ static float in_bfloat16(float value)
         most;                                                                                     \
     })
 
-/* The largest of `n` elements from `from + at` on without their signs, as bits: magnitudes have the
- * order of their bits, in which NaN is above Inf. */
+/* The largest magnitude of `n` elements from `from + at` on, as bits: magnitudes compare as their
+ * bits do, with NaN above Inf. */
 static uint64_t largest_bits(const void *from, int dtype, int64_t at, int64_t n)
 {
     if (dtype == FLOAT64)
@@ -95,7 +96,7 @@ static uint64_t largest_bits(const void *from, int dtype, int64_t at, int64_t n)
     return LARGEST(int16_t, INT16_MAX);
 }
 
-/* Eight of float16 or bfloat16. */
+/* Convert eight of float16 or bfloat16. */
 static inline void floats_of_16_bits(float *to, const uint16_t *from, int dtype)
 {
     if (dtype == BFLOAT16)
@@ -104,7 +105,7 @@ static inline void floats_of_16_bits(float *to, const uint16_t *from, int dtype)
         floats_of_halves(to, from);
 }
 
-/* Raise the double at `largest` to these bits of `dtype`. Threads meet here. */
+/* Raise the double at `largest` to the value of these bits of `dtype`; threads may compete. */
 static void raise_to(uint64_t *largest, uint64_t bits, int dtype)
 {
     if (dtype != FLOAT64) {
@@ -123,8 +124,8 @@ static void raise_to(uint64_t *largest, uint64_t bits, int dtype)
         ;
 }
 
-/* The epilogue of every function that writes: what the task asks of `n` elements just written.
- * Threads set one and the same flag. */
+/* The epilogue of every function that writes: report on `n` elements just written, if the task
+ * asks for it. Threads share the flag, and set it to the same value. */
 static void report(const struct task *t, const void *from, int dtype, int64_t at, int64_t n)
 {
     static const uint64_t infinities[] = {0x7c00, 0x7f80, 0x7f800000, 0x7ff0000000000000};
@@ -138,7 +139,7 @@ static void report(const struct task *t, const void *from, int dtype, int64_t at
         raise_to(t->largest, bits, dtype);
 }
 
-/* A block of a segment, each of which is cut for itself; `number` counts those of all. */
+/* A block of a segment. Each segment is cut separately; `number` counts the blocks of all. */
 struct block {
     int64_t segment, low, high, number;
 };
@@ -148,7 +149,7 @@ static int64_t blocks_of(const int64_t *bounds, int64_t segment)
     return (bounds[segment + 1] - bounds[segment] + BLOCK - 1) / BLOCK;
 }
 
-/* What is done with each block. */
+/* The function to call on each block. */
 typedef void visitor(const struct task *t, struct block block);
 
 struct walk {
@@ -156,7 +157,7 @@ struct walk {
     const struct task *task;
 };
 
-/* One thread's part of the blocks: as many as any other's, one after the other. */
+/* Visit one thread's share of the blocks: consecutive ones, nearly as many for each thread. */
 static void walk_part(const struct walk *walk, int64_t thread, int64_t threads)
 {
     const int64_t *bounds = walk->task->bounds;
@@ -178,8 +179,8 @@ static void walk_in_team(void *walk)
     walk_part(walk, t->thread_num(), t->num_threads());
 }
 
-/* Visit the blocks of all segments, in any order, on up to so many threads: those of torch's own
- * OpenMP. Linking a second one would put two pools of threads on the same cores. */
+/* Visit the blocks of all segments, in any order, on up to t->threads threads of torch's OpenMP.
+ * Linking a second OpenMP would put two pools of threads on the same cores. */
 static void walk_blocks(visitor *visit, const struct task *t)
 {
     struct walk walk = {visit, t};
@@ -189,7 +190,7 @@ static void walk_blocks(visitor *visit, const struct task *t)
         walk_part(&walk, 0, 1);
 }
 
-/* Of a block's dot products that of tensors i <= j, row by row. */
+/* The place of the dot product of tensors i <= j of a block; places are row by row. */
 static double *entry(const struct task *t, int64_t number, int64_t i, int64_t j)
 {
     int64_t pairs = t->count * (t->count + 1) / 2, at = i * t->count - i * (i - 1) / 2 + j - i;
@@ -216,8 +217,8 @@ static int has_double(int64_t a, int64_t b)
     return a == FLOAT64 || b == FLOAT64;
 }
 
-/* out = coefficients[0] * (tensors[0] + tensors[1] + ...), added in order or as a balanced tree; of
- * one dtype. */
+/* out = coefficients[0] * (tensors[0] + tensors[1] + ...), added in order or as a balanced tree;
+ * all tensors have one dtype. */
 void sum_n(const struct task *t)
 {
     walk_blocks(has_double(t->dtypes[0], t->out_dtype) ? sum_block_double : sum_block_float, t);
@@ -231,23 +232,24 @@ static void copy_block(const struct task *t, struct block block)
         copy_block_float(t, block);
 }
 
-/* Between the buffer `out` and tensors, of numels elements, whose slots in it are the segments,
- * times coefficients[0]. packing: into the buffer, with zeros into what a slot has beyond its
- * tensor; else out of it. */
+/* Copy between tensors, of numels elements, and their slots in the buffer `out`, which are the
+ * segments, times coefficients[0]. If `packing`, copy into the buffer and fill the rest of each
+ * slot with zeros; otherwise copy out of it. */
 void copy(const struct task *t)
 {
     walk_blocks(copy_block, t);
 }
 
-/* Whether the product with any float loses nothing to float's exponent. */
+/* Whether the product with any float loses nothing to the limits of float's exponent. */
 static int is_safe(double coefficient)
 {
     double size = __builtin_fabs(coefficient);
     return size == 0 || (SAFE_LOW < size && size < SAFE_HIGH) || size != size;
 }
 
-/* Whether alpha a + beta b is so short beside both that float would lose it, by the row (a.b, |a|^2,
- * |b|^2): its square is below the sum of theirs times CANCELLED, or is NaN. */
+/* Whether alpha a + beta b is so short, compared with both terms, that float would lose it:
+ * whether its square is below CANCELLED times the sum of their squares, or NaN. row: (a.b, |a|^2,
+ * |b|^2). */
 static int cancels(const double *row, const double *factors)
 {
     double alpha = factors[0], beta = factors[1];
@@ -276,16 +278,16 @@ static void combine_block(const struct task *t, struct block block)
     blend(t, block, cancels(t->dots + 3 * segment, t->coefficients + 2 * segment));
 }
 
-/* out = alpha * a + beta * b of the two tensors: coefficients are one row (alpha, beta). */
+/* out = alpha * a + beta * b of the two tensors; coefficients: one row (alpha, beta). */
 void scaled_add(const struct task *t)
 {
     walk_blocks(blend_block, t);
 }
 
-/* dots: (a.b, |a|^2, |b|^2) of each segment. partials: room for three doubles a block. */
+/* dots: (a.b, |a|^2, |b|^2) of each segment. partials: room for three doubles per block. */
 void dot_and_norms(const struct task *t)
 {
-    /* Where `gram` has them: |a|^2, a.b, |b|^2. */
+    /* Their places in `gram`'s order: |a|^2, a.b, |b|^2. */
     static const int places[] = {1, 0, 2};
     walk_blocks(t->dtypes[0] == FLOAT64 ? gram_block_double : gram_block_float, t);
     double *partials = t->partials, *row = t->dots;
@@ -297,8 +299,8 @@ void dot_and_norms(const struct task *t)
     }
 }
 
-/* 1 - d/(fA); 1 for a norm below TINY, which no NaN is, and NaN for an fA beyond double, unless
- * by an infinite factor, of a weight that is none beside the other. */
+/* 1 - d/(fA). It is 1 for a norm below TINY, but NaN for NaN; and NaN if fA overflows, unless the
+ * factor is infinite because one weight is negligible compared with the other. */
 static double coefficient(double dot, double factor, double norm)
 {
     double scaled = factor * norm;
@@ -306,8 +308,8 @@ static double coefficient(double dot, double factor, double norm)
     return norm < TINY ? 1 : lost ? NAN : 1 - dot / scaled;
 }
 
-/* The blend of a and b with a row of coefficients a segment, which follow from dots; written to
- * coefficients first, in the place of the factors of a's and b's squared norm. */
+/* Blend a and b with one row of coefficients per segment, computed from dots. The rows are written
+ * to `coefficients`, which at first holds the factors of a's and b's squared norm. */
 void combine(const struct task *t)
 {
     const double *row = t->dots, factors[] = {t->coefficients[0], t->coefficients[1]};
@@ -323,8 +325,8 @@ void adasum(const struct task *t)
     combine(t);
 }
 
-/* Add the blocks of each segment in their order: of all in float64, or of those that are chosen in
- * double-double. */
+/* Add up the blocks of each segment in order: in float64 for all segments or, if `precise`, in
+ * double-double for the chosen ones. */
 static void add_blocks(const struct task *t, int precise)
 {
     int64_t size = t->count, step = t->precise ? 2 : 1, number = 0;
@@ -345,8 +347,8 @@ static void add_blocks(const struct task *t, int precise)
     }
 }
 
-/* out: the matrix of dot products of each segment. Precise, once more in double-double where vectors
- * may cancel. */
+/* out: the matrix of dot products of each segment. If t->precise, segments whose vectors may
+ * cancel are computed once more in double-double. */
 void gram(const struct task *t)
 {
     int64_t entries = t->count * t->count;
@@ -367,7 +369,7 @@ void gram(const struct task *t)
     }
 }
 
-/* out: the factors of the vectors at the leaves of the tree, by which it is their sum. */
+/* out: the factors with which the leaves' vectors add up to the tree's result. */
 void adasum_coefficients(const struct task *t)
 {
     struct replay r = {.matrix = (struct wide *)t->partials};
@@ -378,7 +380,8 @@ void adasum_coefficients(const struct task *t)
         replay_segments(t, segment, &r);
 }
 
-/* out = coefficients[0] * tensors[0] + coefficients[1] * tensors[1] + ..., of a row a segment. */
+/* out = coefficients[0] * tensors[0] + coefficients[1] * tensors[1] + ..., with one row of
+ * coefficients per segment. */
 void weighted_sum(const struct task *t)
 {
     walk_blocks(t->dtypes[0] == FLOAT64 ? weigh_block_double : weigh_block_float, t);

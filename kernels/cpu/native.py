@@ -22,9 +22,9 @@ from torch.autograd.graph import increment_version
 
 from kernels.call import Call
 
-# The numbers of the enum in native.c.
+# The dtypes' numbers in the enum of native.c.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
-# Elements of a block, whose dot products are one partial result: task.h has the same.
+# Elements per block; each block gives one partial result of a dot product. The same as in task.h.
 BLOCK = 8192
 LIBRARY = Path(__file__).with_name("libnative.so")
 _MACHINES = ("x86_64", "aarch64")
@@ -89,10 +89,10 @@ class Library:
     """The compiled functions.
 
     Attributes:
-        calls: By the names in `CALLS` the functions of calls.h: each checks and runs a direct call
-            on CPU tensors, or returns None where the checks in Python are to decide. Empty where
-            torch lends no tensors to C.
-        reads: Likewise what checks a call on any device and returns what it has read.
+        calls: The functions of calls.h, by the names in `CALLS`. Each checks and runs a direct call
+            on CPU tensors, or returns None if the checks in Python are to decide. Empty if this
+            torch does not give C access to tensors.
+        reads: Likewise functions that check calls on any device and return the arguments.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,10 +106,10 @@ class Library:
         self.calls, self.reads = _calls(path, self._team)
 
     def bind(self, call: Call) -> Callable[..., None]:
-        """Return what runs a call any number of times, with its scalars.
+        """Return a function of the call's scalars, which runs the call and can be used repeatedly.
 
-        It has the addresses of tensors, not the tensors: whoever calls keeps those alive. Scalars
-        are the scale, alpha and beta, or the factors of the squared norms.
+        It holds the addresses of tensors but not the tensors: the caller must keep them alive.
+        Scalars are the scale, alpha and beta, or the factors of the squared norms.
         """
         name, (found_inf, max_abs) = call.function, call.findings
         if call.packed is None:
@@ -118,7 +118,7 @@ class Library:
             numels, bounds = call.packed.layout.in_c
         segments = call.out.shape[0] if name == "adasum_coefficients" else len(bounds) - 1
         codes = array("q", map(_CODES.__getitem__, call.dtypes))
-        # In this order: coefficients, the largest value, dots if the caller has none, partials.
+        # In this order: coefficients, the largest value, dots if the caller gives none, partials.
         largest = 2 * max(1, segments)
         own = 3 * segments if name == "adasum" else 0
         scratch = array("d", bytes(8 * (largest + 1 + own + _room(call, segments))))
@@ -158,7 +158,7 @@ class Library:
         )
         function, reference = self._functions[name], ctypes.addressof(task)
 
-        # `kept`: the function keeps the arrays alive, whose addresses the task has.
+        # `kept` keeps the arrays alive: the task has their addresses.
         def run(first: float = 1.0, second: float = 1.0, kept: object = arrays) -> None:
             scratch[0], scratch[1], scratch[largest] = first, second, 0.0
             task.threads = torch.get_num_threads()
@@ -170,7 +170,7 @@ class Library:
 
 
 def _calls(path: Path, team: dict[str, int]) -> list[dict[str, Callable[..., Any]]]:
-    """Return the direct calls of a library, and what only reads, which hold what they ask."""
+    """Return a library's functions of direct calls, and the ones that only read, by name."""
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
         return [{}, {}]
@@ -192,16 +192,16 @@ def _calls(path: Path, team: dict[str, int]) -> list[dict[str, Callable[..., Any
             for reads in (False, True)
         ]
     except Exception as error:  # noqa: BLE001 - what C raises; Python does the same
-        # Of another DLPack, or another Python: arguments are then checked in Python.
+        # Another version of DLPack or Python: arguments are then checked in Python.
         _logger.info("arguments are checked in Python: %s", error)
         return [{}, {}]
 
 
 def _room(call: Call, segments: int) -> int:
-    """The doubles that a function needs for what it adds up, and to work in."""
+    """Return how many doubles a function needs for partial sums and as working memory."""
     size = len(call.inputs)
     if call.function == "adasum_coefficients":
-        # Of four segments at once: matrix and factors in double-double, lengths; places.
+        # For four segments at once: matrix and factors in double-double, lengths; places.
         size = call.out.shape[1]
         return 4 * (2 * size * size + 2 * size + size) + size
     if call.function == "gram":
@@ -214,7 +214,7 @@ def _room(call: Call, segments: int) -> int:
 
 
 def load() -> Library:
-    """Return the functions. Raises Unavailable if they were not compiled, or cannot run here."""
+    """Return the functions; raise Unavailable if they were not compiled or cannot run here."""
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine not in _MACHINES:
         wanted = " or ".join(_MACHINES)
@@ -225,7 +225,7 @@ def load() -> Library:
     if not LIBRARY.exists():
         raise Unavailable(f"the C kernels were not compiled at installation: {_ANEW}")
     try:
-        # The hash first: functions compiled for another struct could write anywhere.
+        # Check the hash first: functions compiled for another struct could write anywhere.
         said = (ctypes.c_char * 64).in_dll(ctypes.CDLL(str(LIBRARY)), "compiled_from")
         if said.value.decode() != _sources():
             raise Unavailable(f"{LIBRARY.name} was compiled from other sources: {_ANEW}")
@@ -241,10 +241,10 @@ def _sources() -> str:
 
 
 def _team() -> dict[str, int]:
-    """Return the addresses of the OpenMP functions of torch's own threads; 0 if it has none.
+    """Return the addresses of the OpenMP functions that run torch's threads; 0 without OpenMP.
 
-    Not all of torch's wheels make these symbols visible in the whole process. They are found in any
-    case through the extension module that links them, which has no public name.
+    Not all of torch's wheels make these symbols visible in the whole process. The extension module
+    that links them always gives access to them, but it has no public name.
     """
     try:
         itself = ctypes.CDLL(torch._C.__file__)

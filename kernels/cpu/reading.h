@@ -1,17 +1,18 @@
-/* Check the arguments of a call in one pass, for what nearly every call is: plain tensors on one
- * device, of which no derivative is asked for.
+/* Check the arguments of a call in one pass, for the common case: plain tensors on one device,
+ * without derivatives.
  *
- * What this takes is what the checks in Python take, and anything else it leaves to them: they find
- * the words for what is wrong, and read what is right but rare. Nothing is written here.
+ * All arguments accepted here are accepted by the checks in Python, too. Other calls are left to
+ * those checks, which describe errors and accept rare cases. Nothing is written here.
  * tests/kernels/cpu/test_calls.py compares each verdict with Python's.
  */
 #include "interfaces.h"
 
 #include <stdlib.h>
 
-/* What a function takes: tensors of one dtype; an output of that dtype; segments; the slots of a
- * layout; and what it writes: rows of dot products or matrices, which it makes, or its tensors. Then
- * a table in float64 that it reads: rows of dot products, or factors of the tensors; an order. */
+/* Properties of a function's arguments. ALIKE: the tensors have one dtype; OUT_ALIKE: the output
+ * has that dtype, too; CUT: segments; PACKED: the slots of a layout. ROWS, MATRICES: the output is
+ * rows of dot products or matrices; UNPACKS: it is the tensors. DOTS, FACTORS: it reads a float64
+ * table of rows of dot products or of the tensors' factors. ORDERED: a sum's order. */
 enum {
     ALIKE = 1, OUT_ALIKE = 2, CUT = 4, PACKED = 8, ROWS = 16, MATRICES = 32, UNPACKS = 64,
     DOTS = 128, FACTORS = 256, ORDERED = 512
@@ -31,12 +32,12 @@ static const struct function {
     {gram, ALIKE | CUT | MATRICES},
     {weighted_sum, ALIKE | OUT_ALIKE | CUT | FACTORS},
 };
-/* The arguments of each, in their order. KIND: the order of a sum, or whether a matrix is precise. */
+/* The arguments of each function, in order. KIND: a sum's order, or whether a matrix is precise. */
 enum {
     TENSORS, OUT, DTYPE, FIRST, SECOND, BOUNDS, FOUND_INF, MAX_ABS, TABLE, KIND, ACCUMULATE,
     ARGUMENTS
 };
-/* What native.py passes, in its order: what is asked of tensors, and with what they are made. */
+/* Python objects that native.py passes, in its order: functions to query and make tensors. */
 static struct {
     PyObject *none, *tensor, *parameter, *list, *tuple, *integer, *text, *exception;
     PyObject *is_neg, *is_inference, *untyped_storage, *storage_offset, *requires_grad;
@@ -56,7 +57,7 @@ struct seen {
     const int64_t *shape;
 };
 
-/* What one call holds until it ends. others: found_inf, max_abs and the table. */
+/* The state of one call until it ends. others: found_inf, max_abs and the table. */
 struct call {
     PyObject *inputs, *out, *cuts;
     int takes, made, on_cpu;
@@ -66,7 +67,7 @@ struct call {
     double *scratch;
 };
 
-/* The answer of a method of a tensor without arguments, as a number; -1 with an exception. */
+/* Call a tensor's method without arguments; return the result as a number, -1 with an exception. */
 static int64_t ask(PyObject *method, PyObject *tensor, int64_t (*number_of)(PyObject *))
 {
     PyObject *found = PyObject_Vectorcall(method, &tensor, 1, NULL);
@@ -85,7 +86,7 @@ static int64_t number(PyObject *found)
     return PyLong_AsLongLong(found);
 }
 
-/* The answer of a function without arguments. */
+/* Call a function without arguments; return the result, -1 with an exception. */
 static int64_t tell(PyObject *function)
 {
     PyObject *found = PyObject_Vectorcall(function, NULL, 0, NULL);
@@ -121,7 +122,7 @@ static int dtype_of(const DLTensor *t)
     return t->bits == 16 ? FLOAT16 : t->bits == 32 ? FLOAT32 : t->bits == 64 ? FLOAT64 : -1;
 }
 
-/* Whether this is a plain, contiguous tensor on the CPU or a GPU. */
+/* Describe a tensor in `s`; return whether it is plain, contiguous and on the CPU or a GPU. */
 static int see(PyObject *tensor, struct seen *s)
 {
     PyObject *type = PyObject_Type(tensor);
@@ -146,8 +147,8 @@ static int see(PyObject *tensor, struct seen *s)
     return 1;
 }
 
-/* Whether a tensor has in its memory what it was seen to have; `following`: and, as grad mode is on,
- * requires no gradient. */
+/* Whether a tensor's storage holds the elements of its description and, if grad mode is on
+ * (`following`), it requires no gradient. */
 static int has_memory(PyObject *tensor, int following, const struct seen *s)
 {
     if (following) {
@@ -183,7 +184,7 @@ static int by_address(const void *a, const void *b)
     return (x->data > y->data) - (x->data < y->data);
 }
 
-/* Whether no two share memory; sorts them. */
+/* Sort the tensors by address; return whether no two of them share memory. */
 static int disjoint(struct seen *all, int64_t count)
 {
     qsort(all, count, sizeof *all, by_address);
@@ -197,7 +198,8 @@ static int disjoint(struct seen *all, int64_t count)
     return 1;
 }
 
-/* Reads the boundaries that a list or tuple of ints holds, from 0 to numel; 0 where it has others. */
+/* Read boundaries from 0 to numel from a list or tuple of ints; return 0 if it holds anything
+ * else. */
 static int read_bounds(struct call *c, PyObject *given, int64_t numel, int64_t *segments)
 {
     if (given != py.none) {
@@ -220,8 +222,8 @@ static int read_bounds(struct call *c, PyObject *given, int64_t numel, int64_t *
     return rises && found[0] == 0 && found[count - 1] == numel;
 }
 
-/* The shape of the output, or of the table, of a function that has not that of the tensors; returns
- * its dimensions. */
+/* Write the shape of an output or table whose shape differs from the tensors'; return its number
+ * of dimensions. */
 static int shape_of(int takes, int64_t rows, int64_t count, int precise, int64_t shape[4])
 {
     int matrices = takes & MATRICES;
@@ -230,7 +232,8 @@ static int shape_of(int takes, int64_t rows, int64_t count, int precise, int64_t
     return takes & PACKED ? 1 : matrices ? 3 + precise : 2;
 }
 
-/* An output, made as kernels/arguments.py makes it: of this shape, or like the first tensor. */
+/* Make an output as kernels/arguments.py does: of this shape, or like the first tensor if ndim is
+ * 0. */
 static PyObject *make(int ndim, const int64_t *shape, PyObject *first, PyObject *dtype)
 {
     if (!ndim) {
@@ -249,14 +252,14 @@ static PyObject *make(int ndim, const int64_t *shape, PyObject *first, PyObject 
     return made;
 }
 
-/* Whether a tensor may be written: in inference mode alone, if it was made there. */
+/* Whether a tensor may be written: if it was made in inference mode, only in that mode. */
 static int may_be_written(PyObject *tensor)
 {
     int64_t inside = ask(py.is_inference, tensor, truth);
     return inside == 0 || (inside == 1 && tell(py.is_inference_mode_enabled) == 1);
 }
 
-/* Whether derivatives in forward mode are on, which make another primal of any tensor. */
+/* Whether forward-mode derivatives are on: any tensor then has a primal that is another object. */
 static int in_dual_level(PyObject *out)
 {
     PyObject *both = PyObject_Vectorcall(py.unpack_dual, &out, 1, NULL);
@@ -265,9 +268,8 @@ static int in_dual_level(PyObject *out)
     return apart;
 }
 
-/* Reads what is neither an input nor the output: what is found of the values written, of dtype
- * `widest` if that is float64, and the table, of these dimensions. Sets those that are not given to
- * no bytes. */
+/* Read the other tensors: found_inf and max_abs, the latter in float64 if `widest` is float64, and
+ * the table of this shape. The descriptions of missing ones have no bytes. */
 static int read_others(struct call *c, PyObject *const *given, int following, int64_t widest,
                        int64_t ndim, const int64_t *shape)
 {
@@ -294,7 +296,8 @@ static int read_others(struct call *c, PyObject *const *given, int following, in
     return 1;
 }
 
-/* Reads the order of a sum, and to what each sum of two is rounded; or whether a matrix is precise. */
+/* Read a sum's order and the dtype that each sum of two is rounded to; or whether a matrix is
+ * precise. */
 static int read_kind(int takes, PyObject *const *given, int64_t dtype, int wide, struct task *t)
 {
     PyObject *kind = given[KIND], *rounded = given[ACCUMULATE];
@@ -314,9 +317,9 @@ static int read_kind(int takes, PyObject *const *given, int64_t dtype, int wide,
     return rounded == py.dtypes[t->accumulate] && (dtype != FLOAT64 || t->accumulate == FLOAT64);
 }
 
-/* Fills the call and the task in; 0 where Python is to decide. layout: count, numel, the elements of
- * each tensor, where the slots start and end, and of each tensor the number of its dimensions and
- * these. */
+/* Fill in the call and the task; return 0 if Python is to decide. layout: count, numel, the
+ * elements of each tensor, the boundaries of the slots, and each tensor's number of dimensions and
+ * shape. */
 static int read_call(struct call *c, PyObject *const *given, int only_cpu, struct task *t)
 {
     const int takes = c->takes;

@@ -1,10 +1,11 @@
-/* Arithmetic in one REAL, float or double, of dtype NATIVE; IN makes of a name that of this REAL.
+/* Arithmetic in one REAL, float or double, of dtype NATIVE; IN adds REAL's name to a function's.
  *
- * Doubles become 16 bits by way of float, but float16 at once on aarch64: each as in torch.
+ * Doubles are converted to 16 bits through float, except directly to float16 on aarch64: both as
+ * in torch.
  */
 
-/* `n` elements from `from + at` on, as REAL: where they lie, or in `tile`, which may be where they
- * are to go. */
+/* Return `n` elements from `from + at` on as REAL: in place, or converted in `tile`, which may be
+ * the output. */
 static const REAL *IN(read)(const void *from, int dtype, int64_t at, int64_t n, REAL *tile)
 {
     if (dtype == NATIVE)
@@ -33,7 +34,7 @@ static const REAL *IN(read)(const void *from, int dtype, int64_t at, int64_t n, 
     return tile;
 }
 
-/* Where to compute what `write` is to write: in its place, or in `tile`. */
+/* Return where to compute results for `write`: in the output itself, or in `tile`. */
 static REAL *IN(place_for)(void *to, int dtype, int64_t at, REAL *tile)
 {
     return dtype == NATIVE ? (REAL *)to + at : tile;
@@ -77,7 +78,7 @@ static void IN(write)(void *to, int dtype, int64_t at, int64_t n, const REAL *ti
     }
 }
 
-/* total = x + y, rounded to the dtype that sums are accumulated in; total may be x. */
+/* total = x + y, rounded to t->accumulate; total may be x. */
 static void IN(add)(const struct task *t, REAL *total, const REAL *x, const REAL *y, int64_t n)
 {
     if (t->accumulate == BFLOAT16) {
@@ -96,8 +97,8 @@ static void IN(add)(const struct task *t, REAL *total, const REAL *x, const REAL
     }
 }
 
-/* The sum of `width` leaves of the balanced tree, from `leaf` on: where the only one lies, or in
- * `tile`. kernels/arithmetic.py says which tensors a leaf is. */
+/* Return the sum of `width` leaves of the balanced tree, from `leaf` on: in `tile`, or in place if
+ * it is a single tensor. kernels/arithmetic.py defines the tensors of a leaf. */
 static const REAL *IN(branch)(const struct task *t, int64_t leaf, int64_t width, int64_t extra,
                               int64_t low, int64_t n, REAL *tile)
 {
@@ -105,7 +106,7 @@ static const REAL *IN(branch)(const struct task *t, int64_t leaf, int64_t width,
     int64_t half = width / 2;
     const REAL *x, *y;
     if (width == 4 && leaf >= extra && t->dtypes[0] == NATIVE && t->accumulate == NATIVE) {
-        /* What needs no tile is added in one pass. */
+        /* Tensors that need no conversion are added in one pass. */
         void *const *from = t->tensors + leaf + extra;
         const REAL *a = (REAL *)from[0] + low, *b = (REAL *)from[1] + low;
         const REAL *c = (REAL *)from[2] + low, *d = (REAL *)from[3] + low;
@@ -128,8 +129,8 @@ static const REAL *IN(branch)(const struct task *t, int64_t leaf, int64_t width,
     return tile;
 }
 
-/* total = the sum of so many tensors of one dtype, from left to right; total may lie in any of them.
- * `count` and `dtype` are constants where it is called, so that sums stay in registers. */
+/* total = the sum of `count` tensors of one dtype, from left to right; total may lie in any of
+ * them. Callers pass constants as `count` and `dtype`, so that sums stay in registers. */
 INLINE void IN(add_side_by_side)(const struct task *t, int64_t low, int64_t n, REAL *total,
                                  int count, int dtype)
 {
@@ -159,8 +160,9 @@ INLINE void IN(add_side_by_side)(const struct task *t, int64_t low, int64_t n, R
     }
 }
 
-/* `add_side_by_side` of 3 to 8 tensors, as many as processors prefetch at once; 0 where it is not
- * made for the task or, of 16 bits, for n. It has the bits of one addition after the other. */
+/* `add_side_by_side` of 3 to 8 tensors, as many as processors prefetch at once. Return 0 if it
+ * does not suit the task or, for 16 bits, n. The bits are the same as of one addition after the
+ * other. */
 static int IN(sum_few)(const struct task *t, int64_t low, int64_t n, REAL *total)
 {
     int64_t dtype = t->dtypes[0];
@@ -202,7 +204,7 @@ static void IN(sum_block)(const struct task *t, struct block block)
         /* A third input may be the output. */
         REAL *total = t->count > 2 ? tile : place;
         const REAL *x;
-        /* Two make the same sum in either order. */
+        /* Two tensors have the same sum in either order. */
         if (t->balanced && t->count > 2)
             x = IN(branch)(t, 0, leaves, extra, low, n, total);
         else if (IN(sum_few)(t, low, n, place))
@@ -226,7 +228,7 @@ static void IN(sum_block)(const struct task *t, struct block block)
     }
 }
 
-/* `n` elements to `to`, times the scale. */
+/* Copy `n` elements to `to`, times the scale. */
 static void IN(copy_run)(const struct task *t, const void *from, int dtype, void *to, int to_dtype,
                          int64_t n)
 {
@@ -267,8 +269,9 @@ static void IN(copy_block)(const struct task *t, struct block block)
         IN(copy_run)(t, slot, t->out_dtype, part, dtype, n);
 }
 
-/* Opposed vectors of one length have equal factors above 1. Their sum is taken first, since it is
- * exact where they nearly cancel: a fused product would leave its rounding of the other one. */
+/* Opposed vectors of one length have equal factors above 1. Add them before multiplying, since
+ * their sum is exact if they nearly cancel: with a fused product, the rounding error of the other
+ * product would remain. */
 static void IN(blend)(const struct task *t, struct block block, REAL alpha, REAL beta)
 {
     int opposed = sizeof(REAL) == 8 && alpha == beta && alpha > 1;

@@ -1,8 +1,8 @@
-/* Double-double arithmetic (Dekker, Knuth), four numbers at a time; Gram matrices made precise where
- * they have to be; and the replay of a tree of Adasum on them.
+/* Double-double arithmetic (Dekker, Knuth), four numbers at a time; precise Gram matrices where
+ * float64 is not enough; and the replay of an Adasum tree on Gram matrices.
  */
 
-/* Unevaluated sums high + low, where low is beneath the last bit of high. */
+/* Unevaluated sums high + low; low is at most half a unit in the last place of high. */
 struct wide {
     lanes high, low;
 };
@@ -12,7 +12,7 @@ static inline lanes all(double value)
     return (lanes){value, value, value, value};
 }
 
-/* Of two numbers, of which the second may be as large. */
+/* The sum of two numbers, either of which may be the larger one. */
 static inline struct wide two_sum(lanes a, lanes b)
 {
     lanes sum = a + b, other = sum - a;
@@ -25,7 +25,7 @@ static inline struct wide normal(lanes high, lanes low)
     return (struct wide){sum, low - (sum - high)};
 }
 
-/* Off by 2^-105 of the summands, which is all that is asked of a sum of dot products. */
+/* The error is 2^-105 of the summands, which is accurate enough for sums of dot products. */
 static inline struct wide plus(struct wide a, struct wide b)
 {
     struct wide sum = two_sum(a.high, b.high);
@@ -68,10 +68,10 @@ static inline lanes magnitude(lanes a)
     return choose(a < 0, -a, a);
 }
 
-/* Whether vectors of a segment may cancel beyond SPREAD_LIMIT, by its matrix of float64 sums, whose
- * low parts are overwritten. They do not where the matrix of their directions has no eigenvalue below
- * n / SPREAD_LIMIT: so much of the diagonal is taken off, and what is left has a Cholesky factor. Of
- * a matrix that is not finite nothing is said. */
+/* Whether vectors of a segment may cancel beyond SPREAD_LIMIT, according to its matrix of float64
+ * sums, whose low parts are overwritten. They cannot if the matrix of their directions has no
+ * eigenvalue below n / SPREAD_LIMIT: if the matrix still has a Cholesky factor when that fraction
+ * is subtracted from its diagonal. For a matrix that is not finite the answer has no meaning. */
 static int may_cancel(const struct task *t, double *matrix)
 {
     int64_t size = t->count;
@@ -92,13 +92,13 @@ static int may_cancel(const struct task *t, double *matrix)
     return 0;
 }
 
-/* Whether a segment's matrix is to be taken in double-double, where `gram` has found out. */
+/* Whether `gram` has found that a segment's matrix needs double-double. */
 static int is_chosen(const struct task *t, int64_t segment)
 {
     return t->coefficients[segment] != 0;
 }
 
-/* Adds to the sums the products of n elements, a multiple of STEP, of x and y. */
+/* Add the products of n elements of x and y to the sums; n is a multiple of STEP. */
 static void add_precisely(struct wide *sums, const double *x, const double *y, int64_t n)
 {
     for (int64_t at = 0; at < n; at += 8)
@@ -111,7 +111,7 @@ static void add_precisely(struct wide *sums, const double *x, const double *y, i
         }
 }
 
-/* The first tensor that equals a tensor in a block, bit for bit. */
+/* The first tensor that has the same bits as `tensor` in a block. */
 static int64_t first_alike(const struct task *t, struct block block, int64_t tensor)
 {
     int dtype = t->dtypes[tensor];
@@ -123,8 +123,8 @@ static int64_t first_alike(const struct task *t, struct block block, int64_t ten
     return tensor;
 }
 
-/* The pairs of a block one after the other, each with two of its tensors at a time. Vectors that are
- * taken precisely are often alike: their products are those of the first of them. */
+/* Compute the pairs of a block one after the other. Vectors that need precision are often equal:
+ * equal ones share the products of the first of them. */
 static void precise_block(const struct task *t, struct block block)
 {
     double left[STRIP], right[STRIP];
@@ -156,7 +156,7 @@ static void precise_block(const struct task *t, struct block block)
         }
 }
 
-/* Adds to one entry of a matrix that of a block. */
+/* Add a block's entry to an entry of a matrix. */
 static void add_entry(double *to, const double *from, int precise)
 {
     if (!precise) {
@@ -169,8 +169,9 @@ static void add_entry(double *to, const double *from, int precise)
     to[1] = sum.low[0];
 }
 
-/* What is known of four segments while their tree is replayed: of the vectors that stand the matrix
- * of dot products and the sums of |c_i| |g_i|, and of each leaf its factor and where it stands. */
+/* The state of four segments while their tree is replayed: the matrix of the remaining vectors'
+ * dot products, their sums of |c_i| |g_i| (lengths), and for each leaf its factor and the place of
+ * the vector that contains it. */
 struct replay {
     struct wide *matrix, *factors;
     lanes *lengths;
@@ -178,7 +179,7 @@ struct replay {
     lanes widest;
 };
 
-/* The sum of all tables' matrices of four segments, those from the last one on that. */
+/* Add up all tables' matrices of four segments; beyond the last segment, repeat the last one. */
 static void add_tables(const struct task *t, int64_t segment, struct wide *matrix)
 {
     int64_t size = t->count, step = t->precise ? 2 : 1, entries = size * size * step;
@@ -199,18 +200,18 @@ static void add_tables(const struct task *t, int64_t segment, struct wide *matri
         }
 }
 
-/* Where what stands there is no more than what its matrix rounded away. */
+/* Whether the vector at a place is no longer than the rounding errors of its matrix. */
 static inline masks is_lost(const struct task *t, const struct replay *r, int64_t place)
 {
     lanes length = r->lengths[place], norm = r->matrix[place * t->count + place].high;
     return norm < length * length * all(t->precise ? 0x1p-92 : 0x1p-46);
 }
 
-/* The factors by which what stands at `left` and `right` is added: 1 - share d / A, or 1 beside a
- * vector without direction, whose squared norm A is none or is what its matrix rounded away. Parallel
- * ones, as those of one element are, have their mean: of these d / A may be as large as it likes, and
- * a sum of large terms would be left of what is small. Only a precise matrix tells parallel from
- * nearly so. */
+/* The factors of the vectors at `left` and `right` in their sum: 1 - share d / A, or 1 for a
+ * vector without a direction, whose squared norm A is tiny or within its matrix's rounding errors.
+ * Parallel vectors, such as vectors of one element, get their weighted mean: their d / A may be
+ * arbitrarily large, and a small result would be the sum of large terms. Only a precise matrix
+ * tells parallel vectors from nearly parallel ones. */
 static void weigh(const struct task *t, const struct replay *r, const double *joined,
                   struct wide *factors)
 {
@@ -236,7 +237,7 @@ static void weigh(const struct task *t, const struct replay *r, const double *jo
     }
 }
 
-/* What stands at `left` becomes the sum with these factors of itself and what stands at `right`. */
+/* Replace the vector at `left` by alpha times itself plus beta times the vector at `right`. */
 static void join(struct replay *r, int64_t size, int64_t left, int64_t right, struct wide alpha,
                  struct wide beta)
 {
@@ -280,7 +281,7 @@ static void replay_segments(const struct task *t, int64_t segment, struct replay
         lanes norm = r->matrix[i * size + i].high;
         r->lengths[i] = root(choose(norm > 0, norm, all(0)));
         for (int64_t j = i; j < size; j++)
-            /* Zero, or NaN of NaN and Inf. */
+            /* 0 for finite numbers, NaN for NaN and Inf. */
             finite += r->matrix[i * size + j].high * 0;
     }
     for (const double *joined = t->tree; joined < t->tree + 4 * (size - 1); joined += 4) {
@@ -289,7 +290,7 @@ static void replay_segments(const struct task *t, int64_t segment, struct replay
         join(r, size, joined[0], joined[1], factors[0], factors[1]);
         last = joined[0];
     }
-    /* Of a result that is nothing rounded coefficients would leave a direction. */
+    /* If the result is zero, rounded coefficients would give it a direction. */
     masks nothing = is_lost(t, r, last);
     for (int64_t i = 0; t->precise && i < size; i++)
         r->factors[i].high = choose(nothing, all(0), r->factors[i].high);

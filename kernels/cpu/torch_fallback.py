@@ -1,7 +1,7 @@
-"""The CPU path without compiled code: torch's functions in float64, slow and right.
+"""The CPU path without compiled code: torch's functions in float64, slow but accurate.
 
-Copies and sums alone are computed in the dtypes of kernels/cpu/native.c, because their bits are
-specified. The public references of the other functions return what is computed here.
+Only copies and sums are computed in the dtypes of kernels/cpu/native.c, because their bits are
+specified. The other functions are also the public references.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.arithmetic import SPREAD_LIMIT, TINY, compute_dtype, joined
 from kernels.call import Call, Tree
 
-# More digits than double-double has, for products of such numbers.
+# Decimal digits: enough for products of double-double numbers.
 _DIGITS = 60
 
 
@@ -28,7 +28,7 @@ def _write(call: Call, result: Tensor) -> None:
 
 
 def _report(call: Call, written: Sequence[Tensor]) -> None:
-    """Report what the call's findings ask for about tensors that were just written."""
+    """Update the call's findings from tensors that were just written."""
     found_inf, max_abs = call.findings
     for tensor in written if call.findings.given() else ():
         if tensor.numel():
@@ -92,8 +92,8 @@ def blend_of(a: Tensor, b: Tensor, dots: Tensor, bounds: Sequence[int], *factors
     """Return (1 - d/(fA)) a + (1 - d/(gB)) b per segment, flat; (d, A, B) are rows of `dots`.
 
     f and g are the factors of a's and b's squared norm, as `check_weights` returns them. A
-    coefficient is 1 if its squared norm is below sqrt(DBL_MIN), which NaN is not, so that NaN
-    stays; it is NaN if fA is beyond DBL_MAX, unless f is infinite.
+    coefficient is 1 if its squared norm is below sqrt(DBL_MIN), but NaN if the norm is NaN, or if
+    fA exceeds DBL_MAX although f is finite.
     """
     norms, by = dots[:, 1:], dots.new_tensor(factors)
     scaled = by * norms
@@ -138,7 +138,7 @@ def gram(call: Call) -> None:
 
 
 def _may_cancel(matrix: Tensor) -> bool:
-    """Whether vectors may cancel beyond the limit; kernels/cpu/replay.h says how it is known."""
+    """Return whether vectors may cancel beyond SPREAD_LIMIT: kernels/cpu/replay.h says how."""
     diagonal = matrix.diagonal()
     lowered = torch.where(diagonal == 0, 1.0, diagonal * (1 - len(matrix) / SPREAD_LIMIT))
     factor = torch.linalg.cholesky_ex(matrix - torch.diag(diagonal - lowered))
@@ -146,7 +146,7 @@ def _may_cancel(matrix: Tensor) -> bool:
 
 
 def _exact_dot(x: Tensor, y: Tensor) -> Tensor:
-    """Return (high, low) of a dot product, whose sum is rounded once (Veltkamp, Shewchuk)."""
+    """Return a dot product, rounded once, as a sum (high, low) (Veltkamp, Shewchuk)."""
     product, scaled = x * y, [one * (2.0**27 + 1.0) for one in (x, y)]
     (a, c) = (by - (by - one) for by, one in zip(scaled, (x, y), strict=True))
     b, d = x - a, y - c
@@ -164,18 +164,18 @@ def tree_of(partials: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
 
 
 def _replay(tables: Tensor, tree: Tree) -> tuple[list[float], float]:
-    """Return the coefficients of one segment and its spread; kernels/cpu/replay.h has the rules."""
+    """Return one segment's coefficients and spread, by the rules of kernels/cpu/replay.h."""
     size, precise, widest = tables.shape[1], tables.dim() == 4, Decimal(1)
     rounded, nothing = Decimal(2.0 ** (-92 if precise else -46)), False
     lost = [math.nan] * size, math.nan
     if not bool(tables.isfinite().all()) or not bool(tables.sum(0).isfinite().all()):
         return lost
     with localcontext(prec=_DIGITS):
-        # A matrix's entries, of all tables and both parts, added exactly.
+        # Add the entries of all tables, with both of their parts, exactly.
         entries = tables.movedim(0, 2).reshape(size, size, -1).tolist()
         matrix = [[sum(map(Decimal, entry), Decimal(0)) for entry in row] for row in entries]
         lengths = [max(matrix[i][i], Decimal(0)).sqrt() for i in range(size)]
-        # Each vector by its coefficients of leaves, no two of which share one.
+        # Each vector as coefficients of leaves; every leaf belongs to one vector.
         vectors = [{i: Decimal(1)} for i in range(size)]
         last = 0
 

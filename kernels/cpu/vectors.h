@@ -1,17 +1,17 @@
-/* What kernels/cpu/native.c does with a processor's own instructions: x86-64's with AVX2, FMA and F16C,
- * and aarch64's, of which all have these. Each rounds once, to nearest.
+/* Operations by a processor's own instructions: on x86-64 with AVX2, FMA and F16C, and on aarch64,
+ * on which all processors have them. Each operation rounds once, to nearest.
  */
 #include <stdint.h>
 #include <string.h>
 
-/* Four doubles that the compiler computes on, at any address, and what their comparisons give. */
+/* Four doubles for the compiler's vector arithmetic, at any address, and results of comparisons. */
 typedef double lanes __attribute__((vector_size(32), aligned(8), may_alias));
 typedef int64_t masks __attribute__((vector_size(32)));
 
 #ifdef __aarch64__
 #include <arm_neon.h>
 
-/* Four doubles, of four of either kind. */
+/* Four doubles, converted from four floats or loaded from four doubles. */
 typedef struct {
     float64x2_t low, high;
 } quad;
@@ -49,7 +49,7 @@ static inline quad root_of(quad u)
     return (quad){vsqrtq_f64(u.low), vsqrtq_f64(u.high)};
 }
 
-/* Eight of each. */
+/* These convert eight elements. */
 static inline void floats_of_halves(float *to, const uint16_t *from)
 {
     float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16(from));
@@ -131,7 +131,7 @@ static inline void halves_of_floats(uint16_t *to, const float *from)
 }
 #endif
 
-/* u * v + w, of each its own. */
+/* u * v + w, elementwise. */
 static inline lanes fused(lanes u, lanes v, lanes w)
 {
     quad sum = add_product(quad_of_double((double *)&w), quad_of_double((double *)&u),
