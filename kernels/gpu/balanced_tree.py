@@ -1,7 +1,7 @@
-"""A balanced tree of sums of tiles in registers, which kernels/arithmetic.py defines.
+"""The balanced tree of kernels/arithmetic.py, as sums of tiles in registers.
 
-One half of each level is kept while the other is added up, so a tile is as small as the tree is
-deep, and the code grows with the levels alone.
+One half of each level stays in registers while the other half is added up. So deeper trees need
+smaller tiles, and the code grows only with the number of levels.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from kernels.gpu import launcher
 from kernels.gpu.launcher import jit, tl, triton
 from kernels.gpu.tiles import convert, load_tile
 
-# Levels of the tree whose loads are under way together.
+# Loads of so many levels of the tree are under way together.
 _TOGETHER = 2 if triton is None else tl.constexpr(2)
 
 
 @jit
 def join(x, y):
-    """Sum of two tiles, computed in float32, or float64 of such, and rounded to their dtype."""
-    # Two of 16 bits have the bits of an addition in 16 bits: float32 has more than twice as many.
+    """Sum of two tiles of one dtype, computed in float32 or float64 and rounded to the dtype."""
+    # For 16 bits the result equals an addition in 16 bits, since float32 has over twice as many.
     WIDE: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
     return (x.to(WIDE) + y.to(WIDE)).to(x.dtype)
 
@@ -40,7 +40,7 @@ def _leaf(
         paired = j < extra
         at = addresses + tl.where(paired, 2 * j, j + extra)
         x = convert(load_tile(tl.load(at) + offset, count, DTYPE, VECTORS, BLOCK), SUM)
-        # Without a second one nothing is read.
+        # If there is no second tensor, nothing is read.
         at += paired.to(tl.int32)
         count = tl.where(paired, count, 0)
         y = convert(load_tile(tl.load(at) + offset, count, DTYPE, VECTORS, BLOCK), SUM)
@@ -65,9 +65,9 @@ def branch(
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum of the 2**LEVELS leaves of the balanced tree from leaf j on: of two halves.
+    """Sum of the 2**LEVELS leaves of the balanced tree from leaf j on.
 
-    kernels/arithmetic.py says which tensors a leaf is. Of each level one half is kept in registers.
+    kernels/arithmetic.py defines the tensors of a leaf. Registers hold one half of each level.
     """
     HALF: tl.constexpr = 1 << LEVELS >> 1
     # Every call writes its arguments out: Triton's functions take no tuple of constants.
@@ -82,8 +82,8 @@ def branch(
         )
         x = join(left, right)
     else:
-        # Rolled up: the code grows with the levels, not with the leaves. Made apart, since Triton
-        # carries no value through a loop that is another's on entry.
+        # A loop, so that the code grows with the levels, not with the leaves. Two separate zeros,
+        # since Triton cannot carry one value through a loop under two names.
         left = tl.zeros([BLOCK], SUM)
         right = tl.zeros([BLOCK], SUM)
         for half in tl.range(0, 2, loop_unroll_factor=1):
@@ -97,9 +97,9 @@ def branch(
 
 
 def tree_tile_of(levels: int, numel: int, itemsize: int) -> tuple[int, int]:
-    """(elements a tile, warps) of a tree: about as many loads under way as of a list.
+    """(elements per tile, warps) of a tree: about as many loads under way as for a list.
 
-    With three levels and more a thread has eight elements (four of float64), for which each level
+    With three levels or more a thread has eight elements (four of float64), so that each level
     needs at most eight registers.
     """
     block, warps = launcher.block_of(numel, itemsize)
@@ -107,9 +107,9 @@ def tree_tile_of(levels: int, numel: int, itemsize: int) -> tuple[int, int]:
 
 
 def options_of(levels: int) -> dict[str, int]:
-    """Triton's options of a tree of so many levels.
+    """Triton's options for a tree of so many levels.
 
-    ptxas takes what outer loops keep for worth a spill, unless it is told how many registers it
-    may use. Shallow trees have none, and need fewer registers without.
+    ptxas would spill the values that outer loops keep, unless it is given a number of registers.
+    Shallow trees have no such loops, and need fewer registers without the option.
     """
     return {"maxnreg": 168} if levels > 3 else {}

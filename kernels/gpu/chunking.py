@@ -1,4 +1,4 @@
-"""How the projection cuts a buffer into segments' chunks and tiles, as a table in device memory."""
+"""Segments of a buffer, cut into chunks and tiles, as a table in device memory."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch import Tensor
 from kernels.gpu import launcher
 from kernels.gpu.device_tables import TABLES, upload
 
-# The most chunks, apart from two a segment. Where they are summed the last program to arrive adds
-# their partials up alone. Else a blend of 1 GiB took 888 us in 2,048 on an H200, 800 in 65,536.
+# The maximum number of chunks, in addition to two per segment. The first applies to sums, since the
+# last program to arrive adds up the partials of all chunks. The second applies to everything else:
+# on an H200 a blend of 1 GiB took 888 us in 2,048 chunks, and 800 us in 65,536.
 _MAX_CHUNKS, _MAX_UNSUMMED = 2048, 65536
 
 
 class Chunks(NamedTuple):
-    """How one buffer is cut.
+    """The chunks of one buffer.
 
     Attributes:
-        table: int64 rows (start, length, segment) a chunk, then rows (first chunk, chunks) a
-            segment.
-        host: What was uploaded.
-        chunks: How many there are.
-        segments: How many there are.
-        block: Elements of a tile.
-        warps: Of a program.
+        table: int64, one row (start, length, segment) per chunk, then one (first chunk, number of
+            chunks) per segment.
+        host: The host tensor that was uploaded.
+        chunks: Number of chunks.
+        segments: Number of segments.
+        block: Elements per tile.
+        warps: Warps per program.
         one_tile: Whether every chunk is a single tile.
     """
 
@@ -42,10 +43,10 @@ class Chunks(NamedTuple):
 def cut(
     bounds: tuple[int, ...], block: int, vector: int, tiles: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Chunk rows [C, 3] and segment rows [S, 2] of chunks of so many tiles.
+    """Return chunk rows [C, 3] and segment rows [S, 2], with `tiles` tiles per chunk.
 
-    Inside a segment chunks are cut between whole vectors, of `vector` elements. An empty segment
-    keeps one empty chunk, so that its row of zeros gets written.
+    Inside segments, chunks are cut between whole vectors of `vector` elements. An empty segment
+    gets one empty chunk, so that its row of zeros is written.
     """
     edges = np.array(bounds, dtype=np.int64)
     low, high = edges[:-1], edges[1:]
@@ -64,16 +65,16 @@ def cut(
 
 
 def _tiles(bounds: tuple[int, ...], block: int, most: int) -> int:
-    """Of the longest chunk."""
+    """Return the number of tiles of the longest chunk."""
     return max(1, -(-bounds[-1] // (block * most)))
 
 
 def tile_of(numel: int, itemsize: int) -> tuple[int, int]:
-    """(elements a tile, warps) from size and dtype alone: both change the bits of a sum.
+    """(elements per tile, warps) from only size and dtype, since both change the bits of a sum.
 
-    Up to what 128 threads hold in registers, four programs of them on a multiprocessor, so that one
-    reads while another adds; in 16 bits no more, which would spill. Less where that would leave
-    fewer than 256 tiles, two a multiprocessor.
+    A tile is at most as large as the registers of 128 threads hold, with four such programs on a
+    multiprocessor, so that one reads while another adds. 16-bit tiles do not have more elements,
+    which would spill. Tiles are smaller if there would be fewer than 256, two per multiprocessor.
     """
     largest = 2048 if itemsize == 8 else 4096
     return min(largest, max(1024, launcher.power_of_two_above(numel // 512))), 4
@@ -82,13 +83,13 @@ def tile_of(numel: int, itemsize: int) -> tuple[int, int]:
 def chunks_of(a: Tensor, bounds: tuple[int, ...], summed: bool = True) -> Chunks:
     """Return the chunks of buffers like `a`, their table in device memory.
 
-    summed: Whether their partials are.
+    summed: Whether the chunks' partials are added up.
     """
     return chunks_on(a.device, a.element_size(), bounds, summed)
 
 
 def chunk_count(itemsize: int, bounds: tuple[int, ...]) -> int:
-    """Return how many chunks a buffer has whose partials are summed."""
+    """Return the number of chunks of a buffer if their partials are added up."""
     block = tile_of(bounds[-1], itemsize)[0]
     return len(cut(bounds, block, 16 // itemsize, _tiles(bounds, block, _MAX_CHUNKS))[0])
 
@@ -111,10 +112,10 @@ def chunks_on(
 
 
 class Aligned:
-    """Tensors on 16-byte boundaries: themselves, or copies to be refreshed before each launch.
+    """Tensors on 16-byte boundaries: the given ones, or copies to refresh before each launch.
 
-    Vector and scalar accesses put other elements into a thread, so sums round differently. Ranks
-    must find the same bits wherever their buffers start; only the segments may decide.
+    Vector and scalar accesses put different elements into a thread, so sums round differently.
+    Ranks must get the same bits wherever their buffers start; bits may depend only on segments.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -125,6 +126,6 @@ class Aligned:
         self._copies = [(copy, one) for copy, one in pairs if copy is not one]
 
     def refresh(self) -> None:
-        """Copy what is not aligned, in the order of the current stream."""
+        """Copy the unaligned tensors, in the order of the current stream."""
         for copy, one in self._copies:
             copy.copy_(one.detach())

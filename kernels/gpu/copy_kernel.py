@@ -19,12 +19,12 @@ from kernels.gpu.launcher import Kernel, Launch, jit, tl
 from kernels.gpu.tiles import load_tile, part_of, report, rescale, store_tile
 from kernels.layout import Layout
 
-# Of float32, in which a larger factor is infinite.
+# The largest float32: a larger factor would be infinite in float32.
 _LARGEST = torch.finfo(torch.float32).max
-# Bytes of a tile in the narrower dtype: two vectors a thread, with which an H200 copied 1 GiB 5 %
+# Bytes of a tile in the narrower dtype: two vectors per thread. With these an H200 copied 1 GiB 5 %
 # faster than with eight.
 TILE_BYTES = 4096
-# Bytes of a line of the caches of GPUs, whose parts of 32 bytes are written one by one.
+# Bytes per line of a GPU's caches; a line's parts of 32 bytes are written one by one.
 LINE = 128 if tl is None else tl.constexpr(128)
 
 
@@ -45,7 +45,7 @@ def _move(
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Up to BLOCK elements from one address to the other: `reads` of them, zeros to `writes`."""
+    """Copy `reads` of at most BLOCK elements, and write zeros behind them up to `writes`."""
     x = load_tile(source, reads, SOURCE, VECTORS, BLOCK)
     x = rescale(x, tl.arange(0, BLOCK) < reads, scale_bits, WIDE, TARGET, SCALED, FINITE, LIVE)
     report(x, findings)
@@ -69,16 +69,16 @@ def _copy_kernel(
     LIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One tile between one tensor and its slot.
+    """Copy one tile between one tensor and its slot.
 
-    The table starts with the row of every tile. A row is of one tensor: the offset of its slot in
-    the buffer, its elements, the elements of the slot (with padding) and the first tile. Its
-    address is in another table, since tensors move and their layout stays.
+    The table starts with the number of every tile's row. There is one row per tensor: the offset of
+    its slot in the buffer, its elements, the elements of the slot (with padding) and its first
+    tile. Addresses are in another table, since they change while the layout stays.
     """
     tile = tl.program_id(0).to(tl.int64)
     index = tile
-    # Where every tensor is one tile this load is left out: for many small tensors the loads that
-    # follow from one another are most of the time.
+    # Omit this load if every tensor is one tile: with many small tensors, loads that depend on each
+    # other take most of the time.
     if tl.num_programs(0) != tensor_count:
         index = tl.load(table + tile)
     row = table + tl.num_programs(0) + 4 * index
@@ -104,7 +104,7 @@ def _copy_kernel(
             SOURCE, TARGET, WIDE, SCALED, FINITE, LIVE, True, BLOCK,
         )  # fmt: skip
         if (reads | writes) % VECTOR != 0:
-            # One vector's worth, element by element, where the store above may have put zeros.
+            # The last vector, element by element: the store above may have put zeros there.
             tl.debug_barrier()
             _move(
                 source + body * SOURCE_BYTES, target + body * TARGET_BYTES,
@@ -112,9 +112,9 @@ def _copy_kernel(
                 SOURCE, TARGET, WIDE, SCALED, FINITE, LIVE, False, VECTOR,
             )  # fmt: skip
     else:
-        # Tiles but the first begin with a line of the target, so that none is written in two parts
-        # by two programs: the first one ends earlier, the last one takes what is left. Other tiles
-        # of this tensor are moved by vectors if its addresses allow it.
+        # All tiles except the first begin with a line of the target, so that no two programs write
+        # parts of one line: the first tile ends earlier, and the last one includes the rest. Other
+        # tiles of this tensor are moved by vectors if its addresses allow it.
         early = (target.to(tl.uint64) % LINE // TARGET_BYTES).to(tl.int64)
         early = tl.where((source | target) % 16 == 0, 0, early)
         back = tl.where(first > 0, early, 0)
@@ -127,7 +127,7 @@ def _copy_kernel(
             writes = tl.minimum(tl.load(row + 2) - first + back, limit)
         source -= back * SOURCE_BYTES
         target -= back * TARGET_BYTES
-        # In parts, rolled up: see scalar_pointer.
+        # In parts, in a loop that is not unrolled: see scalar_pointer.
         PART: tl.constexpr = part_of(BLOCK, 2)
         for done in tl.range(0, writes, PART, loop_unroll_factor=1):
             _move(
@@ -143,16 +143,16 @@ class Copies:
     def __init__(self, call: Call, table: AddressTable) -> None:
         assert call.packed is not None
         self._call, layout, kinds = call, call.packed.layout, call.packed.kinds()
-        # The key says whether there is a scale, whether it is finite in float32 and in float64, and
-        # the dtype of one that is a tensor.
+        # The key: whether there is a scale, whether it is finite in float32 and in float64, and its
+        # dtype if it is a tensor.
         self._launches: dict[tuple[bool, bool, bool, torch.dtype | None], list[Launch]] = {}
-        # Of each dtype: the addresses and the table, tiles, tensors, and a tile's elements and
-        # warps. Uploaded now: the first run may be captured, and a table that is uploaded in a
-        # capture is filled by replays alone.
+        # For each dtype: the addresses and the table, the numbers of tiles and tensors, and a
+        # tile's elements and warps. Uploaded now: the first run may be captured, and only replays
+        # would fill a table that is uploaded in a capture.
         self._kinds: dict[torch.dtype, tuple[Tensor, Tensor, int, int, int, int]] = {}
         ordered, done = call.addresses, 0
         if len(kinds) > 1 or len(ordered) > sum(map(len, kinds.values())):
-            # Those of one dtype follow each other.
+            # Sort the addresses by dtype.
             order = itertools.chain.from_iterable(kinds.values())
             ordered = array("Q", [call.addresses[i] for i in order])
         addresses = table.write(ordered, call.out.device) if kinds else None
@@ -211,7 +211,7 @@ class Copies:
 def _table(
     layout: Layout, chosen: Sequence[int], block: int, device: torch.device
 ) -> tuple[Tensor, int]:
-    """The device table of the chosen tensors for tiles of `block` elements, and the tiles."""
+    """Return the chosen tensors' device table, and their number of tiles of `block` elements."""
 
     def make(pinned: Tensor | None) -> tuple[Tensor, Tensor, int]:
         index, (numels, edges) = np.array(chosen), map(np.array, layout.in_c)

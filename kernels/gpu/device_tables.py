@@ -1,10 +1,9 @@
-"""Memory on a device that kernels read or write beside tensors: tables and scratch.
+"""Device memory of kernels in addition to their tensors: tables and scratch memory.
 
-A table is looked up by its whole content, so that none is uploaded twice. What is kept is bounded:
-when a device has its limit of tables, the device is synchronized and the half that was not used for
-longest is dropped, except what a CUDA graph may read at each replay. Too much of that is an error.
-An event would not do in the place of the synchronization: plans run on streams of which nothing is
-known here.
+A table is looked up by its whole content, so that none is uploaded twice. When a device has its
+limit of tables, the device is synchronized and the least recently used half is dropped, except
+tables that a CUDA graph may read at each replay. Too many of those are an error. An event could not
+replace the synchronization, since plans run on streams that are not known here.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-# Bytes up to which the driver copies pageable memory without waiting for earlier work.
+# The driver copies pageable memory of up to so many bytes without waiting for earlier work.
 _COPIED_AT_ONCE = 1 << 16
 
 
@@ -31,17 +30,18 @@ def _is_capturing(device: torch.device) -> bool:
 def upload(
     values: np.ndarray, device: torch.device, pinned: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Copy int64 `values` to `device`; return (device tensor, host tensor), both to be kept.
+    """Copy int64 `values` to `device`; return (device tensor, host tensor), which must be kept.
 
     Outside graph capture the copy goes through a stream of its own and is complete on return: every
-    stream may read it, and no earlier work is waited for. Inside, the copy becomes part of the
-    graph: each replay reads the pinned host tensor again and fills the device tensor, which lies in
-    the graph's own memory. Once that tensor is let go, later work of the graph may use its memory.
+    stream may read it, and it waits for no earlier work. During capture the copy becomes part of
+    the graph: each replay reads the pinned host tensor again and fills the device tensor, which
+    lies in the graph's own memory. Once that tensor is freed, later work of the graph may use its
+    memory.
 
     Args:
-        values: What to copy.
-        device: Where to.
-        pinned: The host tensor of equal values that another graph reads, to be read by this one.
+        values: The values to copy.
+        device: The device to copy to.
+        pinned: A host tensor of equal values that another graph reads, to share with this one.
     """
     host = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
     if device.type != "cuda":
@@ -62,11 +62,11 @@ class DeviceTables:
     """Tables by their content.
 
     Args:
-        limit: How many a device may have that no graph reads.
-        graph_limit: How many tables of different content a device may have that graphs read.
-            Nothing tells when a graph is gone, so these stay: tables that were there before the
-            capture, and of those made in it the host tensor, which all graphs that make the same
-            table share.
+        limit: Maximum number of tables per device that no graph reads.
+        graph_limit: Maximum number of tables of different content per device that graphs read. The
+            end of a graph is not known here, so these are kept for ever: tables from before the
+            capture and, of tables made during it, the host tensors, which graphs with equal tables
+            share.
     """
 
     def __init__(self, limit: int = 512, graph_limit: int = 4096) -> None:
@@ -82,15 +82,15 @@ class DeviceTables:
     def fetch(
         self, key: Hashable, device: torch.device, make: Callable[[Tensor | None], Any]
     ) -> Any:
-        """Return the table of `key`, made by `make` where there is none.
+        """Return the table of `key`; `make` makes it if it does not exist.
 
         Args:
-            key: All that its content follows from.
-            device: Where it lies.
-            make: Returns what starts with the two tensors of `upload`, called with `pinned`.
+            key: All values that the content depends on.
+            device: The table's device.
+            make: Returns a tuple that begins with `upload`'s two tensors, called with `pinned`.
 
         Raises:
-            RuntimeError: Too many have been seen by graphs.
+            RuntimeError: Graphs have read too many tables.
         """
         with self._lock:
             tables = self._tables[device]
@@ -101,7 +101,7 @@ class DeviceTables:
                     table = make(None)
                 else:
                     del tables[key]
-                # The last one is the one used last.
+                # Move the table to the end: the dict is in order of last use.
                 tables[key] = table
                 return table
             seen, pinned = self._seen[device], self._pinned[device]
@@ -113,7 +113,7 @@ class DeviceTables:
                     "it as long as the graph"
                 )
             if table is None:
-                # No other graph may use it, which only this one fills.
+                # Only this graph fills the device tensor, so no other graph may use it.
                 table = make(pinned.get(key))
                 pinned[key] = table[1]
             else:
@@ -121,7 +121,7 @@ class DeviceTables:
             return table
 
     def _make_room(self, device: torch.device) -> None:
-        """Drop tables of a device where there is no room for one more."""
+        """Drop tables of a device if there is no room for one more."""
         tables, seen = self._tables[device], self._seen[device]
         if len(tables) - len(seen) >= self._limit:
             if device.type == "cuda":
@@ -138,10 +138,10 @@ class AddressTable:
     """int64 addresses in device memory.
 
     Args:
-        planned: Whether a plan keeps it. Its first addresses are looked up among all tables, and
-            whatever stream the plan then runs on may read them; those that it is rebound to are
-            written to memory of its own. The addresses of a direct call never are in a table that
-            stays: most lists of tensors are seen once.
+        planned: Whether a plan keeps it. A plan's first addresses are looked up among all tables,
+            and any stream that the plan runs on may read them. Addresses of a rebound plan are
+            written to memory of its own. The addresses of direct calls are not kept, since most
+            lists of tensors occur once.
     """
 
     def __init__(self, planned: bool = True) -> None:
@@ -153,7 +153,7 @@ class AddressTable:
         """Return the table of these addresses, written in the order of the current stream.
 
         Raises:
-            RuntimeError: A graph is being captured, which would write them at each replay.
+            RuntimeError: A graph is being captured, and would write the addresses at each replay.
         """
         new = self._table is None or len(addresses) != len(self._table)
         capturing = _is_capturing(device)
@@ -168,8 +168,8 @@ class AddressTable:
         if capturing:
             raise RuntimeError("a plan cannot be bound to other tensors while a graph is captured")
         host = torch.frombuffer(addresses, dtype=torch.int64)
-        # Of up to 64 KiB CUDA has taken its own copy on return. torch keeps pinned memory that is
-        # copied from until the copy is done.
+        # CUDA returns with its own copy of up to 64 KiB. torch keeps pinned memory alive until a
+        # copy from it is done.
         on_gpu = device.type == "cuda"
         if on_gpu and 8 * len(addresses) > _COPIED_AT_ONCE:
             host = host.pin_memory()
@@ -183,12 +183,12 @@ class AddressTable:
 class Scratch:
     """Memory that a launch needs while it runs: one pair of tensors for each stream.
 
-    Launches on one stream follow each other and may share it. A CUDA graph has its own.
+    Launches on one stream run one after the other and may share it. A CUDA graph has its own.
     """
 
     def __init__(self, limit: int = 64) -> None:
         self._limit = limit
-        # Beside their lengths, which torch tells in half a microsecond each.
+        # With their lengths, since asking torch for each takes half a microsecond.
         self._kept: dict[Hashable, tuple[int, int, tuple[Tensor, Tensor]]] = {}
 
     def fetch(
@@ -197,11 +197,11 @@ class Scratch:
         """Return float64 and int64 memory, the latter zero before its first use.
 
         Args:
-            use: Tells kernels apart that leave the counters in different states.
-            device: Where it lies.
-            floats: How many float64 there are at least.
-            counters: How many int64 there are at least.
-            stream: The current one.
+            use: A key that differs for kernels that leave the counters in different states.
+            device: The memory's device.
+            floats: Minimum number of float64.
+            counters: Minimum number of int64.
+            stream: The current stream.
         """
         # The default stream, 0, cannot be captured.
         if stream and _is_capturing(device):

@@ -13,14 +13,14 @@ _SUM_BLOCK = 256 if triton is None else tl.constexpr(256)
 
 @jit
 def _normalised(x):
-    """(x / 2**e in float32, e [T]) of x [K, T, V], e the exponent of the largest of each thread's.
+    """(x / 2**e in float32, e [T]) of x [K, T, V]; e is the exponent of each thread's largest.
 
-    Scaled so, neither squares nor their sums leave float32. NaN and Inf keep e = 0.
+    After this scaling, squares and their sums stay within float32. For NaN and Inf e is 0.
     """
     x = x.to(tl.float32)
     largest = tl.max(tl.max(tl.abs(x), axis=2), axis=0)
     field = largest.to(tl.int32, bitcast=True) >> 23
-    # 2**-127 is no normal number: the two largest exponents share a scale.
+    # 2**-127 is not a normal number, so the two largest exponents share a scale.
     exponent = tl.where(field == 255, 0, tl.minimum(field - 127, 126))
     return x * power_of_two(-exponent)[None, :, None], exponent
 
@@ -29,10 +29,10 @@ def _normalised(x):
 def _thread_sums(x, y):
     """float64 x.y [T] of x and y [K, T, V], added in their own dtype.
 
-    Which products the additions are fused with is written out, as in `weigh`.
+    Additions are fused with products explicitly, as in `weigh`.
     """
     if x.shape[2] == 1:
-        # A product that nothing is fused with.
+        # A product that the compiler cannot fuse with an addition.
         products = tl.fma(x, y, 0.0)
     else:
         SHAPE: tl.constexpr = [x.shape[0], x.shape[1], x.shape[2] // 2, 2]
@@ -44,11 +44,10 @@ def _thread_sums(x, y):
 
 @jit
 def thread_dots(x, y, VECTOR: tl.constexpr, WIDE: tl.constexpr):
-    """float64 (x.y, |x|^2, |y|^2) [THREADS] of what each thread holds of one tile.
+    """float64 (x.y, |x|^2, |y|^2) [THREADS] of each thread's elements of one tile.
 
-    A thread scales its elements by their own exponent, which it knows without the others, adds in
-    float32 within the tile and in float64 beyond it. So sums go on from tile to tile in each
-    thread, and no thread waits for another before the last tile.
+    Each thread scales its elements by their largest exponent, adds them in float32 within the tile,
+    and adds tiles in float64. Threads need nothing from each other before the last tile.
     """
     SHAPE: tl.constexpr = [x.shape[0] // (VECTOR * THREADS), THREADS, VECTOR]
     u, v = tl.reshape(x, SHAPE), tl.reshape(y, SHAPE)
@@ -72,35 +71,35 @@ def _add_three(d, p, q, e, r, s):
 
 @jit
 def over_threads(dot, norm_a, norm_b):
-    """The sums of three tensors, which share their barriers."""
+    """The sums of three tensors over the threads, with common barriers."""
     return tl.reduce((dot, norm_a, norm_b), 0, _add_three)
 
 
 @jit
 def coefficient(dot, factor, norm):
-    """1 - dot / (factor norm); 1 for a tiny norm, and NaN, which is below nothing, for NaN.
+    """1 - dot / (factor * norm); 1 for a tiny norm, and NaN for a norm of NaN.
 
-    NaN, too, where float64 has no factor norm: what is divided by Inf would be lost.
+    It is NaN, too, if factor * norm overflows float64, since a division by Inf would lose `dot`.
     """
     tiny = norm < _TINY
     scaled = factor * tl.where(tiny, 1.0, norm)
-    # By an infinite factor nothing is lost: of two weights one is none beside the other.
+    # An infinite factor loses nothing: one weight is negligible compared with the other.
     lost = (scaled == float("inf")) & (factor < float("inf"))
     return tl.where(tiny, 1.0, tl.where(lost, float("nan"), 1.0 - dot / scaled))
 
 
 @jit
 def cancels(dot, norm_a, norm_b, alpha, beta):
-    """Whether alpha a + beta b is so short beside both that float32 would lose it, or NaN."""
-    # Fused as written, so that all kernels find the same.
+    """Whether alpha a + beta b is NaN, or so much shorter than both that float32 would lose it."""
+    # Fused explicitly, so that all kernels get the same result.
     apart = tl.fma(alpha * alpha, norm_a, beta * beta * norm_b)
-    # NaN is not at least anything.
+    # A comparison with NaN is false.
     return (tl.fma(2 * alpha * beta, dot, apart) >= _CANCELLED * apart) == 0
 
 
 @jit
 def add_partials(partials, first, chunk_count):
-    """The sums, in chunk order, of the partials of one segment. Read past the L1 cache."""
+    """The sums, in chunk order, of one segment's partials, which are read past the L1 cache."""
     k = tl.arange(0, _SUM_BLOCK)
     dot = tl.zeros([_SUM_BLOCK], tl.float64)
     norm_a = tl.zeros([_SUM_BLOCK], tl.float64)
@@ -124,11 +123,11 @@ def store_row(row, dot, norm_a, norm_b):
 
 @jit
 def is_last(arrivals, expected):
-    """Count this program in at `arrivals`; returns whether none of those expected is missing.
+    """Count this program at `arrivals`; return whether it is the last of `expected` programs.
 
-    Protocol: a program stores its partials, then counts them (release). The one that finds all
-    others counted (acquire) sees all partials. It sets the counter back to zero, ready for the next
-    launch on this scratch memory.
+    Protocol: each program stores its partials, then counts itself (release). The last one (acquire)
+    sees all partials. It sets the counter back to zero, ready for the next launch on this scratch
+    memory.
     """
     tl.debug_barrier()
     last = tl.atomic_add(arrivals, 1, sem="acq_rel") + 1 == expected
@@ -139,10 +138,10 @@ def is_last(arrivals, expected):
 
 @jit
 def arrive(partials, arrivals, dots, share, segment, count, mask):
-    """Count `count` chunks of a segment in; returns (what was counted, whether none is missing).
+    """Add `count` chunks to their segment's counter; return (the old counter, whether complete).
 
-    Protocol: a program stores its partials, then counts them in `arrivals[segment]` (release). The
-    one that finds all others counted (acquire) sees all partials, and stores the segment's row.
+    Protocol: each program stores its partials, then counts them in `arrivals[segment]` (release).
+    The program that completes the count (acquire) sees all partials, and stores the segment's row.
     mask: The bits of the counter that count chunks.
     """
     chunk_count = tl.load(share + 1)
@@ -157,7 +156,7 @@ def arrive(partials, arrivals, dots, share, segment, count, mask):
 
 @jit
 def edge_dots(a, b, start, length, before, inner, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """`thread_dots` of the elements of a chunk that belong to no whole vector of it."""
+    """`thread_dots` of a chunk's elements outside of its whole vectors."""
     offset = start * (DTYPE.primitive_bitwidth // 8)
     x = load_edges(a.to(tl.int64) + offset, before, inner, length, DTYPE)
     y = load_edges(b.to(tl.int64) + offset, before, inner, length, DTYPE)

@@ -1,4 +1,4 @@
-"""Gram matrices made precise, and the coefficients of a tree, on a GPU: both in double-double."""
+"""Precise Gram matrices and the coefficients of an Adasum tree on a GPU, in double-double."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kernels.gpu.tiles import convert, load_tile
 _SCRATCH = Scratch()
 _TINY = TINY if triton is None else tl.constexpr(TINY)
 _LIMIT = SPREAD_LIMIT if triton is None else tl.constexpr(SPREAD_LIMIT)
-# Elements that a program adds at once, several a thread, so that few loads wait for each other.
+# Elements that a program adds at once: several per thread, so that few loads wait for each other.
 _TILE = 512 if triton is None else tl.constexpr(512)
 
 
@@ -62,22 +62,22 @@ def _store_pair(place, high, low):
 
 @jit
 def _row(tile, rows, one):
-    """One row of a tile, as it is."""
+    """One row of a tile, unchanged."""
     return tl.sum(tl.where(rows == one, tile, 0.0), axis=0)
 
 
 @jit
 def _at(vector, one):
-    """One element of a vector, as it is."""
+    """One element of a vector, unchanged."""
     k = tl.arange(0, vector.shape[0])
     return tl.sum(tl.where(k == one, vector, 0.0), axis=0)
 
 
 @jit
 def may_cancel(matrix, n, SIZE: tl.constexpr):
-    """Whether vectors may cancel beyond the limit; kernels/cpu/replay.h says how it is known.
+    """Whether vectors may cancel beyond SPREAD_LIMIT: kernels/cpu/replay.h explains the test.
 
-    There by n, and here by SIZE, which is a constant and no less.
+    In place of n it uses SIZE, a constant that is at least as large.
     """
     k = tl.arange(0, SIZE)
     i, j = k[:, None], k[None, :]
@@ -89,7 +89,7 @@ def may_cancel(matrix, n, SIZE: tl.constexpr):
         row = _row(g, i, step)
         pivot = _at(row, step)
         found = tl.where(pivot <= 0.0, 1, found)
-        # The column is the row along the other dimension.
+        # By symmetry the same values as `row`, but along the dimension of `i`.
         column = tl.sum(tl.where(j == step, g, 0.0), axis=1)
         less = tl.fma((-column / pivot)[:, None], row[None, :], g)
         g = tl.where((i > step) & (j > step), less, g)
@@ -109,12 +109,12 @@ def precise_chunk(partials, addresses, offset, length, chunk, chunks, n, DTYPE: 
 
 @jit
 def precise_matrix(partials, matrix, first, count, chunks, n):
-    """Store the matrix of a segment of `count` chunks, the sums of their partials."""
+    """Store one segment's matrix, the sums of the partials of its `count` chunks."""
     for i in range(n):
         for j in range(i + 1):
             rows = partials + 2 * ((i * (i + 1) // 2 + j) * chunks + first)
             high, low = _sum_of_chunks(rows, count)
-            # On the diagonal both are one place, and the values equal.
+            # On the diagonal both stores write equal values to one place.
             _store_pair(matrix + 2 * (i * n + j), high, low)
             _store_pair(matrix + 2 * (j * n + i), high, low)
 
@@ -131,10 +131,10 @@ def _precise_gram_kernel(
     DTYPE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """The sums of all pairs of tensors over one chunk; a segment's last program adds them up.
+    """Sum the products of all pairs of tensors over one chunk; a segment's last program adds up.
 
-    They take the place of float64 sums where vectors may cancel. Mostly they do not, and a program
-    ends at once; each finds out by itself, so that nothing waits.
+    The results replace float64 sums if vectors may cancel. Usually they cannot, and the programs
+    end at once. Each program checks that by itself, so that none waits for another.
     """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     chunks, chunk = tl.num_programs(0).to(tl.int64), tl.program_id(0).to(tl.int64)
@@ -151,9 +151,9 @@ def _precise_gram_kernel(
 
 
 def made_precise(call: Call, chunks: Chunks, addresses: Tensor) -> Callable[[], None]:
-    """Bind out = [S, n, n, 2], of float64 sums, to have others where vectors may cancel.
+    """Bind a launch that replaces entries of out [S, n, n, 2] if vectors may cancel.
 
-    The tensors' addresses are the last ones.
+    `out` then holds float64 sums. The last n of `addresses` are the tensors'.
     """
     segments, n, device = len(call.bounds) - 1, len(call.inputs), call.out.device
     size = launcher.power_of_two_above(max(n, 2))
@@ -176,7 +176,7 @@ def made_precise(call: Call, chunks: Chunks, addresses: Tensor) -> Callable[[], 
 
 @jit
 def _is_zero(norm, reach, GUARD: tl.constexpr):
-    """Whether a squared norm is none, or no more than what its matrix rounded away."""
+    """Whether a squared norm is tiny, or within the rounding errors of its matrix."""
     return (norm < _TINY) | (norm < GUARD * reach * reach)
 
 
@@ -191,7 +191,7 @@ def _factor(share_high, share_low, dot_high, dot_low, high, low, zero):
 
 @jit
 def _are_parallel(a_high, a_low, b_high, b_low, dot_high, dot_low, a_reach, b_reach):
-    """Whether |a|^2 |b|^2 is (a.b)^2 but for what a precise matrix rounds away."""
+    """Whether |a|^2 |b|^2 equals (a.b)^2 up to the rounding errors of a precise matrix."""
     high, low = multiply(a_high, a_low, b_high, b_low)
     other, rest = multiply(dot_high, dot_low, dot_high, dot_low)
     apart, _ = add(high, low, -other, -rest)
@@ -230,10 +230,10 @@ def add_table(high, low, at, n, PRECISE: tl.constexpr):
 
 @jit
 def replay(high, low, tree, n, PRECISE: tl.constexpr):
-    """(coefficients [SIZE], spread) of a segment by its matrix; NaN where that is not finite.
+    """(coefficients [SIZE], spread) of one segment from its matrix; NaN if that is not finite.
 
-    The matrix of the vectors that stand becomes, join by join, that of the vectors that then do.
-    Each leaf has one coefficient, and is below one vector that stands, its root.
+    Each join replaces two vectors by one and updates the Gram matrix. Each leaf has one
+    coefficient, and belongs to one of the remaining vectors, its root.
     """
     SIZE: tl.constexpr = high.shape[0]
     GUARD: tl.constexpr = 2.0**-92 if PRECISE else 2.0**-46
@@ -261,8 +261,8 @@ def replay(high, low, tree, n, PRECISE: tl.constexpr):
         alpha, alpha_low = _factor(p_high, p_low, dot_high, dot_low, a_norm, a_rest, a_zero)
         beta, beta_low = _factor(q_high, q_low, dot_high, dot_low, b_norm, b_rest, b_zero)
         if PRECISE:
-            # They have their mean. Of these dot / norm may be as large as it likes, and a sum
-            # of large terms would be left of what is small.
+            # Parallel vectors get their weighted mean: their dot / norm may be arbitrarily
+            # large, and a small result would be the sum of large terms.
             parallel = _are_parallel(
                 a_norm, a_rest, b_norm, b_rest, dot_high, dot_low, a_reach, b_reach
             )
@@ -271,7 +271,7 @@ def replay(high, low, tree, n, PRECISE: tl.constexpr):
             alpha_low = tl.where(parallel, p_low, alpha_low)
             beta = tl.where(parallel, q_high, beta)
             beta_low = tl.where(parallel, q_low, beta_low)
-        # Its dot products with all vectors that stood, then with itself.
+        # The joined vector's dot products with all vectors before the join, then with itself.
         r_high, r_low = _blend(alpha, alpha_low, a_high, a_low, beta, beta_low, b_high, b_low)
         norm, norm_low = _blend(
             alpha, alpha_low, _at(r_high, left), _at(r_low, left),
@@ -293,7 +293,7 @@ def replay(high, low, tree, n, PRECISE: tl.constexpr):
         found = tl.where(norm > 0.0, square / tl.where(norm > 0.0, norm, 1.0), float("inf"))
         widest = tl.maximum(widest, tl.where(square < _TINY, 1.0, found))
     if PRECISE:
-        # Of a result that is nothing rounded coefficients would leave a direction.
+        # If the result is zero, rounded coefficients would give it a direction.
         c_high = tl.where(nothing > 0, 0.0, c_high)
     nan = float("nan")
     return tl.where(lost, nan, c_high), tl.where(lost, nan, widest)
@@ -327,7 +327,7 @@ def _coefficients_kernel(
 
 
 def tree_table(tree: Tree, device: torch.device) -> Tensor:
-    """int64 rows (left, right, and p/(p+q) and q/(p+q) as the bits of high and low)."""
+    """Return int64 rows (left, right, p/(p+q), q/(p+q)), the quotients as bits of high and low."""
 
     def make(pinned: Tensor | None) -> tuple[Tensor, Tensor]:
         rows = []
@@ -344,9 +344,9 @@ def tree_table(tree: Tree, device: torch.device) -> Tensor:
 
 
 def warps_of(size: int) -> int:
-    """One waits for no other; more where a matrix is more than its registers hold.
+    """Return the warps of a program: one, without waits, if its registers hold the matrix.
 
-    Of more than 32 vectors ptxas spills a few bytes, of more than 64 many.
+    With more than 32 vectors ptxas spills a few bytes, with more than 64 many.
     """
     return 1 if size <= 16 else min(size * size // 128, 16)
 

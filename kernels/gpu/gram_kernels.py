@@ -1,20 +1,21 @@
 """gram on a GPU: all dot products of n tensors in one pass over memory and one launch.
 
-Products of float16, bfloat16 and float32 are exact in float64, in which all sums are, in every
-thread one for each of the n(n+1)/2 entries: for n up to 8 they stay in its registers. More tensors
-are taken in groups of four, every two groups by programs of their own: a *range* of them. What they
-read again, the programs beside them have just left in L2.
+Sums are in float64, where products of float16, bfloat16 and float32 are exact. Each thread has one
+sum for each of the n(n+1)/2 entries: for n up to 8 they fit in its registers. More tensors are cut
+into groups of four, and each pair of groups, a *range*, has programs of its own. Tensors that
+several ranges read are still in L2, since the ranges of a chunk run side by side.
 
-Where float64 is slow, two results a cycle and multiprocessor on sm_103 and sm_120, its units and no
-memory bound it: of 8 tensors they have 36 multiply-adds and 8 conversions for every 8 elements, 22
-cycles in which memory moves 96 bytes (sm_120) or 640 (sm_103) and not 32. Sums of float32 pairs
-would take about ten instructions a product, 3 cycles, but hold 48 bits: too few for the 2**-46 by
-which `adasum_coefficients` tells a zero vector. So it is float64 there as well.
+On sm_103 and sm_120 float64 is slow, with two results per cycle and multiprocessor. There the
+float64 units bound the speed, not memory: 8 tensors need 36 multiply-adds and 8 conversions per 8
+elements, which takes 22 cycles. In that time memory could move 96 bytes (sm_120) or 640 (sm_103)
+instead of 32. Sums of float32 pairs would take about ten instructions per product, 3 cycles, but
+hold 48 bits: too few for the limit of 2**-46 that `adasum_coefficients` uses for zero vectors. So
+those GPUs use float64, too.
 
-As in projection_kernels.py, chunks follow from segments, size and dtype alone, and their partials
-are added in one order, by the last program to arrive, so the bits never depend on timing. There are
-up to 36 partials a chunk: the last program of each 64 chunks adds theirs, the last of those the
-segment's.
+As in projection_kernels.py, chunks depend only on segments, size and dtype, and their partials are
+added in one order, by the last program to arrive, so the bits never depend on timing. There are up
+to 36 partials per chunk: the last program of each 64 chunks adds up theirs, and the last of those
+programs the segment's.
 """
 
 from __future__ import annotations
@@ -46,21 +47,21 @@ from kernels.gpu.tiles import (
 )
 
 _SCRATCH = Scratch()
-# Tensors that one program takes at most, and of two groups' each.
+# Maximum number of tensors per program, and tensors per group.
 _MOST, _GROUP = 8, 4
-# Chunks whose partials are added first; the square is more than a segment has.
+# Chunks whose partials are added up first; no segment has more than SET * SET chunks.
 SET = 64 if triton is None else tl.constexpr(64)
 
 
 @jit
 def no_tiles():
-    """An empty tuple, to which tiles of any kind are added."""
+    """An empty tuple, to add tiles of any kind to."""
     return ()
 
 
 @jit
 def _halve(parts, WIDTH: tl.constexpr):
-    """Cut each of `parts`, tiles whose threads hold 2 * WIDTH neighbours, in even and odd ones."""
+    """Split each tile of `parts` in two; a thread holds 2 * WIDTH neighbouring elements of each."""
     halves = no_tiles()
     for k in tl.static_range(len(parts)):
         x = parts[k]
@@ -73,7 +74,7 @@ def _halve(parts, WIDTH: tl.constexpr):
 
 @jit
 def _by_element(x, VECTOR: tl.constexpr):
-    """The VECTOR elements of each thread's vectors as tiles of their own: no thread moves any."""
+    """One tile for each of the VECTOR places in threads' vectors; no element changes its thread."""
     parts = (x,)
     if VECTOR >= 8:
         parts = _halve(parts, 4)
@@ -86,7 +87,7 @@ def _by_element(x, VECTOR: tl.constexpr):
 
 @jit
 def _add_products(sums, tiles, VECTOR: tl.constexpr, COUNT: tl.constexpr):
-    """Add to each thread's sums [(i, j) for j <= i] what its elements of the tiles have."""
+    """Add the products of each thread's elements to its sums, in the order [(i, j) for j <= i]."""
     parts = no_tiles()
     for i in tl.static_range(COUNT):
         parts += (_by_element(tiles[i], VECTOR),)
@@ -104,7 +105,7 @@ def _add_products(sums, tiles, VECTOR: tl.constexpr, COUNT: tl.constexpr):
 
 @jit
 def store_sums(row, sums, PAIRS: tl.constexpr):
-    """Store the sums over all threads at `row`, four at once, which share their barriers."""
+    """Store the sums over all threads at `row`, four at a time, with common barriers."""
     column = tl.arange(0, 4)
     zero = tl.zeros([THREADS], tl.float64)
     sums += (zero, zero, zero)
@@ -126,9 +127,9 @@ def _add_rows(partials, stride, count, PAIRS: tl.constexpr, ROW: tl.constexpr):
 
 @jit
 def _store_entries(out, total, places, n, ROW: tl.constexpr, PARTS: tl.constexpr):
-    """Store those entries of a segment's matrix that this range is to store, and their mirror.
+    """Store this range's entries of a segment's matrix, and their mirror images.
 
-    PARTS: 2 where each is a sum high + low, of which the low ones are 0.
+    PARTS: 2 if entries are pairs high + low; the low parts are set to 0.
     """
     place = tl.load(places + tl.arange(0, ROW))
     mirrored = place % n * n + place // n
@@ -156,12 +157,12 @@ def finish(
     ROW: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Add the partials of a set of chunks, then of the segment, where no chunk of it is missing.
+    """Add up the partials of a set of chunks once all have arrived, then the segment's sets.
 
-    Returns whether the segment's entries have been stored.
+    Returns whether this program has stored the segment's entries.
     """
     first, count = tl.load(share), tl.load(share + 1)
-    # The set's sums take the place of the partials of its first chunk.
+    # The set's sums replace the partials of its first chunk.
     head = first + (chunk - first) // SET * SET
     held = tl.minimum(first + count - head, SET)
     complete = is_last(arrivals + head, held)
@@ -187,8 +188,8 @@ def chunk_sums(
 ):
     """Sums [THREADS] of the products of each pair of COUNT tensors' chunks at the addresses `at`.
 
-    copies: None, or (address, stride, k): there the chunks are written as well, `stride` bytes from
-    each other, without the k-th, of which nothing is.
+    copies: None, or (address, stride, k) to copy all chunks but the k-th to `address`, `stride`
+    bytes apart.
     """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
@@ -242,7 +243,7 @@ def _gram_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Partials of one chunk of COUNT tensors; the last program of a segment writes its entries."""
+    """Sum one chunk of COUNT tensors; the last program of a segment writes the entries."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     PAIRS: tl.constexpr = COUNT * (COUNT + 1) // 2
     chunks = tl.num_programs(0) // ranges
@@ -267,7 +268,7 @@ def _gram_kernel(
 
 
 def _ranges(n: int) -> list[list[int]]:
-    """The tensors of each range; those from `n` on are none, and fill it up."""
+    """Return the tensors' numbers in each range, filled up with numbers that are not below `n`."""
     if n <= _MOST:
         return [[*range(n)]]
     groups = [[*range(k, k + _GROUP)] for k in range(0, n, _GROUP)]
@@ -275,9 +276,9 @@ def _ranges(n: int) -> list[list[int]]:
 
 
 def places_of(n: int, row: int, device: torch.device) -> Tensor:
-    """int64 [ranges, row] on the device: which entry of the matrix each sum is, -1 for none.
+    """Return int64 [ranges, row] on the device: the entry that each sum is stored to, or -1.
 
-    The entries of one group are in several ranges: in equal bits, of which one stores them.
+    Several ranges compute the entries of one group, with equal bits; only one range stores them.
     """
 
     def make(pinned: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -296,10 +297,10 @@ def places_of(n: int, row: int, device: torch.device) -> Tensor:
 
 
 def tile_of(count: int, numel: int, itemsize: int) -> tuple[int, int]:
-    """(elements a tile, warps) where a program takes `count` tensors.
+    """(elements per tile, warps) of a program for `count` tensors.
 
-    Of few a thread loads several vectors each before it uses the first: of two tensors of 256 MiB
-    one took 143 us on an H200, two 141, eight 135.
+    With few tensors a thread loads several vectors of each before it uses the first one: two
+    tensors of 256 MiB took 143 us on an H200 with one vector, 141 with two, 135 with eight.
     """
     block, warps = chunking.tile_of(numel, itemsize)
     vectors = 8 if count <= 2 else max(1, 4 // count)
@@ -307,23 +308,23 @@ def tile_of(count: int, numel: int, itemsize: int) -> tuple[int, int]:
 
 
 def options_of(count: int, capability: int) -> dict[str, int]:
-    """Triton's options where a program takes `count` tensors, for a compute capability times ten.
+    """Triton's options of a program for `count` tensors, by the compute capability times ten.
 
-    On sm_120 ptxas spills 8 bytes of five float32 tensors to do with 96 registers, unless it is
-    allowed some number; elsewhere being allowed one makes it take half as many again.
+    On sm_120, with five float32 tensors, ptxas spills 8 bytes to get by with 96 registers, unless
+    it is given a limit; elsewhere a limit makes it use half as many registers again.
     """
     return {"maxnreg": 112} if (count, capability // 10) == (5, 12) else {}
 
 
 def row_of(count: int) -> int:
-    """Sums of `count` tensors, up to a power of two."""
+    """Number of pairs of `count` tensors, rounded up to a power of two."""
     return launcher.power_of_two_above(count * (count + 1) // 2)
 
 
 def gram(call: Call, table: AddressTable) -> Callable[[], None]:
     """Bind out = float64 [S, n, n], the dot products of the segments, in one launch.
 
-    Precise ones, [S, n, n, 2], take a second one.
+    Precise matrices [S, n, n, 2] need a second launch.
     """
     segments, n, device = len(call.bounds) - 1, len(call.inputs), call.out.device
     if segments == 0:

@@ -1,4 +1,4 @@
-"""What all launchers share: Triton if there is one, the choice of path, compiling and binding."""
+"""Shared by all launchers: Triton if it is installed, the choice of path, compiling and binding."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ try:
     triton: Any = importlib.import_module("triton")
     tl: Any = importlib.import_module("triton.language")
 except ImportError:
-    # CPU tensors need no Triton, and some platforms have none.
+    # CPU tensors need no Triton, and it is not available on all platforms.
     triton = tl = None
 
 # True while tests run the compiled kernels on CPU tensors: tests/ptx_emulator.
 emulated = False
-# Held while a kernel is compiled. Reentrant, because Triton's hooks, a signal handler or a
-# finalizer may launch another kernel in the same thread meanwhile.
+# Held while a kernel is compiled. Reentrant, because Triton's hooks, signal handlers or finalizers
+# may launch another kernel in the same thread meanwhile.
 _compiling = threading.RLock()
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
 _DOUBLES, _INT64S = struct.Struct("<2d"), struct.Struct("<2q")
 
-# Of every kernel: without it sums of products need more registers. Written out, because Triton's
-# default is about to change; the code of kernels without such sums does not depend on it.
+# Options of every kernel. Without fusion, sums of products need more registers. It is set
+# explicitly, because Triton's default is about to change; other kernels do not depend on it.
 OPTIONS = {"enable_fp_fusion": True}
 
 
-# Code that kernels call.
+# Decorator of device functions, which kernels call.
 jit: Any = triton.jit if triton else lambda fn: fn
 
 
 class Launch:
     """A launch whose kernel is compiled and whose arguments are bound.
 
-    name: The kernel's. device: torch's number of the GPU; negative while a test emulates one.
+    name: The kernel's name. device: torch's number of the GPU; negative while a test emulates one.
     stream_of: Returns the handle of a device's current stream.
     """
 
@@ -68,10 +68,10 @@ class Launch:
         scratch: Callable[[int], tuple[Tensor, ...]] | None = None,
         then: Callable[..., None] | None = None,
     ) -> None:
-        """Launch on the current stream, with what the kernel takes first.
+        """Launch on the current stream with the kernel's leading arguments.
 
-        scratch: Returns what it takes behind that, for a stream. then: `start` of another launch on
-        the same device, called with the same stream.
+        scratch: Returns the arguments that follow those, for a stream. then: `start` of another
+        launch on the same device, called with the same stream.
         """
         device = self._device
         if device >= 0 and device != torch.cuda.current_device():
@@ -85,19 +85,19 @@ class Launch:
             then(stream=stream)
 
     def start(self, *leading: Tensor | int, stream: int) -> None:
-        """Launch on a stream of the current device, which is this launch's."""
+        """Launch on a stream; the current device must be this launch's."""
         self._run(*leading, *self._arguments, stream=stream)
 
 
 class Kernel:
-    """A kernel to launch: `@Kernel` in the place of `@triton.jit`.
+    """A kernel to launch: `@Kernel` replaces `@triton.jit`.
 
-    Its compiled code depends on the constants and the device alone, so the constants must also tell
-    the dtypes of its pointers. Triton is kept from specialising on alignment, which kernels test or
-    a constant tells, and on integers, which are as wide as their annotation says. So another number
-    of elements or another scale compiles nothing, and the code is looked up by the constants, where
-    Triton would inspect every argument at each launch. Triton's settings for compiling take effect
-    when a variant is first bound, its launch hooks always.
+    Its compiled code depends only on the constants and the device, so the constants must also
+    determine the dtypes of its pointers. Triton does not specialise on alignment, which kernels
+    test or take as a constant, nor on integers, whose width is annotated. So a new number of
+    elements or scale compiles nothing, and the code is looked up by the constants, while Triton
+    would inspect every argument at each launch. Triton's settings for compiling take effect when a
+    variant is first bound, its launch hooks at each launch.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -115,14 +115,13 @@ class Kernel:
         *arguments: Tensor | int | Findings,
         **constants: Hashable,
     ) -> Launch:
-        """Compile for the current device, unless that has been done, and bind arguments.
+        """Compile for the current device, if necessary, and bind arguments.
 
         Args:
-            programs: How many to run.
-            leading: What the kernel takes first, given anew at each launch: these or others like
-                them.
-            arguments: Those that follow and are no constants.
-            constants: The others, and options of Triton's, always in one order; a dtype is torch's.
+            programs: How many programs to run.
+            leading: Examples of the kernel's leading arguments, which each launch passes again.
+            arguments: The arguments that follow and are not constants.
+            constants: Constants and options of Triton's, always in one order; dtypes are torch's.
         """
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
@@ -136,7 +135,7 @@ class Kernel:
             given["num_warps"] = _warps(given["num_warps"])
             compiled = self._compile(programs, (*leading, *arguments), given)
             if compiled is None:
-                # Triton's interpreter knows no streams.
+                # Triton's interpreter has no streams.
                 interpreted = self.function[(programs,)]
                 return Launch(*known, lambda *a, stream: interpreted(*a, **given), arguments)
             names = self.function.arg_names[len(leading) + len(arguments) :]
@@ -147,37 +146,37 @@ class Kernel:
     def _compile(
         self, programs: int, arguments: tuple[Tensor | int | Findings, ...], given: dict[str, Any]
     ) -> Any:
-        """Return what Triton compiles, loaded on the GPU; None under its interpreter.
+        """Return Triton's compiled kernel, loaded on the GPU; None under Triton's interpreter.
 
-        Threads that come at once wait for the first of them. Nothing is launched while the lock is
-        held, since a launch may have to wait for other threads' work on the GPU.
+        Concurrent threads wait for the first one. Nothing is launched while the lock is held, since
+        a launch may have to wait for other threads' work on the GPU.
         """
         alike = [_unaligned(one) if isinstance(one, Findings) else one for one in arguments]
         with _compiling:
             compiled = self.function.warmup(*alike, grid=(programs,), **given)
-        # Under triton.AsyncCompileMode it is a future. Awaited without the lock, for which the
-        # thread that compiles may be waiting.
+        # Under triton.AsyncCompileMode it is a future. Wait for it without the lock, since the
+        # compiling thread may be waiting for the lock.
         if hasattr(compiled, "result"):
             compiled = compiled.result()
         if compiled is not None:
             with _compiling:
-                # Loads it on the GPU.
+                # This loads it on the GPU.
                 compiled[programs, 1, 1]
         return compiled
 
 
 def _runner(compiled: Any, programs: int) -> Callable[..., None]:
-    """Return what starts so many programs, as `compiled[programs, 1, 1]` does.
+    """Return a function that starts so many programs, as `compiled[programs, 1, 1]` does.
 
-    That describes each launch to Triton's launch hooks, of which there mostly are none: this takes
-    some 1.1 us less then (bench/NOTES.md).
+    Triton's own describes each launch to Triton's launch hooks. Without such hooks, which is usual,
+    this function takes some 1.1 us less (bench/NOTES.md).
     """
     knobs, told = triton.knobs, compiled[programs, 1, 1]
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
     def start(*arguments: Any, stream: int) -> None:
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        # Each is a chain, which may be empty, or what somebody has assigned: None or a function.
+        # Each hook is a chain, which may be empty, or a user's own: None or a function.
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             told(*arguments, stream=stream)
         else:
@@ -187,7 +186,7 @@ def _runner(compiled: Any, programs: int) -> Callable[..., None]:
 
 
 def _warps(count: int) -> int:
-    """Return how many warps of this GPU have the threads of so many of 32: AMD's may have 64."""
+    """Return how many of this GPU's warps hold `count` * 32 threads: AMD's may have 64 threads."""
     width: int = triton.runtime.driver.active.get_current_target().warp_size
     return max(1, count * 32 // width)
 
@@ -197,9 +196,9 @@ def _kind(findings: Findings) -> tuple[torch.dtype | None, ...]:
 
 
 def _unaligned(findings: Findings) -> Findings:
-    """Return unaligned tensors of the same dtypes: Triton always specialises on what is in a tuple.
+    """Return unaligned tensors of the same dtypes: Triton always specialises on a tuple's elements.
 
-    Code that is compiled for an unaligned address is right for every address.
+    Code compiled for unaligned addresses is correct for every address.
     """
     dtypes = _kind(findings)
     made = [None if one is None else torch.empty(2, dtype=one, device="cpu")[1:] for one in dtypes]
@@ -207,13 +206,13 @@ def _unaligned(findings: Findings) -> Findings:
 
 
 def _in_triton(value: Hashable) -> Any:
-    """Return a constant as Triton takes it: a dtype of torch's becomes Triton's of that name."""
+    """Return a constant for Triton: a torch dtype becomes the Triton dtype of the same name."""
     if isinstance(value, torch.dtype):
         return getattr(tl, str(value).removeprefix("torch."))
     return value
 
 
-# What kernels call to compute with their constants while they are compiled.
+# Decorator of functions that compute with constants while kernels are compiled.
 constexpr_function: Any = triton.constexpr_function if triton else lambda fn: fn
 
 
@@ -231,14 +230,17 @@ def on_triton(tensor: Tensor) -> bool:
 
 
 def elsewhere(tensor: Tensor) -> AbstractContextManager[Any] | None:
-    """Return what makes the tensor's device current, where it is not: Triton launches there."""
+    """Return a context with the tensor's device as the current one; None if it is already current.
+
+    Triton launches on the current device.
+    """
     if not tensor.is_cuda or (device := tensor.get_device()) == torch.cuda.current_device():
         return None
     return torch.cuda.device(device)
 
 
 def nothing(*_: float) -> None:
-    """Stand for a launch where there is no element."""
+    """Do nothing, in place of a launch without elements."""
 
 
 def float_bits(value: float) -> int:
@@ -248,9 +250,10 @@ def float_bits(value: float) -> int:
 
 
 def scalar_of(value: float | Tensor, out: Tensor) -> tuple[int, torch.dtype | None]:
-    """Return a scalar as `float_of` of kernels/gpu/tiles.py takes it: bits, or address and dtype.
+    """Return a scalar as kernels/gpu/tiles.py's `float_of` expects it: (bits, None) of a float.
 
-    A tensor on another device than `out` is read here, for which the host waits.
+    Of a tensor on the device of `out` it is (address, dtype). The host waits to read tensors on
+    other devices.
     """
     if isinstance(value, Tensor) and value.device == out.device:
         return value.data_ptr(), value.dtype
@@ -258,9 +261,9 @@ def scalar_of(value: float | Tensor, out: Tensor) -> tuple[int, torch.dtype | No
 
 
 def with_scalars(bind: Callable[..., Launch], count: int, out: Tensor) -> Callable[..., None]:
-    """Return what launches with `count` scalars, bound once for each kind of them.
+    """Return a function that launches with `count` scalars, bound once for each kind of scalars.
 
-    bind: Binds the launch for the dtype of each scalar that is a tensor; None for a float.
+    bind: Binds a launch for each scalar's kind: its dtype if it is a tensor, None for a float.
     """
     launches = {(None,) * count: bind(*(None,) * count)}
 
@@ -281,16 +284,16 @@ def bits_of_two(first: float, second: float) -> tuple[int, int]:
 
 
 def power_of_two_above(value: int) -> int:
-    """Return the smallest power of two that is not below `value`."""
+    """Return the smallest power of two that is at least `value`."""
     return 1 << max(0, value - 1).bit_length()
 
 
 @functools.lru_cache
 def block_of(numel: int, itemsize: int, most: int = 16384) -> tuple[int, int]:
-    """Return (elements a tile, warps) of an elementwise kernel, from size and dtype alone.
+    """Return (elements per tile, warps) of an elementwise kernel, from only size and dtype.
 
-    128 threads with up to `most` bytes in 16-byte accesses, by default eight each; less for small
-    inputs, to use more cores.
+    128 threads share up to `most` bytes in 16-byte accesses, by default eight each. Tiles of small
+    inputs are smaller, to use more multiprocessors.
     """
     nbytes = numel * itemsize
     tile_bytes = min(most, max(2048, power_of_two_above(nbytes // 256)))
@@ -298,14 +301,14 @@ def block_of(numel: int, itemsize: int, most: int = 16384) -> tuple[int, int]:
 
 
 class Chip(NamedTuple):
-    """What launchers ask of a GPU.
+    """Properties of a GPU that launchers use.
 
     Attributes:
-        multiprocessors: How many it has.
+        multiprocessors: Number of multiprocessors.
         cache: Bytes of L2.
-        dependent_launch: Whether a kernel may be launched while the one ahead of it on the stream
-            ends, and wait for that itself, also in a CUDA graph.
-        capability: Its compute capability times ten, of NVIDIA's; else 0.
+        dependent_launch: Whether a kernel may be launched while the one before it on the stream
+            ends, and wait for that one itself, also in a CUDA graph.
+        capability: The compute capability times ten of NVIDIA's GPUs, otherwise 0.
     """
 
     multiprocessors: int
@@ -316,21 +319,21 @@ class Chip(NamedTuple):
 
 @functools.cache
 def chip_of(device: torch.device) -> Chip:
-    """Return what launchers ask of this GPU."""
+    """Return the properties of this GPU that launchers use."""
     properties = torch.cuda.get_device_properties(device)
     nvidia = torch.version.hip is None
     able = nvidia and properties.major >= 9 and not triton.knobs.runtime.interpret
     return Chip(
         properties.multi_processor_count,
         properties.L2_cache_size,
-        # CUDA 12.3 gave graphs the edges that such launches need.
+        # CUDA graphs have the edges for such launches from 12.3 on.
         able and _driver_version() >= 12030,
         10 * properties.major + properties.minor if nvidia else 0,
     )
 
 
 def _driver_version() -> int:
-    """Return the CUDA version of NVIDIA's driver, 12030 for 12.3; 0 where there is none."""
+    """Return the CUDA version of NVIDIA's driver, such as 12030 for 12.3; 0 without a driver."""
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

@@ -1,24 +1,24 @@
-"""Adasum of all ranks' vectors of a node, one launch a rank, in memory that all its GPUs can reach.
+"""Adasum of all ranks' vectors of a node in one launch per rank, in memory that its GPUs share.
 
-What the algorithm `direct` does in several launches and exchanges (adasum/gram_reduction.py), by
-the same device functions. Each rank takes its slice of all vectors, in four parts:
+It does the work of the algorithm `direct`, which takes several launches and exchanges
+(adasum/gram_reduction.py), with the same device functions. Each rank computes its slice of all
+vectors in four parts:
 
-1. Its Gram matrices. Each program has some chunks that follow each other, reads them from the
-   peers' buffers, and leaves a copy in memory of its own GPU: what is another's is kept in no L2,
-   and would cross between GPUs again. The program that completes a segment stores its matrix. At a
-   barrier of the launch all are complete.
-2. Those of segments that may cancel too far for float64, once more, in double-double, from the
-   copies. Mostly there are none, and no second barrier.
-3. A slice may share its first segment with slices before it, and its last one with those behind.
-   Whoever completes the matrix of such a segment has written it to the mailboxes in all ranks'
-   pads. Programs of one number signal and wait for each other: behind the barrier that is enough
-   for the matrices of all.
+1. Gram matrices. Each program has a run of chunks, reads them from the peers' buffers, and copies
+   them to memory of its own GPU, since no L2 caches another GPU's memory: a second reading would
+   cross between GPUs again. The program that completes a segment stores the segment's matrix. After
+   a barrier of the launch all matrices are complete.
+2. Matrices of segments that may cancel too far for float64 are computed again in double-double,
+   from the copies. Usually that is not necessary, and there is no second barrier.
+3. A slice may share its first and last segments with other slices. The program that completes the
+   matrix of a shared segment has written it to the mailboxes in all ranks' pads. Programs with the
+   same number signal and wait for each other; after the barrier, that covers all matrices.
 4. Each program adds the ranks' matrices of its segments in rank order, replays the tree, blends its
-   chunks from the copies, and writes them to all buffers (of several nodes, to its own), in the
-   place of the vectors. Then it waits for its likes, as at the beginning.
+   chunks from the copies, and overwrites the vectors in all buffers (with several nodes, only in
+   its own). Then it waits for the programs with its number, as at the beginning.
 
-A mailbox is written again in the next launch, after all ranks have come to that: those before have
-ended everywhere.
+Mailboxes are written again in the next launch, after all ranks have started it, when the last
+launch has ended everywhere.
 """
 
 from __future__ import annotations
@@ -66,24 +66,25 @@ from kernels.gpu.signals import (
 from kernels.gpu.sum_kernels import weighted_tile_of, weighted_total
 from kernels.gpu.tiles import part_of, store_to_all
 
-# Ranks whose products one program keeps in its registers.
+# Maximum number of ranks: a program keeps all their products in its registers.
 MAX_RANKS = 8
 assert MAILBOX_BYTES >= 2 * MAX_RANKS * MAX_RANKS**2 * 16
-# Its float64 sums of eight vectors take more registers than those of other launches.
+# The float64 sums of eight vectors take more registers than other launches need.
 OPTIONS = {"launch_cooperative_grid": True, "maxnreg": 255}
 
 
 @jit
 def _holders(segment, segments, rank, before, after):
-    """The first and the last rank that has a part of one of this slice's segments."""
+    """The first and the last rank with a part of one of this slice's segments."""
     return tl.where(segment == 0, before, rank), tl.where(segment == segments - 1, after, rank)
 
 
 @jit
 def _mailbox(pad, sender, last, n):
-    """Where in a pad `sender` puts a matrix: one of a segment that ends in its slice, or another.
+    """Address in a pad for a matrix from `sender`, which has two mailboxes there.
 
-    last: The last rank that has a part of the segment.
+    One is for the segment that ends in its slice, one for the segment that goes on. last: The last
+    rank with a part of the segment.
     """
     behind = tl.where(sender == last, 0, 1)
     return pad + mailboxes_at(n) + (behind * n + sender) * n * n * 16
@@ -91,7 +92,7 @@ def _mailbox(pad, sender, last, n):
 
 @jit
 def _publish(matrix, pads, segment, segments, rank, before, after, n, SIZE: tl.constexpr):
-    """Write the matrix of a segment that other slices share to the mailboxes of all ranks."""
+    """Write a segment's matrix to the mailboxes of all ranks, if other slices share the segment."""
     first, last = _holders(segment, segments, rank, before, after)
     if first != last:
         k = tl.arange(0, 2 * SIZE * SIZE)
@@ -107,7 +108,7 @@ def _publish(matrix, pads, segment, segments, rank, before, after, n, SIZE: tl.c
 def _coefficients(
     matrices, pads, tree, segment, segments, rank, before, after, n, SIZE: tl.constexpr
 ):
-    """The coefficients [SIZE] of a segment, by the matrices of all ranks that have a part of it."""
+    """One segment's coefficients [SIZE], from the matrices of all ranks with a part of it."""
     first, last = _holders(segment, segments, rank, before, after)
     pad = tl.load(pads + rank)
     high = tl.zeros([SIZE, SIZE], tl.float64)
@@ -124,9 +125,9 @@ def _coefficients(
 def _blend(
     targets, written, held, row, start, length, rank, n, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write one chunk of the result to all targets: of `held`, with the coefficients at `row`.
+    """Blend one chunk of `held` with the coefficients at `row`; write it to all targets.
 
-    Tiles go backwards, as in `weighted_sum`.
+    Tiles are in reverse order, as in `weighted_sum`.
     """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
@@ -139,7 +140,7 @@ def _blend(
             x = weighted_total(held, row, offset, count, n, DTYPE, True, BLOCK)
             store_to_all(targets, offset, count, x, rank, written, True)
         else:
-            # In parts, rolled up: see scalar_pointer.
+            # In parts, in a loop that is not unrolled: see scalar_pointer.
             PART: tl.constexpr = part_of(BLOCK, 4)
             for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
                 here = offset + part * PART * BYTES
@@ -150,7 +151,7 @@ def _blend(
 
 @jit
 def _run(runs):
-    """The chunks of this program."""
+    """The first chunk of this program, and the end of its run of chunks."""
     at = runs + tl.program_id(0)
     return tl.load(at), tl.load(at + 1)
 
@@ -170,7 +171,7 @@ def _multiply(
     sources, copies, stride, runs, table, partials, rank,
     DTYPE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums of the products of this program's chunks, and copies of what is read."""
+    """Store the sums of products of this program's chunks, and copies of the peers' elements."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     PAIRS: tl.constexpr = COUNT * (COUNT + 1) // 2
     low, high = _run(runs)
@@ -189,9 +190,9 @@ def _add_up(
     runs, table, shares, places, partials, arrivals, matrices, flags, flagged, pads, rank, n,
     before, after, chunks, segments, PAIRS: tl.constexpr, ROW: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Count this program's chunks in; who completes a segment looks at its matrix.
+    """Count this program's chunks as done; on completing a segment, check and publish its matrix.
 
-    In a loop of its own: what stands ready for this one takes no registers from the other.
+    In a loop separate from `_multiply`'s, so that its values take no registers from that one.
     """
     low, high = _run(runs)
     for chunk in range(low, high):
@@ -201,7 +202,7 @@ def _add_up(
             partials, arrivals, matrices, places, n, chunk, chunks, segment, share, PAIRS, ROW, 2
         )
         if complete:
-            # Other threads have stored it.
+            # Other threads have stored the matrix.
             tl.debug_barrier()
             matrix = matrices + segment * n * n * 2
             again = may_cancel(matrix, n, SIZE)
@@ -218,7 +219,7 @@ def _multiply_precisely(
     rank, n, before, after, chunks, segments, limit,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, SPINS: tl.constexpr,
 ):  # fmt: skip
-    """Take the products of flagged segments once more; return whether all programs have."""
+    """Recompute flagged segments' matrices in double-double; return False if a wait has failed."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     going = tl.full([], 1, tl.int1)
     if tl.load(flagged) != 0:
@@ -232,11 +233,11 @@ def _multiply_precisely(
                 if is_last(arrivals + segment, count):
                     matrix = matrices + segment * n * n * 2
                     precise_matrix(partials, matrix, first, count, chunks, n)
-                    # Other threads have stored it.
+                    # Other threads have stored the matrix.
                     tl.debug_barrier()
                     _publish(matrix, pads, segment, segments, rank, before, after, n, SIZE)
         going = grid_barrier(state, rank, limit, SPINS)
-        # All have read it.
+        # All programs have read the flag.
         if tl.program_id(0) == 0:
             tl.store(flagged, tl.full([], 0, tl.int64))
     return going
@@ -247,7 +248,7 @@ def _blend_chunks(
     targets, written, held, row, runs, table, matrices, pads, tree, rank, n, before, after,
     segments, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write these chunks of the result, the last ones first, which L2 still holds."""
+    """Write this program's chunks of the result, the last ones first: L2 still holds them."""
     known = tl.full([], -1, tl.int64)
     low, high = _run(runs)
     for k in range(high - low):
@@ -257,7 +258,7 @@ def _blend_chunks(
                 matrices, pads, tree, segment, segments, rank, before, after, n, SIZE
             )
             i = tl.arange(0, SIZE)
-            # Not before all threads have read the row of the segment before.
+            # Wait until all threads have read the previous segment's row.
             tl.debug_barrier()
             tl.store(row + i, found, mask=i < n)
             tl.debug_barrier()
@@ -298,9 +299,10 @@ def _adasum_kernel(
     BLOCK: tl.constexpr,
     BLEND: tl.constexpr,
 ):
-    """This rank's slice of all vectors: their Adasum to all targets."""
+    """Write the Adasum of this rank's slice of all vectors to all targets."""
     shares = table + 3 * chunks.to(tl.int64)
-    # Behind the counters of chunks and sets, of segments: those of precise matrices, and flags.
+    # After the counters of chunks and sets: for each segment a counter of its precise matrix, and a
+    # flag; then the number of flagged segments.
     again = arrivals + chunks + segments
     flags = again + segments
     flagged = flags + segments
@@ -351,28 +353,28 @@ def bind(
     """Bind the launch of one rank.
 
     Args:
-        slices: All ranks'.
-        rank: This one.
-        sources: Where its slice begins in each buffer.
-        tree: By which the ranks' vectors are joined.
-        dtype: Of their elements.
-        shared: Pads, state, and nanoseconds that a wait takes at most.
-        copies: Returns so many bytes of this GPU's memory, which launches that follow may share.
-        spins: Looks at a counter between two at the clock.
-        alone: Whether the result goes to this rank's own buffer alone.
+        slices: The slices of all ranks.
+        rank: This rank.
+        sources: The address of this rank's slice in each buffer.
+        tree: The tree that joins the ranks' vectors.
+        dtype: The vectors' dtype.
+        shared: Pads, state, and the maximum time of a wait in nanoseconds.
+        copies: Returns memory of this GPU with so many bytes, which later launches may share.
+        spins: How often a wait checks a counter between two checks of the clock.
+        alone: Whether the result is written only to this rank's own buffer.
     """
     (pads, state, limit), n, mine = shared, len(slices), slices[rank]
     device, length, itemsize = state.device, mine.bounds[-1], dtype.itemsize
     chunks, row = chunks_on(device, itemsize, mine.bounds), row_of(n)
     programs = min(MAX_PROGRAMS, max(chunk_count(itemsize, one.bounds) for one in slices))
-    # Each at 16 bytes.
+    # Each copy is aligned to 16 bytes.
     stride = -(-length * itemsize // 16) * 16
     memory = copies(n * stride)
     held = [memory.data_ptr() + i * stride for i in range(n)]
     held[rank] = sources[rank]
     runs = np.arange(programs + 1, dtype=np.int64) * chunks.chunks // programs
     addresses, _ = upload(np.array([*sources, *held, *runs], np.int64), device)
-    # Partials of the precise matrices take two numbers each, in the place of the others.
+    # Precise partials, two numbers each, reuse the memory of the float64 ones.
     sizes = [n * (n + 1) * chunks.chunks, 2 * n * n * chunks.segments, n * programs]
     floats = torch.empty(sum(sizes), dtype=torch.float64, device=device).split(sizes)
     counters = chunks.chunks + 3 * chunks.segments + 1

@@ -1,22 +1,23 @@
-"""Sums of all ranks' vectors of a node, one launch a rank, in memory that all its GPUs can reach.
+"""Sums of all ranks' vectors of a node in one launch per rank, in memory that its GPUs share.
 
-Two-shot: each rank adds up its slice, read straight from the peers' buffers, and writes the result
-to all of them, in the place of the vectors. Programs of one number take the same tiles of all
-slices, and wait for their likes alone: until they have come, since the vectors are in the buffers
-when a launch begins, and until they have written.
+Two-shot: each rank adds up its slice, read directly from the peers' buffers, and overwrites the
+vectors in all buffers with the result. Programs with the same number on all ranks work on the same
+tiles of their slices, and wait only for each other: until all have started, since the vectors are
+in the buffers when a launch begins, and until all have written.
 
-Adasum is two-shot as well: node_adasum.py.
+Adasum is two-shot, too: node_adasum.py.
 
-Where there are several nodes the launch of a sum, or Adasum, writes each slice to its rank's own
-buffer alone. When the nodes' slices are joined, a second one of `_two_shot_kernel`, with one vector
-to add up, writes them to all buffers.
+With several nodes, the launch of a sum or of Adasum writes each slice only to its rank's own
+buffer. After the slices are reduced across nodes, a second launch, of `_two_shot_kernel` with one
+vector to add up, writes them to all buffers.
 
-One-shot, where a wait costs more than the bytes: each rank reads all of all. A program copies its
-tile to a place in its pad, of two in turn, signals, waits, and adds up. A place is written again
-two launches later, after the peers' launches between have begun, and those before have ended.
+One-shot, for small vectors, when a wait would cost more than the bytes: each rank reads all vectors
+whole. Each program copies its tile to one of two places in its pad, used alternately, signals,
+waits, and adds up. A place is written again two launches later, when the peers have started the
+launch in between, and thus have ended the one before.
 
-The order is that of the ranks, from 0 on, in float32, or float64 of such, with one rounding at the
-end: the bits of `sum_n`, and the same on all ranks.
+Ranks are added in order, from 0 on, in float32, or in float64 for float64, with one rounding at the
+end. The bits are the same as of `sum_n`, and on all ranks.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ from kernels.gpu.sum_kernels import in_order
 from kernels.gpu.tiles import convert, float_of, load_tile, part_of, store_tile, store_to_all
 from kernels.validation import check_segments
 
-# Bytes of a program's tile of a one-shot sum, at most: of its place.
+# Maximum bytes of a program's tile in a one-shot sum, which are the bytes of its place.
 _TILE_BYTES = 4096
 _PLACE = _TILE_BYTES if triton is None else tl.constexpr(_TILE_BYTES)
 ONE_SHOT_BYTES = MAX_PROGRAMS * _TILE_BYTES
 TWO_SHOT_TILE_BYTES = 4096
 MAX_RANKS = 32
-# All programs of a launch must be resident: those of other ranks wait for them.
-# So few need not be small, and ptxas would spill to make them so.
+# All programs of a launch must be resident, since other ranks' programs wait for them. There are so
+# few that they may use many registers; without a limit ptxas would spill.
 OPTIONS = {"launch_cooperative_grid": True, "maxnreg": 128}
-# That hold all programs of any launch here: two of Adasum's on each, by their registers.
+# So many multiprocessors hold all programs of any launch here: by registers, two of Adasum's each.
 MULTIPROCESSORS = MAX_PROGRAMS // 2
 _PHASES = (
     "ran all of its programs at once",
@@ -68,7 +69,7 @@ _PHASES = (
     "wrote its part of the result",
 )
 _GIVEN_UP = 1 << 62
-# Looks at the peers' counters between two at the clock: about a third of a millisecond.
+# Checks of the peers' counters between two checks of the clock: about a third of a millisecond.
 _SPINS = 256
 
 
@@ -87,10 +88,10 @@ def _all_at_once(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of `in_order`, of whole vectors, with all ranks' tiles in flight at once.
+    """The sum of `in_order`, of whole vectors, with all ranks' tiles in flight at the same time.
 
-    A peer's memory is far away: with one rank's tile in flight after another, few programs would
-    not fill the links.
+    A peer's memory is far away: with the tiles loaded one after the other, so few programs would
+    not use the links' full rate.
     """
     tiles = no_tiles()
     for k in tl.static_range(SIZE):
@@ -122,7 +123,7 @@ def _two_shot_kernel(
     SPINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """This rank's slice of the vectors, from element `start` on: its sum to all targets."""
+    """Write the sum of this rank's slice of the vectors to all targets."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
     scale = float_of(scale_bits).to(WIDE)
@@ -145,7 +146,7 @@ def _two_shot_kernel(
                 x = convert(x * scale, DTYPE)
                 store_to_all(targets, at, count, x, rank, written, True)
             else:
-                # In parts, rolled up: see scalar_pointer.
+                # In parts, in a loop that is not unrolled: see scalar_pointer.
                 PART: tl.constexpr = part_of(BLOCK, 4)
                 for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
                     done = part * PART
@@ -178,7 +179,7 @@ def _one_shot_kernel(
     SPINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of all vectors: its sum to `out`, which may be x."""
+    """Write the sum of one tile of all vectors to `out`, which may be x."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
     PART: tl.constexpr = part_of(BLOCK, 4)
@@ -218,27 +219,25 @@ def _one_shot_kernel(
 
 
 def pad_bytes(size: int) -> int:
-    """Return how many bytes the signal pad of each of `size` ranks takes.
-
-    Counters, mailboxes and places.
-    """
+    """Return the bytes of each of `size` ranks' signal pads: counters, mailboxes and places."""
     return MAX_PROGRAMS * size * 8 + MAILBOX_BYTES + 2 * ONE_SHOT_BYTES
 
 
 class Node:
-    """This rank's view of memory that all GPUs of a node reach.
+    """This rank's view of memory that all GPUs of its node can access.
 
     All ranks launch the same kernels in the same order, each on one stream.
 
     Args:
-        rank: This rank, among those of the node.
-        buffers: The address, here, of each rank's buffer, a multiple of 16.
-        pads: Likewise of each rank's signal pad, of `pad_bytes`: zeros before any rank launches.
-        device: Where this rank's kernels run.
-        timeout: Seconds that a launch waits for a peer, each time.
+        rank: This rank's number on the node.
+        buffers: The address of each rank's buffer in this process, a multiple of 16.
+        pads: Likewise of each rank's signal pad, `pad_bytes` long: zeros before any rank launches.
+        device: The GPU that this rank's kernels run on.
+        timeout: Seconds that each wait for a peer in a launch may take.
 
     Raises:
-        ValueError: An address is not aligned, there are more than MAX_RANKS, or not as many pads.
+        ValueError: An address is not aligned, there are more than MAX_RANKS ranks, or the numbers
+            of buffers and pads differ.
     """
 
     def __init__(
@@ -260,10 +259,10 @@ class Node:
         self._places = [*buffers]
         self._buffers, self._host = upload(np.array([*buffers, *pads], np.int64), device)
         self._pads = self._buffers[self.size :]
-        # Tables of addresses, and how many of each count.
+        # Tables of addresses, and how many of their entries to use.
         self._all, self._own = (self._buffers, self.size), (self._buffers[rank:], 1)
         self._written = self._all
-        # In the host's memory, which its GPU reaches.
+        # In the host's memory, which the GPU can access.
         error = torch.zeros(1, dtype=torch.int64)
         self._error = error.pin_memory() if device.type == "cuda" else error
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
@@ -272,16 +271,16 @@ class Node:
         self._copies = torch.empty(0, dtype=torch.uint8, device=device)
 
     def check(self, names: Sequence[int] = ()) -> None:
-        """Raise TimeoutError if a launch that has ended waited in vain; does not wait.
+        """Raise TimeoutError if a launch has timed out; do not wait for launches under way.
 
-        No launch of this node does anything from then on. names: The ranks', if others.
+        Later launches of this node do nothing. names: The ranks' names, if not their numbers.
         """
         why = self._describe(int(self._error[0]), names)
         if why:
             raise TimeoutError(why)
 
     def give_up(self) -> None:
-        """End the launches that wait for a peer, and those behind them; does not wait for it."""
+        """End launches that wait for a peer, and the launches after them; return at once."""
         if not self._error[0]:
             self._error[0] = _GIVEN_UP
 
@@ -299,23 +298,23 @@ class Node:
         )
 
     def scattering(self) -> Node:
-        """Return this node, whose launches write each rank's slice to its own buffer alone."""
+        """Return a copy whose launches write each rank's slice only to the rank's own buffer."""
         part = copy.copy(self)
         part._written = self._own
         return part
 
     def slice(self, numel: int, itemsize: int) -> tuple[int, int]:
-        """Return the (start, length) of this rank's slice of vectors."""
+        """Return the (start, length) of this rank's slice of a vector."""
         return slice_of(numel, itemsize, self.size, self.rank)
 
     def bind_sum(self, x: Tensor, offset: int) -> Callable[[float], None]:
-        """Bind the launch that sums all ranks' x in its place, in one shot or two.
+        """Bind the launch that replaces all ranks' x by their sum, in one shot or two.
 
-        It is to be called with the factor of the sum, the same on all ranks.
+        Call the result with a factor for the sum, the same on all ranks.
 
         Args:
             x: This rank's vector, 1-D.
-            offset: Bytes at which it starts in each buffer, a multiple of 16.
+            offset: The vector's start in each buffer, in bytes, a multiple of 16.
         """
         if x.nbytes <= ONE_SHOT_BYTES and self._written is self._all:
             return self.bind_one_shot(x, x)
@@ -324,22 +323,22 @@ class Node:
     def bind_two_shot(
         self, numel: int, dtype: torch.dtype, offset: int = 0
     ) -> Callable[[float], None]:
-        """Bind the launch that sums what the ranks' buffers hold, in its place.
+        """Bind the launch that replaces the vectors in the ranks' buffers by their sum.
 
-        It is to be called with the factor of the sum, the same on all ranks.
+        Call the result with a factor for the sum, the same on all ranks.
 
         Args:
             numel: The length of each vector.
-            dtype: Of its elements.
-            offset: Bytes at which it starts in each buffer, a multiple of 16.
+            dtype: The vectors' dtype.
+            offset: The vector's start in each buffer, in bytes, a multiple of 16.
 
         Raises:
-            ValueError: `offset` is none.
+            ValueError: `offset` is not a multiple of 16.
         """
         return self._bind_slice(numel, dtype, offset, self._all, self._written)
 
     def bind_gather(self, numel: int, dtype: torch.dtype, offset: int = 0) -> Callable[[], None]:
-        """Bind the launch that writes each rank's slice to all buffers; as `bind_two_shot`."""
+        """Bind the launch that writes each rank's slice to all buffers; like `bind_two_shot`."""
         return partial(self._bind_slice(numel, dtype, offset, self._own, self._all), 1.0)
 
     def _bind_slice(
@@ -353,7 +352,7 @@ class Node:
         if offset % 16:
             raise ValueError(f"offset is {offset}: vectors start at multiples of 16 bytes")
         start, length = self.slice(numel, dtype.itemsize)
-        # Of the first slice, the longest one, since programs of all ranks meet.
+        # Equal on all ranks, since their programs wait for each other: by the longest slice.
         longest = slice_of(numel, dtype.itemsize, self.size, 0)[1]
         block, warps = launcher.block_of(longest, dtype.itemsize, TWO_SHOT_TILE_BYTES)
         launch = _two_shot_kernel.bind(
@@ -369,21 +368,21 @@ class Node:
         return lambda scale: launch(launcher.float_bits(scale))
 
     def bind_one_shot(self, x: Tensor, out: Tensor) -> Callable[[float], None]:
-        """Bind the launch that writes the sum of the ranks' x to each `out`, which may be its x.
+        """Bind the launch that writes the sum of the ranks' x to each rank's `out`, which may be x.
 
-        It is to be called with the factor of the sum, the same on all ranks.
+        Call the result with a factor for the sum, the same on all ranks.
 
         Args:
-            x: At most ONE_SHOT_BYTES, in any memory.
-            out: Of its length and dtype.
+            x: At most ONE_SHOT_BYTES, in any memory of this GPU.
+            out: A tensor of x's length and dtype.
 
         Raises:
-            ValueError: It is longer.
+            ValueError: x is longer than ONE_SHOT_BYTES.
         """
         nbytes = x.numel() * x.element_size()
         if nbytes > ONE_SHOT_BYTES:
             raise ValueError(f"x has {nbytes} bytes, a one-shot sum at most {ONE_SHOT_BYTES}")
-        # Places are as large whatever is in them; of few elements more programs have some.
+        # Places have one size. With few elements, smaller tiles give more programs some work.
         tile_bytes = 2048 if nbytes <= MAX_PROGRAMS * 2048 else _TILE_BYTES
         block = tile_bytes // x.element_size()
         launch = _one_shot_kernel.bind(
@@ -399,7 +398,7 @@ class Node:
         return lambda scale: launch(launcher.float_bits(scale))
 
     def add_up(self, table: Tensor) -> None:
-        """Sum all ranks' tables in place, in a launch for each ONE_SHOT_BYTES."""
+        """Sum all ranks' tables in place, in one launch per ONE_SHOT_BYTES."""
         for part in table.view(-1).split(ONE_SHOT_BYTES // table.element_size()):
             self.bind_one_shot(part, part)(1.0)
 
@@ -411,23 +410,24 @@ class Node:
         segments: Sequence[int] | None = None,
         offset: int = 0,
     ) -> Callable[[], None]:
-        """Bind the launch that joins what the ranks' buffers hold by Adasum, in its place.
+        """Bind the launch that replaces the vectors in the ranks' buffers by their Adasum.
 
-        Where vectors may cancel beyond `SPREAD_LIMIT` their sums are double-double, as those of
-        `gram(precise=True)`. All bits are those of the algorithm `direct` where its slices begin at
-        16 bytes, too; elsewhere it cuts its float64 sums at other elements.
+        If vectors may cancel beyond `SPREAD_LIMIT`, their dot products are computed in
+        double-double, as in `gram(precise=True)`. The result has the bits of the algorithm `direct`
+        if the slices of `direct` begin at multiples of 16 bytes, too; otherwise `direct` cuts its
+        float64 sums at other elements.
 
         Args:
             numel: The length of each vector.
-            dtype: Of its elements: float16, bfloat16 or float32. Of float64 vectors their own
-                rounding would be left of a Gram matrix: `direct` joins them by pairs.
-            tree: The ranks' pairs with their weights, as `adasum_coefficients` takes it.
+            dtype: The vectors' dtype: float16, bfloat16 or float32. float64 is joined by pairs,
+                since its own rounding errors would dominate a Gram matrix.
+            tree: The ranks' pairs with their weights, as in `adasum_coefficients`.
             segments: Element boundaries (0, ..., numel), None for one segment.
-            offset: Bytes at which the vector starts in each buffer, a multiple of 16.
+            offset: The vector's start in each buffer, in bytes, a multiple of 16.
 
         Raises:
-            TypeError: It is another dtype, or an argument of another type.
-            ValueError: There are more than 8 ranks, or an argument cannot be used.
+            TypeError: The dtype is not supported, or an argument has a wrong type.
+            ValueError: There are more than 8 ranks, or an argument has an invalid value.
         """
         if dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise TypeError(
@@ -456,7 +456,7 @@ class Node:
         )
 
     def _copies_of(self, nbytes: int) -> Tensor:
-        """Return memory that is only used within a launch."""
+        """Return memory for use within one launch."""
         if self._copies.numel() < nbytes:
             self._copies = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self._copies

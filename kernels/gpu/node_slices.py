@@ -1,4 +1,4 @@
-"""The slices that the ranks of a node take of all their vectors."""
+"""The ranks' slices of their node's vectors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 
 class Slice(NamedTuple):
-    """What one rank takes of all vectors.
+    """One rank's slice of all vectors.
 
     Attributes:
-        start: Its first element.
-        bounds: Of the segments that it has a part of, from there on.
-        before: The first rank that has a part of the first of them.
-        after: The last rank that has a part of the last of them.
+        start: The slice's first element.
+        bounds: Boundaries of the segments in the slice, relative to `start`.
+        before: The first rank with a part of the slice's first segment.
+        after: The last rank with a part of the slice's last segment.
     """
 
     start: int
@@ -27,13 +27,13 @@ def slice_with(segments: tuple[int, ...], start: int, length: int, each: int) ->
 
     Args:
         segments: Boundaries of all segments.
-        start: Its first element.
-        length: How many it has.
-        each: How many the first slice has, and all but the last ones.
+        start: The slice's first element.
+        length: The slice's number of elements.
+        each: The number of elements of all slices except the last ones, which may be shorter.
     """
     if length == 0:
         return Slice(start, (0, 0), 0, 0)
-    # Empty segments at its ends are none of its own.
+    # Empty segments at the slice's ends do not belong to it.
     first = bisect_right(segments, start) - 1
     last = bisect_left(segments, start + length)
     inner = (bound - start for bound in segments[first + 1 : last])
@@ -44,7 +44,7 @@ def slice_with(segments: tuple[int, ...], start: int, length: int, each: int) ->
 def slice_of(numel: int, itemsize: int, size: int, rank: int) -> tuple[int, int]:
     """Return the (start, length) of a rank's slice: equal runs of whole vectors of 16 bytes.
 
-    The last ranks' may be shorter, or empty.
+    The last ranks' slices may be shorter, or empty.
     """
     vector = 16 // itemsize
     each = -(-numel // (size * vector)) * vector

@@ -26,14 +26,14 @@ from kernels.gpu.tiles import (
 
 
 def registers_of(capability: int) -> int:
-    """Return a thread's registers, from which follows how many programs are resident.
+    """Return the registers per thread, which determine how many programs are resident.
 
-    On sm_120 the ptxas of Triton 3.6 spills 40 bytes to do with 128.
+    On sm_120 the ptxas of Triton 3.6 would spill 40 bytes with 128 registers.
     """
     return 144 if capability // 10 == 12 else 128
 
 
-# The low bits of a segment's counter in the one-launch kernel; a segment has fewer chunks.
+# The low bits of a segment's counter count its chunks; a segment has fewer chunks than this.
 CHUNKS_COUNTED = (1 << 20) - 1 if tl is None else tl.constexpr((1 << 20) - 1)
 
 
@@ -99,17 +99,18 @@ def _one_launch_kernel(
 ):
     """The whole of adasum in one cooperative launch, for chunks of one tile.
 
-    Program p takes the chunks p, p + programs, ... The last one stays in its registers; those
-    before it, if any, are read again afterwards, backwards, from L2.
+    Program p computes the chunks p, p + programs, ... Its last chunk stays in its registers;
+    earlier ones, if any, are read again from L2 afterwards, in reverse order.
 
-    Protocol: as in `arrive`, a program adds its chunks to their segment's counter, those that
-    follow each other in one segment at once. The program that completes a segment has stored its
-    row behind the partials. It then adds one (release) to the counter of complete segments, which
-    lies behind the segments' own. All programs wait until that counter has all segments (acquire).
-    It only ever rises, by their number at each launch. How many launches there have been is in the
-    upper bits of the segments' counters, whose lower bits are zero between launches.
-    All programs must be resident at once, which a cooperative launch grants. No element of `out` is
-    written before all of a and b have been read, of which it may be one.
+    Protocol: as in `arrive`, a program adds its chunks to their segment's counter, with one
+    addition for successive chunks of one segment. The program that completes a segment stores the
+    segment's row behind the partials. It then adds one (release) to the counter of complete
+    segments, which lies behind the segments' counters. All programs wait until this counter
+    includes all segments (acquire). It is never reset: each launch adds the number of segments. The
+    upper bits of a segment's counter hold the number of launches; the lower bits are zero between
+    launches. All programs must be resident at the same time, which a cooperative launch guarantees.
+    No element of `out` is written before all of a and b have been read, so `out` may be one of
+    them.
     """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES

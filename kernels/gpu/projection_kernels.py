@@ -1,9 +1,9 @@
-"""dot_and_norms, combine and adasum on a GPU: one launch each, adasum two where it must be.
+"""dot_and_norms, combine and adasum on a GPU: one launch each, if necessary two for adasum.
 
-A *chunk* is a run of tiles inside one segment: what one program takes. Its partial (d, A, B) is
-written by its index, and the partials of a segment are added in that order by the last to arrive,
-so the bits never depend on timing. Chunks and tiles follow from segments, size and dtype alone,
-never from the device: the one-launch and the two-launch path cut alike.
+A *chunk* is a run of tiles inside one segment, the work of one program. Its partial (d, A, B) is
+written by its index, and the last program to arrive adds up a segment's partials in that order, so
+the bits never depend on timing. Chunks and tiles depend only on segments, size and dtype, not on
+the device, and they are the same in one launch and in two.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kernels.gpu.tiles import (
 )
 
 _SCRATCH = Scratch()
-# Tells the dtype of scratch memory where a launch is bound.
+# Stands for scratch memory when a launch is bound, to give its dtype.
 _FLOAT64 = torch.empty(1, dtype=torch.float64, device="cpu")
 
 
@@ -58,7 +58,7 @@ def _dots_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Partials of one chunk; the last program of a segment to arrive writes the segment's row.
+    """Store one chunk's partial; the last program of a segment to arrive writes the segment's row.
 
     It sets the counter back to zero, ready for the next launch on this scratch memory.
     """
@@ -110,7 +110,7 @@ def _blend_parts(
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Write a tile of the result at `to` in parts, rolled up: see scalar_pointer."""
+    """Write a tile of the result at `to` in parts, in a loop: see scalar_pointer."""
     ONCE: tl.constexpr = "evict_first"
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
@@ -137,11 +137,11 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One chunk of the result. Chunks and tiles go backwards: the dots left their tail in L2.
+    """Write one chunk of the result. Chunks and tiles are in reverse order: L2 holds the last ones.
 
-    What has been read or written leaves the caches first, before what is yet to be read. DEPENDENT:
-    the kernel ahead on the stream may not have ended, and what it wrote may not be seen yet. Every
-    program waits for that before it does anything, so that whatever follows waits for both.
+    Data that were read or written leave the caches first, before data still to be read. DEPENDENT:
+    The kernel ahead on the stream may not have ended, and its writes may not be visible yet. Every
+    program waits for that kernel first, so that later kernels wait for both.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -161,7 +161,7 @@ def _combine_kernel(
         at_b = b.to(tl.int64) + offset
         to = out.to(tl.int64) + offset
         vectors = ((at_a | at_b | to) % 16 == 0) & (count % VECTOR == 0)
-        # Under way while the coefficients are computed: most chunks are one tile.
+        # Load while the coefficients are computed: most chunks are one tile.
         x = load_tile(at_a, tl.where(vectors, count, 0), DTYPE, True, BLOCK, ONCE)
         y = load_tile(at_b, tl.where(vectors, count, 0), DTYPE, True, BLOCK, ONCE)
         dot = tl.load(dots + 3 * segment)
@@ -180,7 +180,7 @@ def _combine_kernel(
                 at_a, at_b, to, count, alpha, beta, False, findings, DTYPE, WIDE, BLOCK, PART
             )
         else:
-            # Wherever they start: this is rare, and must take no registers from the paths above.
+            # For any alignment: this is rare, and must take no registers from the paths above.
             SMALL: tl.constexpr = part_of(BLOCK, 8)
             _blend_parts(
                 at_a, at_b, to, count, alpha, beta, True, findings, DTYPE, WIDE, BLOCK, SMALL
@@ -199,9 +199,10 @@ def _meta(a: Tensor, chunks: Chunks) -> dict[str, Hashable]:
 def _with_scratch(
     launch: launcher.Launch, aligned: Aligned, use: Hashable, chunks: Chunks, counters: int
 ) -> Callable[..., None]:
-    """A launch that takes factors of the squared norms, if any, partials and zeroed counters first.
+    """Return a function of the squared norms' factors, if any, that launches with scratch memory.
 
-    use: what decides how the counters are left behind. What is returned takes `then` of `Launch`.
+    use: A key for the state that the kernel leaves the counters in. The function has the argument
+    `then` of `Launch`.
     """
     device, floats = aligned.tensors[0].device, 3 * (chunks.chunks + chunks.segments)
     scratch = partial(_SCRATCH.fetch, use, device, floats, counters)
@@ -215,7 +216,7 @@ def _with_scratch(
 
 
 def dot_and_norms(call: Call) -> Callable[[], None]:
-    """Bind out = float64 rows of the segments, in one launch."""
+    """Bind out = float64, one row per segment, in one launch."""
     if len(call.bounds) == 1:
         return launcher.nothing
     return _dots(call, chunks_of(call.inputs[0], call.bounds), call.out)
@@ -235,7 +236,7 @@ def _dots(call: Call, chunks: Chunks, out: Tensor) -> Callable[..., None]:
 
 
 def combine(call: Call) -> Callable[[float, float], None]:
-    """Bind out from the dots and the factors of the squared norms, in one launch."""
+    """Bind the blend by the dots and the factors of the squared norms, in one launch."""
     assert call.dots is not None
     if call.inputs[0].numel() == 0:
         return launcher.nothing
@@ -244,7 +245,7 @@ def combine(call: Call) -> Callable[[float, float], None]:
 
 
 def _blend(call: Call, dots: Tensor, *, dependent: bool) -> launcher.Launch:
-    """dependent: whether to launch while the kernel ahead on the stream ends, where the GPU can."""
+    """Bind the blend. dependent: Launch it while the kernel ahead ends, if the GPU can do so."""
     a, b = call.inputs
     chunks = chunks_of(a, call.bounds, summed=False)
     dependent = dependent and launcher.chip_of(a.device).dependent_launch
@@ -259,16 +260,16 @@ def _blend(call: Call, dots: Tensor, *, dependent: bool) -> launcher.Launch:
         call.findings,
         DEPENDENT=dependent,
         **_meta(a, chunks),
-        # Only where it is: a backend that lacks the option refuses its name.
+        # Only if it is true, since backends without the option refuse its name.
         **({"launch_pdl": True} if dependent else {}),
     )
 
 
 def _programs(a: Tensor, chunks: Chunks) -> int:
-    """Programs of the one launch; 0 where two launches are the better or only way.
+    """Return the programs of a single launch; 0 if two launches are better or the only way.
 
-    As many as the multiprocessors hold with their registers, at most one a chunk. Where a
-    program takes several chunks, half of L2 must hold a and b, so that the second reading is from
+    There are as many as fit on the multiprocessors by their registers, at most one per chunk. If
+    programs have several chunks, half of L2 must hold a and b, so that they are read again from
     there.
     """
     if not chunks.one_tile:
@@ -281,7 +282,7 @@ def _programs(a: Tensor, chunks: Chunks) -> int:
 
 
 def adasum(call: Call) -> Callable[[float, float], None]:
-    """Bind the launch of Adasum: one, if it may be cooperative and fits on chip, else two."""
+    """Bind Adasum: one launch if it may be cooperative and fits on chip, otherwise two."""
     (a, b), out = call.inputs, call.out
     if a.numel() == 0:
         return launcher.nothing
@@ -303,17 +304,17 @@ def adasum(call: Call) -> Callable[[float, float], None]:
         maxnreg=registers_of(launcher.chip_of(a.device).capability),
         **_meta(a, chunks),
     )
-    # Launches are counted by segments.
+    # The counter of complete segments depends on the number of segments.
     use = "one launch", chunks.segments
     return _with_scratch(launch, aligned, use, chunks, chunks.segments + 1)
 
 
 def _in_two(call: Call, chunks: Chunks) -> Callable[[float, float], None]:
-    """Bind the dots and, behind them, what combines.
+    """Bind a launch of the dots and a second one of the blend.
 
     The second launch is set up while the last programs of the first end. No program of the dots
-    lets it begin sooner: a kernel of another thread, launched so and not waiting, could then come
-    between, end before the dots and be all that the second launch waits for.
+    lets it begin earlier: another thread's kernel that begins early and does not wait could then
+    come in between and end before the dots, and the second launch would wait only for that kernel.
     """
     dots = torch.empty(chunks.segments, 3, dtype=torch.float64, device=call.out.device)
     first, second = _dots(call, chunks, dots), _blend(call, dots, dependent=True)

@@ -28,15 +28,15 @@ def in_order(
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum, in list order, of the tensors' tiles that start `offset` bytes into each."""
+    """Sum, in list order, of the tensors' tiles at `offset` bytes in each."""
     x = load_tile(tl.load(addresses) + offset, count, DTYPE, VECTORS, BLOCK)
     if ROUNDED:
-        # -0.0, to which adding changes nothing; by its bits, as in `weighted_total`.
+        # -0.0, since adding to it changes nothing; made from bits, as in `weighted_total`.
         none = tl.full([BLOCK], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
         total = none.to(SUM)
     else:
         total = tl.zeros([BLOCK], SUM)
-    # One tensor ahead: ptxas would else use two registers' worth of loads again and again.
+    # Load one tensor ahead: otherwise ptxas would reuse only two registers' worth of loads.
     for k in range(1, tensor_count):
         following = load_tile(tl.load(addresses + k) + offset, count, DTYPE, VECTORS, BLOCK)
         total = join(total, convert(x, SUM))
@@ -58,7 +58,7 @@ def _total(
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum of the tensors' tiles that start `offset` bytes into each, each sum of two in SUM."""
+    """Sum of the tensors' tiles at `offset` bytes in each; each sum of two is rounded to SUM."""
     if LEVELS is None:
         x = in_order(addresses, offset, count, tensor_count, DTYPE, SUM, ROUNDED, VECTORS, BLOCK)
     else:
@@ -85,10 +85,10 @@ def _sum_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One tile of all tensors; all its reads come before its write, so `out` may be one of them.
+    """Sum one tile of all tensors; all reads precede the write, so `out` may be one of them.
 
-    Each sum of two is rounded to SUM. LEVELS: Of the balanced tree; None for list order. PAIRS:
-    Whether there are more tensors than leaves.
+    Each sum of two is rounded to SUM. LEVELS: The balanced tree's levels; None for list order.
+    PAIRS: Whether there are more tensors than leaves.
     """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     OUT_BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
@@ -107,7 +107,7 @@ def _sum_kernel(
         report(x, findings)
         store_tile(to + first * OUT_BYTES, count, x, True)
     else:
-        # In parts, rolled up: see scalar_pointer.
+        # In parts, in a loop that is not unrolled: see scalar_pointer.
         PART: tl.constexpr = part_of(BLOCK, 4)
         for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
             start = first + part * PART
@@ -177,7 +177,7 @@ def _scaled_add_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One tile of alpha*a + beta*b."""
+    """Compute one tile of alpha*a + beta*b."""
     A_BYTES: tl.constexpr = A.primitive_bitwidth // 8
     B_BYTES: tl.constexpr = B.primitive_bitwidth // 8
     OUT_BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
@@ -196,7 +196,7 @@ def _scaled_add_kernel(
         report(z, findings)
         store_tile(to, count, z, True)
     else:
-        # In parts, rolled up: see scalar_pointer. Of quarters ptxas spills.
+        # In parts, in a loop: see scalar_pointer. With quarters ptxas would spill.
         PART: tl.constexpr = part_of(BLOCK, 8)
         for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
             done = part * PART
@@ -250,14 +250,14 @@ def weighted_total(
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum, in list order, of the tensors' tiles `offset` bytes into each, times their factors."""
+    """Sum, in list order, of the tensors' tiles at `offset` bytes in each, times their factors."""
     ONCE: tl.constexpr = "evict_first"
     x = load_tile(tl.load(addresses) + offset, count, DTYPE, VECTORS, BLOCK, ONCE)
     factor = tl.load(row)
-    # -0.0, to which a product adds nothing, not even its sign where it is zero. By its bits: Triton
-    # 3.6 makes 0.0 of it.
+    # -0.0: adding a product to it leaves the product unchanged, even the sign of a zero. Made from
+    # bits, since Triton 3.6 turns -0.0 into 0.0.
     total = tl.full([BLOCK], -0x8000000000000000, tl.int64).to(tl.float64, bitcast=True)
-    # One tensor ahead, as in `in_order`, and its address one ahead of that.
+    # Load one tensor ahead, as in `in_order`, and addresses another one ahead.
     at = tl.load(addresses + 1, mask=n > 1, other=0)
     for k in range(1, n):
         following = load_tile(at + offset, count, DTYPE, VECTORS, BLOCK, ONCE)
@@ -279,9 +279,9 @@ def _weighted_sum_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk of the sum. Chunks and tiles go backwards: `gram` left their tail in L2.
+    """Compute one chunk of the sum, in reverse order: `gram` has left the last chunks in L2.
 
-    All reads of a tile come before its write, so `out` may be one of the tensors.
+    All reads of a tile precede its write, so `out` may be one of the tensors.
     """
     ONCE: tl.constexpr = "evict_first"
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
@@ -301,7 +301,7 @@ def _weighted_sum_kernel(
             report(x, findings)
             store_tile(to, count, x, True, ONCE)
         else:
-            # In parts, rolled up: see scalar_pointer.
+            # In parts, in a loop that is not unrolled: see scalar_pointer.
             PART: tl.constexpr = part_of(BLOCK, 4)
             for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
                 before = part * PART
@@ -313,7 +313,7 @@ def _weighted_sum_kernel(
 
 
 def weighted_tile_of(numel: int, itemsize: int) -> tuple[int, int]:
-    """(elements a tile, warps): float64 sums have the registers of a quarter of `gram`'s tile."""
+    """(elements per tile, warps): at most 4 KiB, since float64 sums need more registers."""
     block, warps = tile_of(numel, itemsize)
     return min(block, 4096 // itemsize), warps
 

@@ -1,4 +1,4 @@
-"""Device functions that kernels share, a tile at a time.
+"""Device functions on tiles that kernels share.
 
 Loads and stores of 16 bytes, conversions, findings about the values written, exact powers of two,
 weighted sums.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from kernels.gpu.launcher import constexpr_function, jit, tl, triton
 
-# A policy for the caches. Triton 3.6 takes no plain string for a device function's default.
+# A policy for the caches; in Triton 3.6 a device function's default cannot be a plain string.
 _NORMAL = "" if triton is None else tl.constexpr("")
-# Of a program of the projection.
+# Threads per program of the projection.
 THREADS = 128 if triton is None else tl.constexpr(128)
 
 
 @jit
 def vector_pointer(address, DTYPE: tl.constexpr):
-    """Pointer to DTYPE at an int64 `address` that the caller has found to be a multiple of 16.
+    """Pointer to DTYPE at an int64 `address` that must be a multiple of 16.
 
     The hint must follow the cast: on the integer it would be lost.
     """
@@ -25,33 +25,33 @@ def vector_pointer(address, DTYPE: tl.constexpr):
 
 @jit
 def scalar_pointer(address, DTYPE: tl.constexpr):
-    """Pointer to DTYPE at an int64 `address` of which nothing is known.
+    """Pointer to DTYPE at any int64 `address`.
 
-    Triton gives all accesses to tiles of one shape one layout. If one of them may move 16 bytes a
+    Triton gives all accesses to tiles of one shape one layout. If one of them may move 16 bytes per
     thread, neighbouring threads are 16 bytes apart in all of them, and accesses of single elements
     then use as little as an eighth of each sector. So no pointer of the scalar path may carry a
-    hint, and in a kernel with both paths the scalar one works on parts of a tile, which are another
-    shape. The loop over parts must not be unrolled: that would take more registers, of which the
-    vector path would then have fewer.
+    hint, and in a kernel with both paths the scalar one works on parts of a tile, which have
+    another shape. The loop over parts must not be unrolled: that would take registers from the
+    vector path.
     """
     return address.to(tl.pointer_type(DTYPE))
 
 
 @constexpr_function
 def part_of(block, count):
-    """Return how many elements a part of a tile has on the scalar path.
+    """Return the number of elements in each part of a tile on the scalar path.
 
-    It is at least as many as four warps have threads: two threads that share an element may load it
-    after one of them has stored it.
+    There are at least as many as threads in four warps: otherwise two threads would share an
+    element, and one of them might load it after the other has stored it.
     """
     return max(block // count, 128)
 
 
 @jit
 def vector_count(count, VECTOR: tl.constexpr):
-    """`count`, a multiple of VECTOR, in a form from which the compiler sees that it is one.
+    """`count`, a multiple of VECTOR, in a form that shows the compiler that it is one.
 
-    A mask below such a count is constant over each 16-byte vector and does not break it up.
+    A mask below such a count is constant over each 16-byte vector, so vectors stay whole.
     """
     return (count // VECTOR * VECTOR).to(tl.int32)
 
@@ -95,7 +95,7 @@ def store_tile(address, count, x, VECTORS: tl.constexpr, EVICT: tl.constexpr = _
 
 @jit
 def store_to_all(addresses, offset, count, x, rank, n, VECTORS: tl.constexpr):
-    """Store a tile `offset` bytes behind each of n ranks' addresses, the next rank's first."""
+    """Store a tile `offset` bytes behind each of n ranks' addresses, first the next rank's."""
     for k in range(n):
         to = tl.load(addresses + (rank + 1 + k) % n) + offset
         store_tile(to, count, x, VECTORS)
@@ -103,17 +103,17 @@ def store_to_all(addresses, offset, count, x, rank, n, VECTORS: tl.constexpr):
 
 @jit
 def whole_vectors(start, length, VECTOR: tl.constexpr):
-    """(elements before the first whole vector, elements of whole vectors) of a run of elements."""
+    """(elements before the first whole vector, elements in whole vectors) of a run of elements."""
     before = tl.minimum((VECTOR - start % VECTOR) % VECTOR, length)
     return before, (length - before) // VECTOR * VECTOR
 
 
 @jit
 def edge_pointer(address, before, inner, DTYPE: tl.constexpr):
-    """Pointers [THREADS] to the elements at `address` that are before or after its whole vectors.
+    """Pointers [THREADS] to the elements at `address` before and after the whole vectors.
 
-    There are length - inner of them, fewer than two vectors. Each thread has one at most: where the
-    output is an input, no thread loads what another has stored.
+    There are length - inner of them, fewer than two vectors. Each thread has at most one: even if
+    the output is an input, no thread loads an element that another has stored.
     """
     j = tl.arange(0, THREADS)
     return scalar_pointer(address, DTYPE) + tl.where(j < before, j, j + inner)
@@ -130,8 +130,8 @@ def load_edges(address, before, inner, length, DTYPE: tl.constexpr):
 def convert(x, DTYPE: tl.constexpr):
     """Convert x to DTYPE.
 
-    float64 becomes 16 bits by way of float32, as in torch, and bfloat16 becomes float64 so: no
-    hardware converts these two.
+    Conversions from float64 to 16 bits go through float32, as in torch, and also from bfloat16 to
+    float64: no hardware does these directly.
     """
     if (x.dtype == tl.bfloat16 and tl.float64 == DTYPE) or (
         x.dtype == tl.float64 and DTYPE.primitive_bitwidth == 16
@@ -142,7 +142,7 @@ def convert(x, DTYPE: tl.constexpr):
 
 @jit
 def report(x, findings):
-    """Write what `findings` asks of a tile to be stored: the epilogue of all kernels that write."""
+    """Update `findings` from a tile to store: the epilogue of all kernels that write."""
     if findings.found_inf is not None:
         _flag_non_finite(x, findings.found_inf)
     if findings.max_abs is not None:
@@ -153,8 +153,8 @@ def report(x, findings):
 def _raise_max_abs(x, max_abs):
     """Raise the float at `max_abs` to the largest magnitude of the tile.
 
-    As integers: magnitudes have the order of their bits, in which NaN is above Inf, and atomic
-    maxima give the same answer in any order.
+    Magnitudes are compared as integers, since they have the order of their bits, with NaN above
+    Inf, and atomic maxima of integers give the same result in any order.
     """
     if max_abs.dtype.element_ty == tl.float64:
         bits = convert(x, tl.float64).to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
@@ -170,8 +170,8 @@ def _flag_non_finite(x, found_inf):
     """Set the float32 at `found_inf` to 1 if any element of the tile is Inf or NaN.
 
     All programs that store write the same value, so no atomic is needed. A test for x - x != 0
-    would be wrong: where x is a product, the compiler may fuse the two, and what is left of a
-    finite x is its rounding error.
+    would be wrong: if x is a product, the compiler may fuse the two, which leaves the rounding
+    error of a finite x.
     """
     x = convert(x, tl.float32) if x.dtype != tl.float64 else x
     bad = tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), axis=0)
@@ -189,10 +189,10 @@ def rescale(
     FINITE: tl.constexpr,
     LIVE: tl.constexpr,
 ):
-    """Multiply x by `float_of` in WIDE, then convert it to TARGET.
+    """Multiply x by `float_of(bits, LIVE)` in WIDE, then convert it to TARGET.
 
-    Unless SCALED it is only converted. Where not `used`, x is zero and stays so: 0 times a factor
-    that is not FINITE would be NaN.
+    Unless SCALED, x is only converted. Elements that are not `used` are zero and stay zero, even if
+    the factor is not FINITE, which would make them NaN.
     """
     # One return: Triton types all of them, even those behind a constexpr condition.
     if SCALED:
@@ -207,7 +207,7 @@ def rescale(
 
 @jit
 def float_of(bits, LIVE: tl.constexpr = None):
-    """float64 of the bits `float_bits` made, or of the LIVE number that lies at this address."""
+    """float64 from the bits of `float_bits` or, if LIVE, a number of that dtype at an address."""
     # One return: Triton types all of them.
     if LIVE is None:
         value = bits.to(tl.int64).to(tl.float64, bitcast=True)
@@ -230,12 +230,12 @@ def double_power_of_two(exponent):
 
 @jit
 def split(factor):
-    """float64 `factor` as float32 (p, q, f, rest): p*q*(f + rest) = factor, to 2**-49 of it.
+    """float64 `factor` as float32 (p, q, f, rest), with p*q*(f + rest) = factor * (1 +- 2**-49).
 
     p and q are powers of two, 1 <= |f| <= 2.
 
-    Adasum's coefficients reach the ratio of two norms, far beyond float32. Scaling by p and q is
-    exact, so x*p*q*f rounds once and overflows only where the product itself does.
+    Adasum's coefficients can be as large as the ratio of two norms, far beyond float32. Scaling by
+    p and q is exact, so x*p*q*f rounds once and overflows only if the product itself does.
     """
     bits = factor.to(tl.int64, bitcast=True)
     exponent = ((bits >> 52) & 0x7FF) - 1023
@@ -252,16 +252,16 @@ def split(factor):
 def weigh(x, y, alpha, beta, cancelling, WIDE: tl.constexpr):
     """alpha*x + beta*y in WIDE, with float64 scalars alpha and beta.
 
-    Which product the addition is fused with is written out: the compiler chooses element by
-    element, and the same numbers would round differently in another tile or kernel.
+    The addition is fused with a product explicitly: the compiler chooses the product element by
+    element, so the same numbers could round differently in another tile or kernel.
 
-    cancelling: Keep what float32 drops of coefficients and products, which is about all there is of
-    a sum of nearly opposed tiles. One branch for a whole segment.
+    cancelling: Keep the bits of coefficients and products that float32 drops, since a sum of nearly
+    opposed tiles consists mainly of these. All elements of a segment take the same branch.
     """
     if tl.float64 == WIDE:
         u, v = convert(x, WIDE), convert(y, WIDE)
-        # Opposed tensors of one length. Their sum is exact if they nearly cancel; a fused product
-        # would leave its rounding of the other one.
+        # Opposed tensors of one length: their sum is exact if they nearly cancel. With a fused
+        # product, the rounding error of the other product would remain.
         opposed = (alpha == beta) & (alpha > 1.0)
         return tl.where(opposed, (u + v) * alpha, tl.fma(u, alpha, v * beta))
     p, q, f, f_rest = split(alpha)
@@ -271,7 +271,7 @@ def weigh(x, y, alpha, beta, cancelling, WIDE: tl.constexpr):
         left, right = tl.fma(u, f, 0.0), tl.fma(v, g, 0.0)
         rest = tl.fma(u, f_rest, tl.fma(u, f, -left)) + tl.fma(v, g_rest, tl.fma(v, g, -right))
         z = left + right
-        # What has overflowed has no rest.
+        # Values that have overflowed have no rest.
         z = tl.where(tl.abs(z) < float("inf"), z + rest, z)
     else:
         z = tl.fma(u, f, v * g)
