@@ -4,12 +4,12 @@
 
     pack, unpack            many tensors to one aligned buffer and back, scale and cast fused
     sum_n, scaled_add       n-way and weighted sums, accumulated wider than they are stored
-    dot_and_norms, combine  the two halves of Adasum's pairwise projection, a segment at a time
+    dot_and_norms, combine  the two halves of Adasum's pairwise projection, for each segment
     adasum                  both at once
     gram, adasum_coefficients, weighted_sum
                             Adasum of n tensors in any order of pairs: their dot products, the
-                            coefficients that these give, and the sum with them
-    Layout, layout_of       where each tensor lies in a packed buffer
+                            coefficients computed from those, and the weighted sum
+    Layout, layout_of       the places of tensors in a packed buffer
 
 Dtypes are float16, bfloat16, float32 and float64 (`DTYPES`); any other one is a TypeError. Wrong
 arguments raise before anything is written. Backward passes go through `pack`, `unpack`, `sum_n`
@@ -157,7 +157,7 @@ __all__ = [
 
 logs.show(__name__)
 
-# Of the distribution on PyPI that is also called `kernels`, by its documentation.
+# Public names of the distribution on PyPI that is also called `kernels`.
 _HUGGING_FACES = {
     *("get_kernel", "get_local_kernel", "get_locked_kernel", "has_kernel", "load_kernel"),
     *("kernelize", "register_kernel_mapping", "use_kernel_forward_from_hub", "use_kernel_mapping"),
@@ -167,7 +167,7 @@ _HUGGING_FACES = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Raise an error that tells what was meant: ImportError for Hugging Face's names."""
+        """Raise AttributeError with a suggestion, or ImportError for Hugging Face's names."""
         if name in _HUGGING_FACES:
             raise ImportError(
                 f"{name!r} is of Hugging Face's `kernels`, another distribution of this name, and "

@@ -1,6 +1,6 @@
 """Check the arguments of each function, in one place for direct calls, plans and operators.
 
-Overlap is checked later, when a call is bound to memory: tensors that are traced have none.
+Overlap is checked later, when the call is bound to memory, since traced tensors have no memory.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ EMPTY = "tensors is empty: pass at least one tensor"
 
 
 class Takes(NamedTuple):
-    """What is asked of a function's tensors; kernels/cpu/reading.h has the same.
+    """The requirements on a function's tensors; kernels/cpu/reading.h has the same.
 
     Attributes:
-        pair: Whether it takes a and b; else a list of tensors of one dtype.
-        alike: Whether a and b have one dtype.
-        out: What the output is: "any" of the first tensor's shape, "same" of its dtype, too; "rows"
-            or "matrices" of dot products, float64, one a segment.
+        pair: Whether the arguments are a and b, instead of a list of tensors of one dtype.
+        alike: Whether a and b must have one dtype.
+        out: The kind of output: "any" dtype in the first tensor's shape; the "same" shape and
+        dtype;
+            "rows" or "matrices" of dot products, float64, one per segment.
     """
 
     pair: bool
@@ -117,14 +118,14 @@ def check(
     """Check the arguments of a function of `TAKES`, and make the output if `out` is None.
 
     Args:
-        function: Its name.
+        function: The function's name.
         tensors: The list, or the pair (a, b).
         out: The output.
         findings: As in `Call`.
-        dtype: The output's; None for that of `out`, or of the first tensor without `out`.
+        dtype: The output's dtype; if None, the dtype of `out` or of the first tensor.
         segments: The boundaries of segments; None for one segment.
-        table: Of `combine` the dots, of `weighted_sum` the coefficients.
-        kind: Of `sum_n` the order, of `gram` whether it is precise.
+        table: The dots for `combine`, the coefficients for `weighted_sum`.
+        kind: The order for `sum_n`; whether the matrices are precise for `gram`.
         accumulate: As in `Call`.
         cooperative: As in `Call`.
     """
@@ -206,8 +207,8 @@ def check_target(
 ) -> Tensor:
     """Return the output of an elementwise function, which is made if `out` is None.
 
-    dtype: The output's; None for that of `out`, or of `like` without `out`. any_dtype: Whether the
-    dtype of `out` may differ from that of `like`.
+    dtype: The output's dtype; if None, the dtype of `out` or of `like`. any_dtype: Whether `out`
+    and `like` may differ in dtype.
     """
     if dtype is not None:
         check_dtype("dtype", dtype)
@@ -258,7 +259,7 @@ def check_table(name: str, table: object, shape: tuple[int, ...], device: torch.
 def check_written(
     name: str, table: Tensor | None, shape: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """Return a table to write, made where it is None."""
+    """Return a table to write, which is made if it is None."""
     if table is None:
         return torch.empty(shape, dtype=torch.float64, device=device)
     return check_writable(name, check_table(name, table, shape, device))
@@ -270,7 +271,7 @@ def check_adasum_coefficients(
     out: Tensor | None,
     spread: Tensor | None,
 ) -> Call:
-    """Check the arguments of `adasum_coefficients`; makes the rows where `out` is None."""
+    """Check the arguments of `adasum_coefficients`, and make the output if `out` is None."""
     given = check_partials(check_tensor("partials", partials))
     _, count, size, *_ = given.shape
     device, rows = given.device, check_tree(tree, size)
@@ -282,7 +283,7 @@ def check_adasum_coefficients(
 
 
 def check_partials(given: Tensor) -> Tensor:
-    """Return a tensor if it has the dtype and shape of results of `gram`, stacked."""
+    """Return `given` if it has the dtype and shape of stacked results of `gram`."""
     if given.dtype != torch.float64:
         raise TypeError(f"partials has dtype {given.dtype}: pass what gram returns, float64")
     shape = tuple(given.shape)

@@ -1,4 +1,4 @@
-"""The precision in which GPU and CPU compute, so that their results differ only by rounding."""
+"""The precision of computations, common to GPU and CPU: results differ only by rounding."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TINY = math.sqrt(sys.float_info.min)
 # float64. In float32, rounded coefficients and products make an error of eps (|alpha a| + |beta b|)
 # together: above the limit, no more than eps sqrt(2 / CANCELLED) = 12 eps of the sum's length.
 CANCELLED = 1 / 64
-# Where (sum |c_i| |g_i|)^2 may be above this times |v|^2 of v = sum c_i g_i, a float64 Gram matrix
-# would give |v|^2 to fewer than 23 bits, and is to be taken in double-double.
+# If (sum |c_i| |g_i|)^2 may exceed this times |v|^2 for v = sum c_i g_i, a float64 Gram matrix
+# would give |v|^2 to fewer than 23 bits, so it must be computed in double-double.
 SPREAD_LIMIT = 2.0**30
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of these dtypes are computed: float32 or float64."""
+    """Return the dtype of computations on tensors of these dtypes: float32 or float64."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
@@ -34,15 +34,16 @@ def joined(
     operand: Callable[[int], _Operand],
     join: Callable[[_Operand, _Operand], _Operand],
 ) -> _Operand:
-    """Return what `count` operands are when joined two at a time, each read when it is needed.
+    """Return the result of joining `count` operands two at a time, each read when it is needed.
 
     Args:
         order: "list", from left to right; or "tree", the balanced tree: with P the largest power of
-            two that is at most `count`, the first 2 (count - P) operands pair; these and the others
-            are P leaves, of which neighbours pair, then neighbouring pairs, and so on.
+            two that is at most `count`, the first 2 (count - P) operands pair; these pairs and the
+            other operands are P leaves. Neighbouring leaves pair, then neighbouring pairs, and so
+            on.
         count: At least one.
         operand: Returns an operand by its index.
-        join: Returns what two become.
+        join: Returns the join of two operands.
     """
     if order == "list":
         return functools.reduce(join, map(operand, range(count)))

@@ -16,7 +16,7 @@ class BackendInfo:
     Attributes:
         triton: The version of Triton, which computes on CUDA tensors; None without it.
         cpu: Whether compiled C or torch's functions compute on CPU tensors.
-        why_torch: Why torch's functions do; "" if compiled C does.
+        why_torch: The reason for torch's functions; "" with compiled C.
 
     Examples:
         >>> kernels.BackendInfo(triton=None, cpu="torch", why_torch="no compiler").cpu_path
@@ -29,7 +29,7 @@ class BackendInfo:
 
     @property
     def cpu_path(self) -> str:
-        """What computes on CPU tensors, in one line: "compiled", or "torch: " and why."""
+        """One line on CPU tensors for messages: "compiled", or "torch: " and the reason."""
         return f"torch: {self.why_torch}" if self.why_torch else "compiled"
 
 

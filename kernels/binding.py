@@ -44,8 +44,8 @@ def bind(call: Call, table: AddressTable | None = None) -> Run:
     """Bind a call to the memory of its tensors.
 
     Args:
-        call: The checked call. Without addresses memory is checked, too.
-        table: A plan's table for these addresses in device memory; None for a call that runs once.
+        call: The checked call. If it has no addresses yet, memory is checked, too.
+        table: A plan's table for these addresses in device memory; None for direct calls.
 
     Returns:
         A function of the call's scalars that runs it, any number of times.
@@ -60,7 +60,7 @@ def bind(call: Call, table: AddressTable | None = None) -> Run:
 
 
 def run_at_once(call: Call, *scalars: float | Tensor) -> None:
-    """Run a call once, for which `locate` was called before."""
+    """Run the call once; `locate` must have been called on it."""
     call.findings.reset_before(_bound(call))(*scalars)
     # Autograd does not see these writes. Without a new version, a backward pass that has saved one
     # of these tensors would silently use the new values. torch ignores inference tensors here.
@@ -97,7 +97,7 @@ def _bound(call: Call, table: AddressTable | None = None) -> Run:
 
 
 def _check_overlap(call: Call, others: list[tuple[str, Tensor]]) -> None:
-    """Raise ValueError for overlap; what is written element by element may be what is read."""
+    """Raise ValueError for overlap, except that an elementwise output may equal an input."""
     for (name, tensor), (other_name, other) in itertools.combinations(others, 2):
         _check_no_overlap(name, tensor, other_name, other)
     for name, tensor in others:
@@ -124,7 +124,7 @@ def _check_no_overlap(name: str, written: Tensor, other_name: str, other: Tensor
 
 
 def _check_disjoint(name: str, tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError if two of a list's tensors, all of which are written, share memory."""
+    """Raise ValueError if two tensors of a list share memory; all of them are written."""
     last, owner = 0, 0
     for (start, end), i in sorted((_byte_range(one), i) for i, one in enumerate(tensors)):
         if start < end and start < last:

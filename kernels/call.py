@@ -1,4 +1,4 @@
-"""A function's arguments, checked: what plans, operators and both backends take."""
+"""A function's checked arguments, the input of plans, operators and both backends."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FUNCTIONS = (
     *("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"),
     *("gram", "adasum_coefficients", "weighted_sum"),
 )
-# Of its tensors: these have derivatives.
+# Functions that are linear in their tensors: these have derivatives.
 LINEAR = FUNCTIONS[:4]
-# Of `sum_n`.
+# The orders of `sum_n`.
 ORDERS = ("list", "tree")
-# Of equal tensors.
+# Functions of a list of tensors that are equal in shape and dtype.
 _OF_EQUALS = ("sum_n", "gram", "weighted_sum")
 NO_FINDINGS = Findings()
-# Of tensors whose addresses are yet to be read. No array: dynamo cannot take one along.
+# Marks tensors whose addresses are yet to be read. No array: dynamo cannot take one along.
 UNREAD: Any = ()
 
 
@@ -36,28 +36,28 @@ Tree = tuple[tuple[int, int, float, float], ...]
 
 @dataclass
 class Call:
-    """A function's arguments, checked: what plans, operators and both backends take.
+    """A function's checked arguments, the input of plans, operators and both backends.
 
     Attributes:
-        function: Its name.
-        inputs: What it reads; of `unpack` what it writes.
-        out: What it writes; of `unpack` what it reads.
-        bounds: Elements of `out`, or of the inputs, where segments start, and end; of a packed
-            buffer where slots do; of `adasum_coefficients` none.
-        findings: What it writes beside `out`.
-        dots: Of `combine`.
-        coefficients: Of `weighted_sum`.
-        spread: Of `adasum_coefficients`: how far vectors cancel, which it writes.
-        tree: Of `adasum_coefficients`: rows (left, right, p, q).
-        packed: Of `pack` and `unpack`.
-        cooperative: Of `adasum`: whether one cooperative launch may do it.
-        order: Of `sum_n`: "list", from left to right, or "tree", the balanced tree.
-        accumulate: Of `sum_n`: the dtype to which each sum of two is rounded; None for the one in
-            which it is computed.
-        made: Whether `out` was made for it.
-        rebound: Whether `Plan.rebind` was given the tensors, as its `tensors` and `out`.
-        addresses: Where the inputs lie, as uint64, once these and the memory of all tensors are
-            checked; else none.
+        function: The function's name.
+        inputs: The tensors to read; `unpack` writes them.
+        out: The tensor to write; `unpack` reads it, since it is the buffer.
+        bounds: The starts of segments in `out` or in the inputs, and the end of the last one; for
+            packed buffers the starts of slots; empty for `adasum_coefficients`.
+        findings: Further outputs.
+        dots: The table of `combine`.
+        coefficients: The table of `weighted_sum`.
+        spread: For `adasum_coefficients`, an output: how far vectors cancel.
+        tree: For `adasum_coefficients`, the rows (left, right, p, q).
+        packed: For `pack` and `unpack`, the layout and the tensors' dtypes.
+        cooperative: For `adasum`, whether one cooperative launch is allowed.
+        order: For `sum_n`, "list", from left to right, or "tree", the balanced tree.
+        accumulate: For `sum_n`, the dtype that each sum of two is rounded to; None for the dtype of
+            the computation.
+        made: Whether `out` was made for this call.
+        rebound: Whether the tensors come from `Plan.rebind`, as its `tensors` and `out`.
+        addresses: The inputs' addresses as uint64, once they and the memory of all tensors are
+            checked; empty before.
     """
 
     function: str
@@ -79,17 +79,17 @@ class Call:
 
     @property
     def out_name(self) -> str:
-        """How messages call `out`."""
+        """The name of `out` in error texts."""
         return "buffer" if self.function == "unpack" and not self.rebound else "out"
 
     def name(self, i: int) -> str:
-        """How messages call an input."""
+        """Return the name of an input in error texts."""
         if self.rebound or self.packed is not None or self.function in _OF_EQUALS:
             return f"tensors[{i}]"
         return "partials" if self.function == "adasum_coefficients" else "ab"[i]
 
     def others(self) -> list[tuple[str, Tensor]]:
-        """Name and tensor of all but the inputs."""
+        """Return the names and tensors of all arguments except the inputs."""
         named = [*self.findings.given(), (self.out_name, self.out)]
         if self.dots is not None:
             named.append(("dots", self.dots))
@@ -101,7 +101,7 @@ class Call:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Of the inputs."""
+        """The inputs' dtypes."""
         if self.packed is not None:
             return self.packed.dtypes
         if self.function in _OF_EQUALS:
@@ -110,7 +110,7 @@ class Call:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of the inputs, which are equal where they are not packed."""
+        """The inputs' shapes, which are equal unless the inputs are packed."""
         if self.packed is not None:
             return list(self.packed.layout.shapes)
         return [self.inputs[0].shape] * len(self.inputs)
@@ -122,32 +122,32 @@ class Call:
 
     @property
     def table(self) -> Tensor | None:
-        """What it reads in float64 besides its inputs."""
+        """The float64 table that it reads in addition to its inputs, if any."""
         return self.coefficients if self.dots is None else self.dots
 
     @property
     def place(self) -> Layout | tuple[int, ...]:
-        """Where its elements belong: the layout, or the boundaries of segments."""
+        """The layout, or the boundaries of segments."""
         return self.bounds if self.packed is None else self.packed.layout
 
     @property
     def kind(self) -> str | bool:
-        """The order or, of `gram`, whether it is precise."""
+        """For `gram`, whether it is precise; otherwise the order."""
         return self.precise if self.function == "gram" else self.order
 
     @property
     def accumulated(self) -> torch.dtype:
-        """Of `sum_n`: the dtype to which each sum of two is rounded."""
+        """For `sum_n`, the dtype that each sum of two is rounded to."""
         return self.accumulate or compute_dtype(self.inputs[0].dtype, self.out.dtype)
 
     @property
     def precise(self) -> bool:
-        """Of `gram` and `adasum_coefficients`: whether the matrices are double-double."""
+        """For `gram` and `adasum_coefficients`, whether the matrices are double-double."""
         return self.out.dim() == 4 if self.function == "gram" else self.inputs[0].dim() == 5
 
     @property
     def in_place(self) -> bool:
-        """Whether `out` may be one of the inputs, since it is made element by element."""
+        """Whether `out` may be one of the inputs, since it is computed element by element."""
         return self.packed is None and self.function not in ("gram", "adasum_coefficients")
 
     @property
@@ -158,10 +158,10 @@ class Call:
 
 
 def check_tree(tree: object, count: int) -> Tree:
-    """Return the rows (left, right, p, q) by which `count` vectors become one, as a tuple.
+    """Return as a tuple the rows (left, right, p, q) that join `count` vectors into one.
 
-    Raises TypeError for what is no sequence of such rows, and ValueError where they do not join
-    all vectors, each once, or a weight is not positive and finite.
+    Raises TypeError if `tree` is not a sequence of such rows, and ValueError if they do not join
+    all vectors, each once, or if a weight is not positive and finite.
     """
     if isinstance(tree, (str, Tensor)) or not isinstance(tree, Sequence):
         raise TypeError(f"tree must be a list or tuple of rows, not {type(tree).__name__}")

@@ -1,4 +1,4 @@
-"""Optional outputs: what a function reports about the values that it writes.
+"""Optional outputs: findings of a function about the values that it writes.
 
 Each field of `Findings` is an optional argument of every function that writes. This file has their
 order and their checks; `report` in kernels/gpu/tiles.py, kernels/cpu/native.c and
@@ -26,8 +26,8 @@ class Findings(NamedTuple):
         found_inf: float32, set to 1 if a value written is Inf or NaN, otherwise not changed, as
             torch's GradScaler needs it.
         max_abs: float64 if a tensor written is, otherwise float32; set to the largest magnitude
-            written, NaN if one is NaN, 0 if nothing is written. Its bits do not depend on the order
-            in which values are visited.
+            written, NaN if one is NaN, 0 if nothing is written. Its bits do not depend on the
+            order of visiting the values.
     """
 
     found_inf: Tensor | None = None
@@ -77,7 +77,7 @@ class Findings(NamedTuple):
         return reset_and_run
 
 
-# As arguments of an operator's schema, in which `a` is the output.
+# The findings as arguments of an operator's schema; its output has the letter `a`.
 SCHEMA = ", ".join(
     f"Tensor({letter}!)? {name}=None"
     for letter, name in zip("bcdefg", Findings._fields, strict=False)

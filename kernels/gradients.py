@@ -1,4 +1,4 @@
-"""Find out whether a call is to be differentiated, and raise the error if it cannot be."""
+"""Find out whether a call is to be differentiated, and raise an error if it cannot be."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ def is_followed(call: Call) -> bool:
     """Whether a derivative is asked for.
 
     Raises:
-        ValueError: One is asked for and the call has none: its function is not linear, it writes to
-            tensors of the caller, which autograd does not see, or the mode is forward.
+        ValueError: A derivative is asked for, but the call is not differentiable: its function is
+            not linear, it writes to the caller's tensors, which autograd does not see, or the
+            derivative is in forward mode.
     """
     if (asked := _asking(call)) is None:
         return False
@@ -34,7 +35,7 @@ def is_followed(call: Call) -> bool:
 
 
 def refuse_followed(call: Call, why: str) -> None:
-    """Raise ValueError if a derivative is asked for. why: there is none, for the error's text."""
+    """Raise ValueError if a derivative is asked for. why: The reason for having none."""
     if (asked := _asking(call)) is not None:
         _refuse(*asked, why)
 
@@ -53,7 +54,7 @@ def _refuse(name: str, tensor: Tensor, why: str) -> None:
 def _asking(call: Call) -> tuple[str, Tensor] | None:
     """Return the first tensor that asks for a derivative, with its name in messages."""
     enabled = torch.is_grad_enabled()
-    # Only in a level of forward mode is the primal another object.
+    # The primal is another object only inside a forward-mode level.
     dual = unpack_dual(call.out).primal is not call.out
     if not dual and not enabled:
         return None

@@ -1,17 +1,18 @@
 """gram, adasum_coefficients and weighted_sum: Adasum of n vectors by one Gram matrix.
 
-Every vector of a tree of pairwise Adasum is a sum of the vectors at its leaves, v = sum c_i g_i,
-and every dot product that the tree asks for is c^T G c' of their Gram matrix, G[i, j] = g_i.g_j.
-So one pass over the vectors gives all coefficients of any tree, and a second one its result::
+Every vector in a tree of pairwise Adasum is a sum of the vectors at its leaves, v = sum c_i g_i,
+and every dot product that the tree needs is c^T G c' with the leaves' Gram matrix, G[i, j] =
+g_i.g_j. So one pass over the vectors gives all coefficients of any tree, and a second pass the
+result::
 
     matrices = kernels.gram(vectors, segments)                            # [S, n, n]
     tree = [(0, 1, 1, 1), (2, 3, 1, 1), (0, 2, 2, 2)]                     # of four
     coefficients = kernels.adasum_coefficients(matrices[None], tree)      # [S, n]
     result = kernels.weighted_sum(vectors, coefficients, segments)
 
-What rounds G reaches |v|^2 times the spread, (sum |c_i| |g_i|)^2 / |v|^2, which is large where
-vectors cancel. With `precise=True` it is double-double where vectors may cancel beyond
-`SPREAD_LIMIT`, and the result does not suffer, however they do.
+The rounding errors of G affect |v|^2, multiplied by the spread, (sum |c_i| |g_i|)^2 / |v|^2, which
+is large if vectors cancel. With `precise=True`, G is double-double if vectors may cancel beyond
+`SPREAD_LIMIT`, so that the result stays accurate however far they cancel.
 """
 
 from __future__ import annotations
@@ -48,25 +49,25 @@ def gram(
     out: Tensor | None = None,
     precise: bool = False,
 ) -> Tensor:
-    """Return float64 [S, n, n], the dot products of all pairs of n tensors a segment, symmetric.
+    """Return float64 [S, n, n], symmetric: per segment the dot products of all pairs of n tensors.
 
-    Products of float16, bfloat16 and float32 are exact and sums are float64's, so that no square
-    under- or overflows; NaN and Inf stay in their segment.
+    Products of float16, bfloat16 and float32 are exact and sums are in float64, so that no square
+    under- or overflows. NaN and Inf affect only their segment.
 
     Args:
-        tensors: At least one, equal in shape, dtype and device, taken as flat.
+        tensors: At least one, equal in shape, dtype and device, treated as flat.
         segments: Element boundaries (0, ..., numel), None for one segment; an empty segment gives
             zeros.
-        out: Written and returned. None makes one.
-        precise: Return [S, n, n, 2] instead, each entry an unevaluated sum high + low. Where any
-            vectors v = sum c_i g_i of a segment may have a spread above `SPREAD_LIMIT`, which
-            float64 sums tell, the entries are taken once more with about 104 bits: simply, not
-            fast. Elsewhere all low ones are 0. So v . v has the bits that it needs, of this matrix
-            and of its sum with those of other parts of the same vectors.
+        out: The tensor to write and return. None makes one.
+        precise: Return [S, n, n, 2] instead, each entry an unevaluated sum high + low. If float64
+            sums show that some v = sum c_i g_i of a segment may have a spread above `SPREAD_LIMIT`,
+            the entries are computed again with about 104 bits, which is slow. Otherwise all low
+            parts are 0. So v . v has enough bits, both by this matrix and by its sum with matrices
+            of other parts of the same vectors.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
 
     Examples:
         >>> kernels.gram([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
@@ -90,8 +91,8 @@ def plan_gram(
 ) -> GramPlan:
     """Plan `gram` of these tensors: run it as plan().
 
-    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
-    its own, the same at each run.
+    Arguments and errors are the same as of `gram` and of every `Plan`. Without `out` the plan makes
+    one, and each run writes to it.
 
     Examples:
         >>> plan = kernels.plan_gram([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
@@ -105,28 +106,28 @@ def plan_gram(
 def adasum_coefficients(
     partials: Tensor, tree: Rows, *, out: Tensor | None = None, spread: Tensor | None = None
 ) -> Tensor:
-    """Return float64 [S, n]: by which factors the tree's Adasum is the sum of its n vectors.
+    """Return float64 [S, n], the factors with which the n vectors add up to the tree's Adasum.
 
-    Each pair is weighed as `combine` weighs it: v = (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b.
-    All is computed in double-double. A vector is a zero vector, whose factor is 1, where its
-    squared norm is below sqrt(DBL_MIN), or below `2**-46 (sum |c_i| |g_i|)^2`, with precise
-    partials 2**-92. With these a result that is one has coefficients of 0: rounded ones would leave
-    a direction. A segment with a NaN or Inf in its matrix has NaN coefficients.
+    Each pair is weighed as by `combine`: v = (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b. Everything
+    is computed in double-double. A vector counts as zero, with a factor of 1, if its squared norm
+    is below sqrt(DBL_MIN) or below `2**-46 (sum |c_i| |g_i|)^2`, with precise partials `2**-92`
+    times that. With precise partials, a zero result has coefficients of 0, since rounded ones would
+    give it a direction. A segment with a NaN or Inf in its matrix has NaN coefficients.
 
     Args:
-        partials: float64 [R, S, n, n], R results of `gram` that are added in their order, or
-            [R, S, n, n, 2] of precise ones.
-        tree: Rows (left, right, p, q): what stands at `left` becomes the Adasum of what stands at
-            `left` and at `right`, with these weights. n - 1 of them, which join all vectors; the
-            last one's `left` is the result.
-        out: Written and returned. None makes one.
-        spread: float64 [S], written: the largest spread, `(sum |c_i| |g_i|)^2 / |v|^2`, of the
-            tree's vectors v = sum c_i g_i; 1 where all are zero, inf where only v is. Above
-            `SPREAD_LIMIT` partials should have been precise.
+        partials: float64 [R, S, n, n], R results of `gram` to add in order, or [R, S, n, n, 2] of
+            precise ones.
+        tree: n - 1 rows (left, right, p, q) that join all vectors. Each replaces the vector at
+            `left` by the Adasum of the vectors at `left` and `right`, with these weights. The last
+            row's `left` is the place of the result.
+        out: The tensor to write and return. None makes one.
+        spread: float64 [S], an output: the largest spread, `(sum |c_i| |g_i|)^2 / |v|^2`, of the
+            tree's vectors v = sum c_i g_i. It is 1 if all g_i are zero, and inf if only v is. If it
+            is above `SPREAD_LIMIT`, partials should be precise.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
 
     Examples:
         >>> matrices = kernels.gram([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
@@ -140,10 +141,10 @@ def adasum_coefficients(
 def plan_adasum_coefficients(
     partials: Tensor, tree: Rows, *, out: Tensor | None = None, spread: Tensor | None = None
 ) -> AdasumCoefficientsPlan:
-    """Plan `adasum_coefficients` of these partials: run it as plan(), with what they then hold.
+    """Plan `adasum_coefficients` of these partials: run it as plan(), which reads their new values.
 
-    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
-    its own, the same at each run.
+    Arguments and errors are the same as of `adasum_coefficients` and of every `Plan`. Without `out`
+    the plan makes one, and each run writes to it.
 
     Examples:
         >>> matrices = kernels.gram([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
@@ -163,24 +164,25 @@ def weighted_sum(
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
 ) -> Tensor:
-    """Return coefficients[s, 0] * tensors[0] + coefficients[s, 1] * tensors[1] + ... a segment s.
+    """Return per segment s: coefficients[s, 0] * tensors[0] + coefficients[s, 1] * tensors[1] + ...
 
-    Accumulated in float64 in list order, products fused with sums, and rounded to the dtype: to 16
-    bits by way of float32, as torch does. A coefficient of 0 multiplies like any other: of NaN it
-    makes NaN.
+    It is added in float64 in list order, with products fused into sums, and rounded to the dtype,
+    to 16 bits through float32, as torch does. A coefficient of 0 multiplies like any other: 0 times
+    NaN is NaN.
 
     Args:
-        tensors: At least one, equal in shape, dtype and device, taken as flat.
+        tensors: At least one, equal in shape, dtype and device, treated as flat.
         coefficients: float64 [S, n].
         segments: As in `gram`.
-        out: Written and returned; may be one of the tensors. None makes one.
-        found_inf: float32 of one element, set to 1 where an output is not finite, else left.
-        max_abs: One element, float64 where the output is, else float32; set to the largest
-            magnitude written, NaN if any is.
+        out: The tensor to write and return, which may be one of the tensors. None makes one.
+        found_inf: float32 of one element, set to 1 if an output is not finite, otherwise not
+            changed.
+        max_abs: One element, float64 if the output is, otherwise float32; set to the largest
+            magnitude written, NaN if one is NaN.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
+        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
 
     Examples:
         >>> coefficients = torch.tensor([[0.5, 0.75]], dtype=torch.float64)
@@ -206,10 +208,10 @@ def plan_weighted_sum(
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
 ) -> WeightedSumPlan:
-    """Plan `weighted_sum` of these tensors: run it as plan(), with what `coefficients` then holds.
+    """Plan `weighted_sum` of these tensors: run it as plan(), which reads `coefficients` each time.
 
-    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
-    its own, the same at each run.
+    Arguments and errors are the same as of `weighted_sum` and of every `Plan`. Without `out` the
+    plan makes one, and each run writes to it.
 
     Examples:
         >>> coefficients = torch.tensor([[0.5, 0.75]], dtype=torch.float64)
@@ -225,7 +227,7 @@ def plan_weighted_sum(
 def gram_bytes(
     tensors: Iterable[Tensor], segments: Sequence[int] | None = None, *, precise: bool = False
 ) -> int:
-    """Least traffic of `gram`, in bytes: every tensor read once, the matrices written.
+    """Return the least traffic of `gram` in bytes: all tensors read once, matrices written.
 
     Examples:
         >>> kernels.gram_bytes([torch.ones(2), torch.ones(2)])  # 16 read, 4 entries of 8 written
@@ -238,7 +240,7 @@ def gram_bytes(
 
 
 def adasum_coefficients_bytes(partials: Tensor) -> int:
-    """Least traffic of `adasum_coefficients`, in bytes: partials read, coefficients written.
+    """Return the least traffic of `adasum_coefficients` in bytes: partials read, out written.
 
     Examples:
         >>> kernels.adasum_coefficients_bytes(torch.ones(1, 1, 2, 2, dtype=torch.float64))
@@ -249,7 +251,7 @@ def adasum_coefficients_bytes(partials: Tensor) -> int:
 
 
 def weighted_sum_bytes(tensors: Iterable[Tensor], segments: Sequence[int] | None = None) -> int:
-    """Least traffic of `weighted_sum`, in bytes: tensors and coefficients read, one written.
+    """Return the least traffic of `weighted_sum` in bytes: tensors, coefficients and out once.
 
     Examples:
         >>> kernels.weighted_sum_bytes([torch.ones(2), torch.ones(2)])  # 16 and 16 read, 8 written
@@ -268,7 +270,7 @@ def _sized(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def gram_reference(tensors: Iterable[Tensor], segments: Sequence[int] | None = None) -> Tensor:
-    """`gram` in plain float64 torch; arguments and errors as there.
+    """Return `gram` by plain torch in float64, with the same arguments and errors.
 
     Examples:
         >>> kernels.gram_reference([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
@@ -284,7 +286,7 @@ def gram_reference(tensors: Iterable[Tensor], segments: Sequence[int] | None = N
 
 
 def adasum_coefficients_reference(partials: Tensor, tree: Rows) -> Tensor:
-    """`adasum_coefficients` computed with 60 digits, and rounded once.
+    """Return `adasum_coefficients`, computed with 60 digits and rounded once.
 
     Examples:
         >>> matrices = kernels.gram_reference([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
@@ -298,7 +300,7 @@ def adasum_coefficients_reference(partials: Tensor, tree: Rows) -> Tensor:
 def weighted_sum_reference(
     tensors: Iterable[Tensor], coefficients: Tensor, segments: Sequence[int] | None = None
 ) -> Tensor:
-    """`weighted_sum` evaluated in float64 and left there; arguments and errors as there.
+    """Return `weighted_sum`, computed and returned in float64, with the same arguments and errors.
 
     Examples:
         >>> coefficients = torch.tensor([[0.5, 0.75]], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Where each tensor lies in a packed buffer: offsets, sizes and alignment, as plain data."""
+"""Layouts of tensors in a packed buffer: offsets, sizes and alignment, as plain data."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from torch import Tensor
 
 from kernels.validation import DTYPES, check_dtype, check_each, read_list, tracing
 
-# In bytes: what cudaMalloc aligns to, and torch's allocator on the CPU (a cache line).
+# In bytes: the alignments of cudaMalloc, and of torch's allocator on the CPU (a cache line).
 CUDA_ALIGNMENT = 256
 CPU_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tensors of a list lie in one 1-D buffer.
+    """The places of a list's tensors in one 1-D buffer.
 
-    dtype: The buffer's. shapes, numels, offsets: One entry for each tensor; offsets in elements.
-    numel: The length of the buffer in elements, with padding. alignment: That of each slot, in
-    bytes. The elements between the end of a tensor and the next offset are padding, and zero.
+    dtype: The buffer's dtype. shapes, numels, offsets: One entry for each tensor; offsets in
+    elements. numel: The length of the buffer in elements, with padding. alignment: The alignment of
+    each slot in bytes. Elements between the end of one tensor and the next offset are padding, and
+    zero.
 
     Examples:
         >>> layout = kernels.layout_of([torch.ones(2), torch.ones(1)], alignment=8)
@@ -47,12 +48,12 @@ class Layout:
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """Boundaries (0, ..., numel): a segment is a tensor with its padding; (0,) without any."""
+        """Boundaries (0, ..., numel) of tensors with their padding; (0,) without tensors."""
         return (*self.offsets, self.numel)
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
-        """The elements of each slot: a tensor and the padding after it."""
+        """The elements of each slot: one tensor and the padding after it."""
         return tuple(map(operator.sub, self.segments[1:], self.offsets))
 
     @cached_property
@@ -71,13 +72,13 @@ class Layout:
 
     @cached_property
     def in_one(self) -> array[int]:
-        """The number of tensors, that of elements, `in_c`, and each shape after its length."""
+        """The numbers of tensors and of elements, `in_c`, and each shape after its length."""
         shapes = itertools.chain.from_iterable((len(shape), *shape) for shape in self.shapes)
         return array("q", (len(self.numels), self.numel, *itertools.chain(*self.in_c, shapes)))
 
     @cached_property
     def content(self) -> bytes:
-        """That of `in_c`, by which tables are looked up: Python hashes bytes once."""
+        """The bytes of `in_c`, a key for tables: Python computes the hash of bytes once."""
         return b"".join(self.in_c)
 
     @cached_property
@@ -89,7 +90,7 @@ class Layout:
     def sound(self) -> bool:
         """Whether the slots are large enough for their tensors, disjoint and inside the buffer.
 
-        True for what `layout_of` makes. Kernels do not check addresses: they rely on this.
+        True for layouts of `layout_of`. Kernels rely on this, since they do not check addresses.
         """
         rows = (self.shapes, self.numels, self.offsets)
         if not all(type(row) is tuple and len(row) == len(self.numels) for row in rows):
@@ -105,7 +106,7 @@ class Layout:
         )
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Views of `buffer` (1-D, `numel` elements), shaped as the original tensors."""
+        """Return views of `buffer` (1-D, `numel` elements), shaped as the original tensors."""
         if buffer.dim() != 1 or buffer.numel() != self.numel:
             raise ValueError(
                 f"buffer has shape {tuple(buffer.shape)} but the layout needs ({self.numel},)"
@@ -121,10 +122,10 @@ def layout_of(
 ) -> Layout:
     """Lay out `tensors` one after the other, each slot starting at a multiple of `alignment`.
 
-    dtype: The buffer's; None for that of the tensors, which must then be the same for all (float32
-    for an empty list). alignment: Bytes, a positive multiple of the element size; None for 256 with
-    CUDA tensors and 64 with CPU tensors. Raises TypeError (dtypes) or ValueError (alignment,
-    devices, contiguity).
+    dtype: The buffer's dtype; None for the tensors' dtype, which must then be one (float32 for an
+    empty list). alignment: Bytes, a positive multiple of the element size; None for 256 with CUDA
+    tensors and 64 with CPU tensors. Raises TypeError (dtypes) or ValueError (alignment, devices,
+    contiguity).
 
     Examples:
         >>> layout = kernels.layout_of([torch.ones(2, 3), torch.ones(4)])  # on a CPU: 64 bytes
@@ -169,7 +170,7 @@ class PackedList:
     dtypes: list[torch.dtype]
 
     def kinds(self) -> dict[torch.dtype, Sequence[int]]:
-        """By dtype, the indices of its tensors, without empty ones; a range where it is of all."""
+        """Return the indices of each dtype's non-empty tensors; a range if these are all."""
         dtypes, layout = self.dtypes, self.layout
         if layout.smallest > 0 and dtypes.count(dtypes[0]) == len(dtypes):
             return {dtypes[0]: range(len(dtypes))}
@@ -183,7 +184,7 @@ class PackedList:
 def lay_out(
     tensors: object, layout: Layout | None, dtype: torch.dtype | None
 ) -> tuple[list[Any], Layout]:
-    """Return a list's elements, and `layout` if it is sound or, if it is None, one in `dtype`."""
+    """Return a list's elements and a sound layout: `layout` or, if it is None, one in `dtype`."""
     given = read_list("tensors", tensors)
     if layout is None:
         return given, layout_of(given, dtype=dtype)

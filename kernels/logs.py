@@ -1,4 +1,4 @@
-"""The environment variable ADASUM_LOG: show what the packages log, without setting up logging."""
+"""The environment variable ADASUM_LOG: show the packages' log messages without other setup."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 class _Handler(logging.StreamHandler):
-    """Writes to standard error, unless the program has handlers of its own, which then do."""
+    """Writes to standard error, unless the program has handlers of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -18,7 +18,7 @@ class _Handler(logging.StreamHandler):
 
 
 def show(package: str) -> None:
-    """Show what a package logs, from the level in the environment variable on, if that is set.
+    """Show a package's log messages from the level in the environment variable on, if it is set.
 
     Args:
         package: "kernels", "collectives" or "adasum": the parent of its modules' loggers.

@@ -35,8 +35,10 @@ def pack(
         layout: Where each tensor goes, and the buffer's dtype; `layout_of(tensors)` if None.
         out: The buffer to write: 1-D, `layout.numel` elements of `layout.dtype`, which shares no
             memory with the tensors. None makes one.
-        scale: The factor of every element: a float, or a 0-d tensor of any supported dtype. One on
-            the tensors' GPU is read there, so that nothing waits and a CUDA graph reads it anew.
+        scale: The factor of every element: a float, or a 0-d tensor of any supported dtype. If it
+        is
+            on the tensors' GPU, it is read there, so the host does not wait and a CUDA graph reads
+            the new value at each replay.
         found_inf: float32 of one element, set to 1 if an element written is not finite, otherwise
             not changed.
         max_abs: One element, float64 if the buffer is, otherwise float32; set to the largest
@@ -47,7 +49,7 @@ def pack(
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
+        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
 
     Examples:
         >>> tensors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
@@ -88,8 +90,8 @@ def plan_pack(
 ) -> PackPlan:
     """Plan `pack` of these tensors: run it as plan(scale).
 
-    Arguments and errors are those of `pack` and of every `Plan`. Without `out` the plan makes a
-    buffer, to which each run writes.
+    Arguments and errors are the same as of `pack` and of every `Plan`. Without `out` the plan makes
+    a buffer, and each run writes to it.
 
     Examples:
         >>> tensors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
@@ -116,18 +118,17 @@ def unpack(
     Args:
         buffer: 1-D, packed as `layout` says.
         tensors: The tensors to write, which share no memory with each other or the buffer.
-        layout: The layout with which `buffer` was packed;
-            `layout_of(tensors, dtype=buffer.dtype)` if None.
+        layout: The layout of `buffer`; `layout_of(tensors, dtype=buffer.dtype)` if None.
         scale: As in `pack`.
         found_inf: As in `pack`.
-        max_abs: As in `pack`, float64 if a tensor written is.
+        max_abs: As in `pack`, float64 if one of the tensors is.
 
     Returns:
         The tensors.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
+        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
 
     Examples:
         >>> buffer, tensors = torch.tensor([1.0, 2.0, 3.0]), [torch.empty(2), torch.empty(1)]
@@ -154,7 +155,7 @@ def plan_unpack(
 ) -> UnpackPlan:
     """Plan `unpack` into these tensors: run it as plan(scale).
 
-    Arguments and errors are those of `unpack` and of every `Plan`.
+    Arguments and errors are the same as of `unpack` and of every `Plan`.
 
     Examples:
         >>> buffer, tensors = torch.tensor([1.0, 2.0, 3.0]), [torch.empty(2), torch.empty(1)]
@@ -201,7 +202,7 @@ def _fitting(
 def pack_reference(
     tensors: Iterable[Tensor], *, layout: Layout | None = None, scale: float | Tensor = 1.0
 ) -> Tensor:
-    """Return what `pack` writes, before it is rounded to the buffer's dtype: float64, 1-D.
+    """Return the buffer of `pack` in float64, before it is rounded to the buffer's dtype.
 
     Examples:
         >>> tensors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
@@ -219,7 +220,7 @@ def pack_reference(
 def unpack_reference(
     buffer: Tensor, layout: Layout, *, scale: float | Tensor = 1.0
 ) -> list[Tensor]:
-    """Return what `unpack` writes, before it is rounded to the tensors' dtypes: float64.
+    """Return the tensors of `unpack` in float64, before they are rounded to their dtypes.
 
     Examples:
         >>> layout = kernels.layout_of([torch.ones(2), torch.ones(1)], alignment=4)

@@ -36,7 +36,7 @@ from kernels.validation import (
 
 
 def _refuse_followed(call: Call) -> None:
-    # With its addresses, all of a call is checked.
+    # A call with addresses has been checked completely.
     if call.addresses is UNREAD:
         refuse_followed(call, "autograd does not see what a plan does")
 
@@ -52,21 +52,21 @@ class Plan:
     call of compiled code (CPU). Each run writes to the same output. Autograd does not see that, and
     version counters do not change: plan no tensor that a backward pass has saved. Tensors that
     require gradients are refused while grad mode is on. Only one thread may run a plan at a time,
-    and on CUDA its runs must follow each other on their streams. Its own memory is of the stream on
-    which it was made: where it runs on another one, wait for that before it is rebound or dropped,
-    as torch's allocator hands out the memory again at once. torch.compile and dispatch modes do not
-    see its runs, so no plan can be made under them, and in a compiled function none runs. Nor can
-    one be made or bound while a CUDA graph is captured; its runs can be captured.
+    and on CUDA its runs must follow each other on their streams. Its own memory belongs to the
+    stream that was current when the plan was made. If it runs on another stream, wait for that
+    stream before rebinding or dropping the plan, as torch's allocator reuses the memory at once.
+    torch.compile and dispatch modes do not see its runs, so no plan can be made under them or run
+    in a compiled function. While a CUDA graph is captured, no plan can be made or bound, but runs
+    can be captured.
 
     A plan holds its tensors. As long as it does, none of them may get other memory or another
-    shape: by `resize_`, `set_`, an assignment to `.data`, or `resize_` of its storage. A run raises
-    and writes nothing if a tensor has another address; another shape or dtype at the same address
-    is found only by `check`. While a CUDA graph that captured a run is replayed, the plan must
-    exist and be neither rebound nor released; replays check nothing.
+    shape: by `resize_`, `set_`, an assignment to `.data`, or `resize_` of its storage. If the
+    address of one has changed, a run raises and writes nothing; another shape or dtype at the same
+    address is found only by `check`. While a CUDA graph that captured a run is replayed, the plan
+    must exist and be neither rebound nor released; replays check nothing.
 
     Attributes:
-        out: The tensor to which a run writes, and which it returns; of `plan_unpack`, the buffer
-            that it reads.
+        out: The tensor that runs write and return; for `plan_unpack`, the buffer that runs read.
 
     Examples:
         >>> a, b = torch.ones(2), torch.ones(2)
@@ -76,7 +76,7 @@ class Plan:
         >>> plan.rebind([b, torch.full((2,), 3.0)])
         >>> plan(scale=0.5)
         tensor([2., 2.])
-        >>> plan.check()  # raises where a tensor was resized or moved
+        >>> plan.check()  # raises if tensors were resized or moved
         >>> plan.release()
     """
 
@@ -171,7 +171,7 @@ class Plan:
                 )
 
     def _is_like(self, found: Checked) -> bool:
-        """Whether these are tensors as the plan was made for, one of which has its shape."""
+        """Whether dtypes, device and the first tensor's shape are as the plan was made for."""
         first = found.inputs[0]
         return (
             found.dtypes == self._dtypes
@@ -213,23 +213,23 @@ class Plan:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Return what must not change about a tensor of a plan."""
+    """Return the properties of a plan's tensor that must not change."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous()
 
 
 class _ScaledPlan(Plan):
     def __call__(self, scale: float | Tensor = 1.0) -> Tensor:
-        """Run with `scale` as the factor of what is written, and return `out`."""
+        """Run with `scale` as the factor of the result, and return `out`."""
         self._start(check_factor("scale", scale))
         return self.out
 
 
 class PackPlan(_ScaledPlan):
-    """What `plan_pack` returns."""
+    """A plan by `plan_pack`."""
 
 
 class UnpackPlan(Plan):
-    """What `plan_unpack` returns."""
+    """A plan by `plan_unpack`."""
 
     def __call__(self, scale: float | Tensor = 1.0) -> list[Tensor]:
         """Copy the slots of the buffer, times `scale`, into the tensors, and return these."""
@@ -238,11 +238,11 @@ class UnpackPlan(Plan):
 
 
 class SumPlan(_ScaledPlan):
-    """What `plan_sum_n` returns."""
+    """A plan by `plan_sum_n`."""
 
 
 class ScaledAddPlan(Plan):
-    """What `plan_scaled_add` returns."""
+    """A plan by `plan_scaled_add`."""
 
     def __call__(self, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0) -> Tensor:
         """Write alpha*a + beta*b, and return it."""
@@ -258,19 +258,19 @@ class _PlanWithoutScalars(Plan):
 
 
 class DotAndNormsPlan(_PlanWithoutScalars):
-    """What `plan_dot_and_norms` returns."""
+    """A plan by `plan_dot_and_norms`."""
 
 
 class GramPlan(_PlanWithoutScalars):
-    """What `plan_gram` returns."""
+    """A plan by `plan_gram`."""
 
 
 class AdasumCoefficientsPlan(_PlanWithoutScalars):
-    """What `plan_adasum_coefficients` returns."""
+    """A plan by `plan_adasum_coefficients`."""
 
 
 class WeightedSumPlan(_PlanWithoutScalars):
-    """What `plan_weighted_sum` returns."""
+    """A plan by `plan_weighted_sum`."""
 
 
 class _ProjectionPlan(Plan):
@@ -281,11 +281,11 @@ class _ProjectionPlan(Plan):
 
 
 class CombinePlan(_ProjectionPlan):
-    """What `plan_combine` returns."""
+    """A plan by `plan_combine`."""
 
 
 class AdasumPlan(_ProjectionPlan):
-    """What `plan_adasum` returns."""
+    """A plan by `plan_adasum`."""
 
 
 def _refuse_outside_eager(name: str) -> None:

@@ -1,10 +1,10 @@
-"""dot_and_norms, combine and adasum: the pairwise projection of Adasum, a segment at a time.
+"""dot_and_norms, combine and adasum: the pairwise projection of Adasum, for each segment.
 
 With d = a.b, A = |a|^2 and B = |b|^2 over one segment,
 adasum(a, b) = (1 - d/(2A)) a + (1 - d/(2B)) b  (arXiv 2006.02924, section 3): parallel vectors
 average, orthogonal ones sum.
 
-If a is the result for p ranks and b that for q ranks, the weights p and q make it
+If a is the result for p ranks and b the result for q ranks, the formula with weights p and q is
 (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b. For orthogonal vectors, d = 0, that is the sum again. For
 parallel ones, a = s x and b = t x, it is (s + t - p/(p+q) t - q/(p+q) s) x = (p a + q b)/(p + q):
 if a and b are the means of p and of q vectors, it is the mean of all.
@@ -38,7 +38,7 @@ Weights = tuple[float, float]
 
 
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
-    """Return float64 [S, 3] on the tensors' device, a row `(a.b, |a|^2, |b|^2)` per segment.
+    """Return float64 [S, 3] on the tensors' device: `(a.b, |a|^2, |b|^2)` per segment.
 
     Squares of float16, bfloat16 and float32 values neither under- nor overflow.
 
@@ -71,8 +71,8 @@ def plan_dot_and_norms(
 ) -> DotAndNormsPlan:
     """Plan `dot_and_norms` of a and b: run it as plan().
 
-    Arguments and errors are those of `dot_and_norms` and of every `Plan`. Each run writes to the
-    same tensor and returns it.
+    Arguments and errors are the same as of `dot_and_norms` and of every `Plan`. Each run writes to
+    the same tensor and returns it.
 
     Examples:
         >>> plan = kernels.plan_dot_and_norms(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
@@ -93,7 +93,7 @@ def combine(
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
 ) -> Tensor:
-    """Return (1 - d/(2A)) a + (1 - d/(2B)) b per segment, where (d, A, B) is its row of `dots`.
+    """Return (1 - d/(2A)) a + (1 - d/(2B)) b per segment; (d, A, B) is its row of `dots`.
 
     With `weights` (p, q) it is (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b, with the same bits if
     p = q. A coefficient is 1 if its squared norm (A or B) is below sqrt(DBL_MIN), and NaN if that,
@@ -118,7 +118,7 @@ def combine(
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
+        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
 
     Examples:
         >>> a, b = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
@@ -148,8 +148,8 @@ def plan_combine(
 ) -> CombinePlan:
     """Plan `combine` of a and b: run it as plan(weights), which reads the values of `dots` then.
 
-    Arguments and errors are those of `combine` and of every `Plan`. Without `out` the plan makes
-    one, to which each run writes.
+    Arguments and errors are the same as of `combine` and of every `Plan`. Without `out` the plan
+    makes one, and each run writes to it.
 
     Examples:
         >>> a, b = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
@@ -172,18 +172,18 @@ def adasum(
     max_abs: Tensor | None = None,
     cooperative: bool = True,
 ) -> Tensor:
-    """Return the Adasum of two tensors, a segment at a time: `combine` of their `dot_and_norms`.
+    """Return the Adasum of two tensors per segment: `combine` of their `dot_and_norms`.
 
     With `d = a.b`, `A = |a|^2` and `B = |b|^2` of the segment it is
     `(1 - d/(2A)) a + (1 - d/(2B)) b`, and with `weights` (p, q)
     `(1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b`. Parallel vectors average, orthogonal ones sum.
-    Arguments and errors are those of `combine`. NaN or Inf in a segment affects only that segment.
+    Arguments and errors are the same as of `combine`. NaN and Inf affect only their own segment.
 
     `cooperative` says whether a GPU may use one cooperative launch if the tensors fit on chip. They
     are then read once, but all programs of the launch must be resident at the same time, with up to
-    all registers of the GPU, and they wait for each other. At the same time as other kernels that
-    wait, as NCCL's wait for other ranks, pass False: two launches, which wait for nothing. The bits
-    are the same, and on a CPU it makes no difference.
+    all registers of the GPU, and they wait for each other. If kernels that wait (such as NCCL's)
+    run concurrently, pass False for two launches, which do not wait. The bits are the same, and on
+    a CPU it makes no difference.
 
     Examples:
         >>> kernels.adasum(torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0]))  # orthogonal
@@ -222,8 +222,8 @@ def plan_adasum(
 ) -> AdasumPlan:
     """Plan `adasum` of a and b: run it as plan(weights).
 
-    Arguments and errors are those of `adasum` and of every `Plan`. Without `out` the plan makes
-    one, to which each run writes.
+    Arguments and errors are the same as of `adasum` and of every `Plan`. Without `out` the plan
+    makes one, and each run writes to it.
 
     Examples:
         >>> plan = kernels.plan_adasum(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0]))
@@ -236,7 +236,7 @@ def plan_adasum(
 
 
 def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
-    """Return the least traffic of `dot_and_norms` in bytes: a and b read, 24 a segment written.
+    """Return the least traffic of `dot_and_norms` in bytes: a and b read, 24 per segment written.
 
     Tensors may be on any device, here and in the other functions that count bytes.
 

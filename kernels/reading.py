@@ -1,6 +1,6 @@
 """Check a call's arguments in one pass of C, kernels/cpu/reading.h, and run it there on a CPU.
 
-Whatever C leaves undecided is checked in Python, which finds the words for what is wrong.
+If C leaves a call undecided, Python checks it again, and describes errors.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Checked(NamedTuple):
     Attributes:
         inputs: The tensors of the list or pair.
         out: The output, which was made if none was given.
-        addresses: Those of the inputs, as uint64, once memory was checked, too; else none.
-        dtypes: Of the inputs; none if these are equal or Python has checked.
-        bounds: The boundaries of segments as a tuple; None where none were given.
+        addresses: The inputs' addresses as uint64 if memory was checked, too; otherwise empty.
+        dtypes: The inputs' dtypes; empty if Python has checked the arguments.
+        bounds: The boundaries of segments as a tuple; None if not given.
     """
 
     inputs: list[Tensor]
@@ -49,17 +49,17 @@ def read(
     kind: object = None,
     accumulate: object = None,
 ) -> Checked | None:
-    """Check a function's arguments in C; None where Python is to check them.
+    """Check a function's arguments in C; return None if Python is to check them.
 
     Args:
-        function: Its name.
+        function: The function's name.
         tensors: A list or tuple.
-        out: What it writes; of `unpack` what it reads.
-        dtype: That of `out`, if it is given.
+        out: As in `Call`.
+        dtype: The output's dtype, if given.
         place: A sound layout or the boundaries of segments.
         findings: As in `Call`.
         table: As in `Call`.
-        kind: Of `sum_n` the order; of `gram` whether it is precise.
+        kind: The order for `sum_n`; whether the matrices are precise for `gram`.
         accumulate: As in `Call`.
     """
     if tracing() or (library := dispatch.library()) is None or function not in library.reads:
@@ -75,15 +75,15 @@ def read(
 
 
 def read_again(call: Call, inputs: list[Tensor], out: Tensor) -> Checked | None:
-    """`read` the arguments of a call with these tensors in the place of its own."""
+    """`read` the arguments of `call` with these tensors instead of its own."""
     others = call.findings, call.table, call.kind, call.accumulate
     return read(call.function, inputs, out, None, call.place, *others)
 
 
 def in_c(function: str) -> Callable[..., Any]:
-    """Return what checks and runs a call on CPU tensors in C, as kernels/cpu/calls.h says.
+    """Return a C function of kernels/cpu/calls.h that checks and runs calls on CPU tensors.
 
-    It returns what it writes, or None: then nothing is written, and Python is to check the call.
+    It returns the call's output, or None if nothing was written and Python is to check the call.
     """
     if tracing() or launcher.emulated or (library := dispatch.library()) is None:
         return _undecided
@@ -91,4 +91,4 @@ def in_c(function: str) -> Callable[..., Any]:
 
 
 def _undecided(*_: object) -> None:
-    """In the place of C's function, where C is not to run."""
+    """Stand for the C function if C must not run."""

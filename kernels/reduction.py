@@ -44,21 +44,22 @@ def sum_n(
     """Return scale * (tensors[0] + tensors[1] + ...), added in a specified order.
 
     Sums are computed in float32 (float64 if either dtype is float64) and rounded once, or each sum
-    of two to `accumulate`. The bits follow from the values, the order and `accumulate` alone.
+    of two to `accumulate`. The bits depend only on the values, the order and `accumulate`.
 
     Args:
         tensors: At least one, equal in shape, dtype and device.
         more: An error: tensors are passed as one list.
         out: The tensor to write and return, which may be one of the tensors. None makes one.
-        scale: The factor of the sum: a float, or a 0-d tensor of any supported dtype. One on the
-            tensors' GPU is read there, so that nothing waits and a CUDA graph reads it anew.
-        dtype: The output's dtype; None for that of `out`, or of the tensors without `out`.
+        scale: The factor of the sum: a float, or a 0-d tensor of any supported dtype. If it is on
+            the tensors' GPU, it is read there, so the host does not wait and a CUDA graph reads the
+            new value at each replay.
+        dtype: The output's dtype; if None, the dtype of `out` or of the tensors.
         order: "list" adds from left to right. "tree" adds as a balanced tree: with P the largest
             power of two that is at most their number n, the first 2 (n - P) tensors pair, then
             neighbours pair, then neighbouring pairs, and so on.
-        accumulate: The dtype to which each sum of two is rounded: that of the tensors, which gives
-            the bits of `torch.add` of two of them, or torch.float32 unless they are float64. None
-            for the dtype in which sums are computed.
+        accumulate: The dtype that each sum of two is rounded to: the tensors' dtype, which gives
+            the bits of `torch.add` on each two, or torch.float32 unless they are float64. None for
+            the dtype of the computation.
         found_inf: float32 of one element, set to 1 if an output is not finite, otherwise not
             changed.
         max_abs: One element, float64 if the output is, otherwise float32; set to the largest
@@ -66,7 +67,7 @@ def sum_n(
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
+        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
 
     Examples:
         >>> kernels.sum_n([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])], scale=0.5)
@@ -101,15 +102,15 @@ def plan_sum_n(
 ) -> SumPlan:
     """Plan `sum_n` of these tensors: run it as plan(scale).
 
-    Arguments and errors are those of `sum_n` and of every `Plan`. Without `out` the plan makes one,
-    to which each run writes.
+    Arguments and errors are the same as of `sum_n` and of every `Plan`. Without `out` the plan
+    makes one, and each run writes to it.
 
     Examples:
         >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
         >>> plan = kernels.plan_sum_n([a, b], out=a)
         >>> plan()
         tensor([4., 6.])
-        >>> plan()  # reads what the run before has written
+        >>> plan()  # reads the result of the last run
         tensor([ 7., 10.])
     """
     findings = Findings(found_inf, max_abs)
@@ -136,13 +137,13 @@ def scaled_add(
         alpha: The factor of a, as `scale` in `sum_n`.
         beta: The factor of b, as `scale` in `sum_n`.
         out: The tensor to write and return, which may be a or b. None makes one.
-        dtype: The output's dtype; None for that of `out`, or of a without `out`.
+        dtype: The output's dtype; if None, the dtype of `out` or of a.
         found_inf: As in `sum_n`.
         max_abs: As in `sum_n`.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: An argument is unusable, or overlaps what is written. Nothing has been written.
+        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
 
     Examples:
         >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
@@ -170,8 +171,8 @@ def plan_scaled_add(
 ) -> ScaledAddPlan:
     """Plan `scaled_add` of a and b: run it as plan(alpha, beta).
 
-    Arguments and errors are those of `scaled_add` and of every `Plan`. Without `out` the plan makes
-    one, to which each run writes.
+    Arguments and errors are the same as of `scaled_add` and of every `Plan`. Without `out` the plan
+    makes one, and each run writes to it.
 
     Examples:
         >>> plan = kernels.plan_scaled_add(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))

@@ -1,13 +1,13 @@
-"""How torch sees calls: run at once in eager mode, and as one operator `adasum::*` in traced code.
+"""Calls and torch: run directly in eager mode, recorded as one operator `adasum::*` in traced code.
 
-Eager calls bind a launch and run it; they do not use the operators. In traced code the public
-functions check what needs no addresses, while torch traces, and call the operator; overlap, for
-which addresses are needed, is checked when the operator runs. An operator's schema says what it
-writes, so that torch orders it correctly, and copies tensors where it has to. If gradients are
-asked for, an autograd.Function is around both.
+Eager calls bind a launch and run it; they do not use the operators. While torch traces, the public
+functions make all checks that need no addresses, and call the operator; overlap is checked when the
+operator runs, since that needs addresses. An operator's schema names the arguments that it writes,
+so that torch orders it correctly and copies tensors if necessary. If gradients are asked for, an
+autograd.Function is around both.
 
-The operators are not part of the public interface. If the schema of one changes it gets a new name:
-torch's cache of compiled graphs on disk knows operators only by their names.
+The operators are not part of the public interface. If an operator's schema changes, its name must
+change: torch's cache of compiled graphs on disk knows operators only by their names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kernels.validation import tracing
 
 Scalar = float | Tensor
 _LIBRARY = torch.library.Library("adasum", "FRAGMENT")
-# What the operator of a function takes, in addition to its inputs and what it writes.
+# The arguments of each function's operator, in addition to `inputs` and `out`.
 _BOUNDS, _FIRST = "SymInt[] bounds=[]", "float first=1, Tensor? first_at=None"
 _BOTH = f"{_FIRST}, float second=1, Tensor? second_at=None"
 _TAKES = {
@@ -49,20 +49,20 @@ _FIELDS = {
     name: [field.split("=")[0].split()[-1] for field in takes.split(", ")]
     for name, takes in _TAKES.items()
 }
-# Functions whose calls leave nothing on the device: tables and scratch, which outlive a call, torch
-# would take for a leak in the memory pool of its own CUDA graphs (mode="reduce-overhead").
+# Functions whose calls leave nothing on the device. Tables and scratch memory outlive calls, and
+# torch would take them for leaks in its CUDA graphs' memory pool (mode="reduce-overhead").
 _SAFE_IN_GRAPHS = ("sum_n", "scaled_add")
 
 
 def run(call: Call, *scalars: Scalar) -> Any:
-    """Run a call, or have torch record it, and return what it writes.
+    """Run the call, or have torch record it, and return the tensors that it writes.
 
     Raises:
         TypeError: A tensor cannot be read by its address.
-        ValueError: A tensor shares memory with one that is written, or requires a gradient and the
-            call has none.
+        ValueError: A tensor shares memory with one that is written, or requires a gradient that the
+            call cannot give.
     """
-    # With addresses all is checked, and no derivative is asked for.
+    # A call with addresses has been checked completely, and no derivative is asked for.
     followed = call.addresses is UNREAD and is_followed(call)
     if call.addresses is UNREAD and not tracing():
         locate(call)
@@ -70,7 +70,7 @@ def run(call: Call, *scalars: Scalar) -> Any:
         return cast("Any", _Linear).apply(call, scalars, *call.inputs)
     if followed:
         assert call.packed is not None
-        # By torch's copies, which autograd records.
+        # With torch's copies, which autograd records.
         for tensor, slot in zip(call.inputs, call.packed.layout.views(call.out), strict=True):
             tensor.copy_(slot.to(compute_dtype(slot.dtype, tensor.dtype)) * scalars[0])
     elif tracing():
@@ -100,7 +100,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _transposed(ctx: Any, grad: Tensor) -> list[Tensor | None]:
-    """Return the gradients of the inputs from that of the result."""
+    """Return the gradients of the inputs from the gradient of the result."""
     if ctx.function == "pack":
         layout, dtypes = ctx.packed.layout, ctx.packed.dtypes
         slots = zip(layout.shapes, dtypes, strict=True)
@@ -118,7 +118,7 @@ def _transposed(ctx: Any, grad: Tensor) -> list[Tensor | None]:
 
     if ctx.function == "sum_n":
         return [one("sum_n", [grad], ctx.dtypes[0], *ctx.scalars)] * len(ctx.dtypes)
-    # With zeros, not by sum_n: it takes factors beyond float32's range.
+    # scaled_add with zeros instead of sum_n, since its factors may exceed float32's range.
     pair, needed = [grad, torch.zeros_like(grad)], ctx.needs_input_grad[2:]
     return [
         one("scaled_add", pair, dtype, factor, 0.0) if wanted else None
@@ -127,7 +127,7 @@ def _transposed(ctx: Any, grad: Tensor) -> list[Tensor | None]:
 
 
 def _run_made(call: Call, *scalars: Scalar) -> Any:
-    """`run` of a call of gradients, of which dynamo does not say whether they require one."""
+    """`run` on gradients: dynamo does not say whether these require gradients themselves."""
     if not is_compiling():
         return run(call, *scalars)
     _trace(call, *scalars)
@@ -135,12 +135,12 @@ def _run_made(call: Call, *scalars: Scalar) -> Any:
 
 
 def _as_arguments(scalar: Scalar) -> tuple[float, Tensor | None]:
-    """Return a scalar as an operator takes it: a constant, or a tensor.
+    """Return a scalar as an operator's arguments: a constant, or a tensor.
 
-    A number that changes between calls must be one that torch computes: for each value of a float
-    among an operator's arguments it would compile the graph again.
+    A number that changes between calls must be a tensor that torch computes: torch would compile
+    the graph again for each value of a float argument.
     """
-    # Not above: it takes a third of the time of importing torch, which does not need it.
+    # Not at the top: it takes a third of the time of importing torch, which does not import it.
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     if isinstance(scalar, Tensor):
@@ -151,11 +151,11 @@ def _as_arguments(scalar: Scalar) -> tuple[float, Tensor | None]:
 
 
 def _trace(call: Call, first: Scalar = 1.0, second: Scalar = 1.0) -> None:
-    """Have torch record the operator of a call."""
+    """Have torch record the call's operator."""
     (first, first_at), (second, second_at) = _as_arguments(first), _as_arguments(second)
     packed = call.packed
     every = {
-        # Not the ends, which follow from the inputs: Inductor cannot pass on an unknown length.
+        # Without the ends, which follow from the inputs: Inductor cannot pass an unknown length.
         "bounds": call.bounds[1:-1] if packed is None else call.bounds,
         "alignment": 0 if packed is None else packed.layout.alignment,
         "first": first,
@@ -168,7 +168,7 @@ def _trace(call: Call, first: Scalar = 1.0, second: Scalar = 1.0) -> None:
         "accumulate": call.accumulate,
         "dots": call.dots,
         "cooperative": call.cooperative,
-        # As floats: an operator takes no rows.
+        # A flat list of floats, since operators take no rows.
         "tree": [float(number) for row in call.tree for number in row],
         "spread": call.spread,
         "coefficients": call.coefficients,
@@ -178,7 +178,7 @@ def _trace(call: Call, first: Scalar = 1.0, second: Scalar = 1.0) -> None:
 
 
 def _run_operator(function: str, inputs: list[Tensor], out: Tensor, *values: Any) -> None:
-    """What the operator of a function does. values: As its schema has them, up to a default."""
+    """Run a function's operator. values: In the schema's order; defaults at the end are omitted."""
     given = dict(zip(_FIELDS[function], values, strict=False))
     # AOTInductor passes None for an empty list.
     bounds, tree = given.pop("bounds", None) or (), given.pop("tree", None) or ()
@@ -203,7 +203,7 @@ def _run_operator(function: str, inputs: list[Tensor], out: Tensor, *values: Any
     rows = zip(tree[::4], tree[1::4], tree[2::4], tree[3::4], strict=True)
     tree = tuple([(int(left), int(right), p, q) for left, right, p, q in rows])
     call = Call(function, inputs, out, tuple(bounds), findings, tree=tree, packed=packed, **given)
-    # An exported graph runs on tensors that torch did not see while it traced.
+    # An exported graph may run on other tensors than torch has traced it with.
     refuse_followed(call, "torch traced this call without gradients")
     locate(call)
     run_at_once(call, *scalars)
@@ -215,7 +215,7 @@ def _no_vmap(function: str, *_: object) -> None:
 
 for _name in FUNCTIONS:
     _inputs, _out = ("Tensor(a!)[]", "Tensor") if _name == "unpack" else ("Tensor[]", "Tensor(a!)")
-    # So that torch.compile does not change the strides of contiguous inputs.
+    # Keep torch.compile from changing the strides of contiguous inputs.
     _tags = ["needs_exact_strides", "needs_fixed_stride_order"]
     if _name not in _SAFE_IN_GRAPHS:
         _tags.append("cudagraph_unsafe")
@@ -224,6 +224,6 @@ for _name in FUNCTIONS:
         tags=tuple(getattr(torch.Tag, tag) for tag in _tags if hasattr(torch.Tag, tag)),
     )
     _LIBRARY.impl(f"{_name}_8", partial(_run_operator, _name), "CompositeExplicitAutograd")
-    # On tensors without data there is nothing to do: it only writes into its arguments.
+    # Nothing to do for tensors without data, since operators only write to their arguments.
     torch.library.register_fake(f"adasum::{_name}_8", lambda *_, **__: None, lib=_LIBRARY)
     torch.library.register_vmap(f"adasum::{_name}_8", partial(_no_vmap, _name), lib=_LIBRARY)

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling as is_compiling
 
-# Types of tensors whose values are what is in their memory.
+# Types of tensors whose memory holds their values.
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return "did you mean ...?" for the name most like this one; "" if none is much like it."""
+    """Return "did you mean ...?" for the most similar name; "" if none is similar enough."""
     by_lower_case = {each.lower(): each for each in names}
     close = get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.75)
     return f"did you mean {by_lower_case[close[0]]}?" if close else ""
@@ -34,8 +34,8 @@ def tracing() -> bool:
     make_fx, aot_function and FakeTensorMode are dispatch modes. If a mode runs the calls, such as
     one that counts them, the operator gives the same bits as an eager call.
     """
-    # Not by torch's is_compiling() and is_in_torch_dispatch_mode(), which answer for all threads
-    # together: one thread may reduce while another compiles.
+    # Not torch's is_compiling() and is_in_torch_dispatch_mode(), whose answer is for all threads:
+    # one thread may reduce while another compiles.
     return is_compiling() or bool(_len_torch_dispatch_stack())
 
 
@@ -89,7 +89,7 @@ def check_memory_of(name: str, tensor: Tensor) -> None:
     """
     try:
         storage = tensor.untyped_storage()
-        # Both raise where there is no memory.
+        # Both raise if there is no memory.
         _, held = storage.data_ptr(), storage.nbytes()
     except (NotImplementedError, RuntimeError):
         raise TypeError(
@@ -124,8 +124,8 @@ def check_sized(name: str, tensor: object) -> Tensor:
 def read_list(name: str, tensors: object) -> list[Any]:
     """Return the elements of a list or any other ordered iterable, of any types, in a new list.
 
-    So the elements that are checked are those that are used: another thread may change the list,
-    and a generator returns each element once.
+    The copy makes sure that the checked elements are used: another thread may change the list, and
+    a generator returns each element once.
     """
     # isinstance takes less time for list and tuple than for Iterable.
     if not isinstance(tensors, (list, tuple)) and (
@@ -137,7 +137,7 @@ def read_list(name: str, tensors: object) -> list[Any]:
 
 
 def check_each(name: str, given: Sequence[Any]) -> list[Tensor]:
-    """Return what `read_list` returned if all are readable tensors on one device."""
+    """Return the elements of `read_list` if all are readable tensors on one device."""
     checked = [check_tensor(f"{name}[{i}]", tensor) for i, tensor in enumerate(given)]
     for i, tensor in enumerate(checked[1:], 1):
         if tensor.device != checked[0].device:
@@ -224,7 +224,7 @@ def check_scalar(name: str, value: object) -> float:
 
 
 def check_factor(name: str, value: object) -> float | Tensor:
-    """Return a scale, alpha or beta: a float, or a 0-d tensor whose value a run is to read."""
+    """Return a scale, alpha or beta: a float, or a 0-d tensor that each run reads."""
     if not isinstance(value, Tensor):
         return check_scalar(name, value)
     tensor = check_tensor(name, value)
@@ -236,7 +236,7 @@ def check_factor(name: str, value: object) -> float | Tensor:
 
 
 EQUAL = 1.0, 1.0
-"""Equal weights, which make Adasum's usual formula."""
+"""Equal weights, which give Adasum's usual formula."""
 
 
 def check_weights(weights: object) -> tuple[float, float]:
@@ -270,6 +270,6 @@ def check_writable(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_all_writable(name: str, tensors: Sequence[Tensor]) -> None:
-    """`check_writable` of each of a list."""
+    """Call `check_writable` on each tensor of a list."""
     for i, tensor in enumerate(tensors):
         check_writable(f"{name}[{i}]", tensor)

@@ -1,4 +1,4 @@
-"""The version, which all three packages have as `__version__`."""
+"""The version of all three packages, their `__version__`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def _version() -> str:
-    """Return a checkout's own version, or else that of the installed distribution."""
-    # An installed adasum of another version may be beside a checkout that is found by PYTHONPATH.
+    """Return a checkout's own version; without a checkout, the installed distribution's version."""
+    # There may be an installed adasum of another version and a checkout found by PYTHONPATH.
     project = Path(__file__).parents[1] / "pyproject.toml"
     if project.exists():
         found = re.search(r'^name = "adasum"\nversion = "(.+)"', project.read_text(), re.MULTILINE)
@@ -18,7 +18,7 @@ def _version() -> str:
     try:
         return importlib.metadata.version("adasum")
     except importlib.metadata.PackageNotFoundError:
-        # The packages were copied without what their installation says of them.
+        # The packages were copied without their installation's metadata.
         return "0+unknown"
 
 

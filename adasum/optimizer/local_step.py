@@ -19,8 +19,8 @@ from adasum.optimizer.errors import OptimizerOrderError
 
 # Attributes that GradScaler sets on an optimizer while it steps.
 SCALER_STATE = ("grad_scale", "found_inf")
-# Not public, but torch lists an optimizer's hooks nowhere else.
 _REFUSE = "refuse_plain_steps"
+# torch lists an optimizer's hooks only in these attributes, which are not public.
 _PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 # torch wraps the step of every optimizer class in this function, to run the hooks.
 with_hooks: Any = torch.optim.Optimizer.profile_hook_step
