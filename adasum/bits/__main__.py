@@ -15,7 +15,7 @@ _ABSENT = "not said"
 
 
 def lines_of(bits: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return the facts of a training run as lines of text, with differences here marked."""
+    """Return the facts of a training run as lines of text, and mark the ones that differ here."""
     lines = ["gradients are reduced:"]
     lines += [f"  {name:26} {value}" for name, value in bits["reduction"].items()]
     lines.append("the model's own bits, which are torch's, depend on:")
@@ -23,7 +23,7 @@ def lines_of(bits: Mapping[str, Mapping[str, str]]) -> list[str]:
     for name in dict.fromkeys([*bits["torch"], *here]):
         was, now = bits["torch"].get(name, _ABSENT), here.get(name, _ABSENT)
         lines.append(f"  {name:26} {was}" + ("" if was == now else f"      HERE: {now}"))
-    lines.append("and on seeds, the order of the data, and what each micro-batch holds")
+    lines.append("and on seeds, the order of the data, and the contents of each micro-batch")
     return lines
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the facts in a file; return 1 if torch's differ here. Bad input exits with 2."""
     parser = argparse.ArgumentParser(prog="python -m adasum.bits", description=about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", type=Path, help="what bits_of returned, as JSON")
+    parser.add_argument("file", type=Path, help="result of bits_of, as JSON")
     given = parser.parse_args(arguments)
     try:
         bits = json.loads(given.file.read_text())

@@ -1,4 +1,4 @@
-"""A demonstration of the library in three acts of some seconds each, on this machine's CPUs.
+"""A demonstration of the library in three acts on this machine's CPUs, each a few seconds long.
 
     adasum demo                 # or python -m adasum.demo
     adasum demo --act 2         # only the rank that stops
@@ -44,7 +44,7 @@ _CURVES = (
 def _bits(digits: training.Digits, out: Path) -> None:
     from tqdm import tqdm
 
-    print('1. One training, 8 micro-batches a step: adasum with order="tree", and DDP over gloo')
+    print('1. One training, 8 micro-batches per step: adasum with order="tree", DDP over gloo')
     rows = []
     for size in tqdm((8, 4, 2), desc="trainings", leave=False):
         results = ranks.run(size, training.bits, digits, _STEPS)
@@ -85,7 +85,7 @@ def _curves(digits: training.Digits, out: Path) -> None:
         panel.plot(epochs, seen, color=colour, linestyle=dashes, label=f"{name} ({rate:.2g})")
         tqdm.write(f"   {name:32} {seen[-1]:.1%}", file=sys.stdout)
     panel.set(xlabel="epochs", ylabel="test accuracy", ylim=(0, 1), xlim=(0, _EPOCHS))
-    panel.set_title("Handwritten digits on 8 ranks: 22 steps an epoch, one seed")
+    panel.set_title("Handwritten digits on 8 ranks: 22 steps per epoch, one seed")
     panel.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     panel.grid(alpha=0.3)
     out.mkdir(parents=True, exist_ok=True)
@@ -100,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the picture")
-    parser.add_argument("--act", type=int, choices=(1, 2, 3), help="only this one")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture")
+    parser.add_argument("--act", type=int, choices=(1, 2, 3), help="run only this act")
     options = parser.parse_args(argv)
     if missing := [_NEEDED[name] for name in _NEEDED if find_spec(name) is None]:
         parser.error(f"it needs more packages: pip install {' '.join(missing)}")

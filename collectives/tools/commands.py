@@ -16,7 +16,7 @@ from collectives.schedules.verify import verify
 from collectives.tools.cost import ASSUMED, OPS, LinkRates, estimate, one_launch
 from collectives.tools.lab import Schedule, schedule
 
-_SCHEDULES = """Draw, list, price, prove and simulate the schedule that a specification stands for.
+_SCHEDULES = """Draw, list, price, prove and simulate the schedule of an algorithm's specification.
 
     python -m collectives.schedules draw xring#2 8 --nodes 2 -o ring.svg
     python -m collectives.schedules table rechd 4
@@ -24,19 +24,19 @@ _SCHEDULES = """Draw, list, price, prove and simulate the schedule that a specif
     python -m collectives.schedules verify rechd/vhdd 8 --nodes 2
     python -m collectives.schedules trace direct 4 --op adasum --bytes 16M -o run.json
 
-draw: an SVG. table: each rank's messages by step. cost: the cost model's table, of specifications
-with commas, at the assumed rates of H100 nodes. verify: a proof for all ranks. trace: the run that
-the cost model has in mind; ui.perfetto.dev opens it.
+draw: an SVG. table: each rank's messages by step. cost: the cost model's table, for one or several
+specifications with commas in between, at the assumed rates of H100 nodes. verify: a proof for all
+ranks. trace: the timeline by the cost model, for ui.perfetto.dev.
 """
-_COST = """What every algorithm would cost on a machine, by the cost model, as a table.
+_COST = """Print a table of the time of every algorithm on a machine, by the cost model.
 
     python -m collectives.cost --nodes 16 --local 8 --bytes 256M
     python -m collectives.cost --nodes 2 --alpha 3e-6,20e-6 --beta 2e-12,1e-10 --op adasum
     python -m collectives.cost --nodes 2 --local 4 --algorithms auto,rd:16k:rechd,xring#4
 
-Rates are seconds and seconds a byte, by default assumptions about H100 nodes; the ranks are 8 on
-one node. A two-level algorithm averages inside nodes before Adasum, which is another result than
-Adasum over all ranks. NCCL's own sum has no schedule here, and no price.
+Rates are in seconds and seconds per byte; the defaults are assumptions about H100 nodes, with 8
+ranks on one node. A two-level algorithm averages inside nodes before Adasum, so its result differs
+from Adasum over all ranks. NCCL's own sum has no schedule here, so its cost is unknown.
 """
 # With `psgpu` and `direct` every rank sends to all others, and rings have as many steps: with more
 # ranks these rows take long to price.
@@ -49,10 +49,10 @@ def schedules(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("spec", metavar="SPEC", help='such as xring#2, rechd/vhdd, "rd:16k:rechd"')
     parser.add_argument("size", metavar="SIZE", type=int, help="number of ranks")
-    parser.add_argument("--nodes", type=int, default=1, help="hosts of equally many ranks (1)")
-    parser.add_argument("--op", choices=OPS, default="sum", help="what is reduced (sum)")
-    parser.add_argument("--bytes", default="1M", help="of a rank's buffer, such as 64M (1M)")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write there, not here")
+    parser.add_argument("--nodes", type=int, default=1, help="hosts, with equally many ranks (1)")
+    parser.add_argument("--op", choices=OPS, default="sum", help="operator (sum)")
+    parser.add_argument("--bytes", default="1M", help="size of each rank's buffer (1M)")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write to this file")
     args = parser.parse_args(argv)
     try:
         args.nbytes = parse_general_int(args.bytes)
@@ -110,15 +110,17 @@ def cost(argv: Sequence[str] | None = None) -> None:
     """Run `python -m collectives.cost`."""
     parser = _parser("cost", _COST)
     parser.add_argument("--nodes", type=int, help="nodes (1)")
-    parser.add_argument("--local", type=int, help="ranks a node (8, of several nodes 1)")
-    parser.add_argument("--bytes", default="64M", help="of a rank's buffer, such as 256M (64M)")
+    parser.add_argument("--local", type=int, help="ranks per node (8, or 1 with --nodes)")
+    parser.add_argument("--bytes", default="64M", help="size of each rank's buffer (64M)")
     parser.add_argument("--op", default="all", choices=[*OPS, "all"])
     parser.add_argument("--algorithms", metavar="SPEC,...", help='such as "auto,rechd/vhdd"')
-    for name, about in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
+    for name, about in (("alpha", "seconds per message"), ("beta", "seconds per byte")):
         text = f"{about}: inside a node and between nodes, or one for both"
         parser.add_argument(f"--{name}", type=_pair, metavar="INTRA[,INTER]", help=text)
-    parser.add_argument("--gamma", type=float, help="seconds a byte of a sum; Adasum's are 1.9")
-    parser.add_argument("--host", type=float, metavar="SECONDS", help="of the host, a step")
+    parser.add_argument(
+        "--gamma", type=float, help="seconds per byte of a sum; 1.9 times for Adasum"
+    )
+    parser.add_argument("--host", type=float, metavar="SECONDS", help="host's time per step")
     args = parser.parse_args(argv)
     if args.local is None:
         args.local = 8 if args.nodes is None else 1
@@ -202,7 +204,9 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m collectives.{name}", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--segments", type=int, default=1, help="tensors in the buffer (1)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="of auto (cuda)")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda", help="device for auto (cuda)"
+    )
     return parser
 
 
