@@ -104,6 +104,8 @@ class HookState:
         if check_parameters is not None:
             validation.instance("check_parameters", check_parameters, bool, "a bool or None")
         require_observer(observer)
+        if isinstance(named_parameters, Tensor):
+            raise TypeError("named_parameters must be pairs of names and tensors, not a Tensor")
         if not (process_group is None or isinstance(process_group, _GROUPS)):
             raise TypeError(
                 "process_group must be a torch.distributed.ProcessGroup that this rank is in, a "

@@ -69,6 +69,7 @@ def orthogonality(tensors: Sequence[Tensor], group: Group | None = None) -> Tens
     Raises:
         TypeError: Adasum does not reduce a tensor's dtype.
     """
+    validation.instance("group", group, Group | None, "a collectives.Group or None")
     for tensor in validation.tensors("tensors", tensors, dense=True):
         Adasum.check(tensor.dtype)
     if not tensors:

@@ -23,6 +23,7 @@ from collectives.recorder import KIND, NEGOTIATED, NOTHING, UNRECORDED, GroupRec
 from collectives.reducers import Average, Reducer, Sum
 from collectives.tree_order import KEYS, in_order
 from collectives.work import CallQueue, Work
+from kernels.validation import check_flag
 
 # Up to this size the caller begins its call: a longer copy would keep it from its own work.
 _BEGIN_BYTES = 2 * 1024 * 1024
@@ -49,6 +50,8 @@ class Calls:
 
     def run(self, call: Call, async_op: bool = False) -> Any:
         """Carry out a direct call; return its result, or its Work if it is asynchronous."""
+        if async_op is not False:
+            async_op = check_flag("async_op", async_op)
         self._plan(call)
         if async_op:
             # The user decides when to start a named call, and may use another order on some ranks:

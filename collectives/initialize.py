@@ -382,7 +382,7 @@ def _thread_groups(size: int, timeout: float, local_size: int) -> list[Group]:
     validation.integer("size", size)
     validation.timeout(timeout)
     warning_seconds()
-    world, topology = ThreadWorld(size), Topology(size, local_size)
+    topology, world = Topology(size, local_size), ThreadWorld(size)
     return [
         Group(
             world.transport(rank),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.arithmetic import compute_dtype
-from kernels.validation import check_tensor, check_writable
+from kernels.validation import check_each, check_tensor, check_writable, read_list
 
 
 class Findings(NamedTuple):
@@ -91,5 +91,6 @@ def max_abs_reference(written: Sequence[Tensor]) -> Tensor:
         >>> kernels.max_abs_reference([torch.tensor([1.0, -3.0]), torch.tensor([2.0])])
         tensor(3., dtype=torch.float64)
     """
-    magnitudes = [tensor.detach().double().abs().amax() for tensor in written if tensor.numel()]
+    checked = check_each("written", read_list("written", written))
+    magnitudes = [tensor.detach().double().abs().amax() for tensor in checked if tensor.numel()]
     return torch.stack(magnitudes).amax() if magnitudes else torch.zeros((), dtype=torch.float64)

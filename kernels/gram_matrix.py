@@ -37,7 +37,13 @@ from kernels.findings import Findings
 from kernels.plans import AdasumCoefficientsPlan, GramPlan, WeightedSumPlan
 from kernels.reading import in_c
 from kernels.torch_ops import run
-from kernels.validation import check_segments, check_sized, check_tensor, read_list
+from kernels.validation import (
+    check_flag,
+    check_segments,
+    check_sized,
+    check_tensor,
+    read_list,
+)
 
 Rows = Sequence[tuple[int, int, float, float]]
 
@@ -78,7 +84,8 @@ def gram(
         tensors, out, None, 1.0, 1.0, segments, None, None, None, precise
     )
     if matrices is None:
-        matrices = run(check("gram", tensors, out, segments=segments, kind=precise))
+        kind = check_flag("precise", precise)
+        matrices = run(check("gram", tensors, out, segments=segments, kind=kind))
     return matrices
 
 
@@ -100,7 +107,8 @@ def plan_gram(
         tensor([[[1., 1.],
                  [1., 2.]]], dtype=torch.float64)
     """
-    return GramPlan(check("gram", tensors, out, segments=segments, kind=precise))
+    kind = check_flag("precise", precise)
+    return GramPlan(check("gram", tensors, out, segments=segments, kind=kind))
 
 
 def adasum_coefficients(
@@ -235,7 +243,7 @@ def gram_bytes(
     """
     sized = _sized(tensors)
     count = len(check_segments(segments, sized[0].numel())) - 1
-    entries = count * len(sized) ** 2 * (2 if precise else 1)
+    entries = count * len(sized) ** 2 * (2 if check_flag("precise", precise) else 1)
     return sum(tensor.nbytes for tensor in sized) + 8 * entries
 
 

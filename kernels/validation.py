@@ -223,6 +223,15 @@ def check_scalar(name: str, value: object) -> float:
         raise ValueError(f"{name} is an int that no float64 holds: pass a smaller one") from None
 
 
+def check_flag(name: str, value: object) -> bool:
+    """Return the truth of `value`; TypeError if it has none, as tensors and arrays of several."""
+    try:
+        return bool(value)
+    except (RuntimeError, TypeError, ValueError):
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be a bool, not {kind}: pass True or False") from None
+
+
 def check_factor(name: str, value: object) -> float | Tensor:
     """Return a scale, alpha or beta: a float, or a 0-d tensor that each run reads."""
     if not isinstance(value, Tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -56,7 +56,7 @@ def require_operator(op: AnyReducer, weighted: bool, predivide_factor: float) ->
     require("gradient_predivide_factor", predivide_factor, int, float)
     if predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not 0 < predivide_factor < math.inf:
+    if not 0 < predivide_factor <= sys.float_info.max:
         raise ValueError(
             f"gradient_predivide_factor must be > 0 and finite, not {predivide_factor!r}"
         )

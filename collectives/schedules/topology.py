@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from collectives import validation
 from collectives.errors import compact
+
+# Beyond the largest machines; a topology holds and errors name each rank.
+_MOST_RANKS = 2**24
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class Topology:
 
     def __post_init__(self) -> None:
         validation.integer("size", self.size, 1)
+        if self.size > _MOST_RANKS:
+            raise ValueError(f"size must be at most {_MOST_RANKS} ranks, got {self.size}")
         validation.integer("local_size", self.local_size, 1)
         if self.size % self.local_size:
             raise ValueError(
@@ -159,7 +167,9 @@ def _text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {compact(ranks)}"
 
 
-def _order(order: Sequence[int]) -> tuple[int, ...]:
+def _order(order: Any) -> tuple[int, ...]:
+    if isinstance(order, torch.Tensor):
+        raise TypeError("local_order must be a list of ranks, got Tensor: pass its tolist()")
     validation.instance("local_order", order, Iterable, "a list of ranks")
     return tuple(order)
 

@@ -245,8 +245,9 @@ def schedule_for(
     specs = parse_all_reduce_spec(text)
     if nbytes is None and (len(specs) > 1 or specs[0].outer == "auto"):
         raise ValueError(f"specification {text!r} goes by size: give nbytes")
-    validation.nbytes(nbytes or 0)
-    size = int(nbytes or 0)
+    nbytes = 0 if nbytes is None else nbytes
+    validation.nbytes(nbytes)
+    size = int(nbytes)
     spec, one_tree = replace(spec_for(specs, size // 4), limit=-1), op == "adasum"
     if spec.outer == "auto" and device not in ("cpu", "cuda"):
         raise ValueError(f'auto goes by device: device must be "cpu" or "cuda", got {device!r}')

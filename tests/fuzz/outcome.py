@@ -55,7 +55,7 @@ def wrong_calls(
 ) -> Iterator[tuple[str, Call]]:
     """Yield the right call, and others with one odd argument each, the same ones on every rank.
 
-    Odd tensors stand in the place of tensors, and of one in a list; odd values in any.
+    Odd tensors and values stand in the place of any argument; of a list of tensors, in one's.
 
     huge: whether numbers beyond what memory holds are among them.
     """
@@ -72,10 +72,10 @@ def wrong_calls(
             call = make()
             old = call.get(key)
             first = old[0] if isinstance(old, list) and old else old
-            if not isinstance(first, Tensor):
-                break
-            odd = ODD_TENSORS[kind](Look(tuple(first.shape), first.dtype))
-            call.put(key, odd if first is old else [*old[:-1], odd])
+            listed = first is not old and isinstance(first, Tensor)
+            like = first if isinstance(first, Tensor) else torch.zeros(6)
+            odd = ODD_TENSORS[kind](Look(tuple(like.shape), like.dtype))
+            call.put(key, [*old[:-1], odd] if listed else odd)
             yield f"{key}={kind}", call
 
 
