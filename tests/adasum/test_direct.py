@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -117,19 +118,21 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.view(torch.uint8).numpy().tobytes()
 
 
+def _reduced_directly(group: Group, cases: list[Any]) -> list[Tensor]:
+    """Each case's vectors, a (kind, dtype, operator), reduced by `direct`."""
+    answers = []
+    for kind, dtype, op in cases:
+        mine = vectors(kind, group.size, dtype)[group.rank].clone()
+        answers.append(group.all_reduce(mine, op, algorithm="direct", segments=BOUNDS))
+    return answers
+
+
 @pytest.mark.usefixtures("by_messages")
 @pytest.mark.parametrize("size", SIZES)
 def test_direct_is_the_tree_of_longdoubles_within_100_eps_whatever_cancels(size: int) -> None:
     cases = [(k, d, op) for k in KINDS for d in NARROW for op in (Adasum, UNWEIGHTED)]
 
-    def work(group: Group) -> list[Tensor]:
-        answers = []
-        for kind, dtype, op in cases:
-            mine = vectors(kind, size, dtype)[group.rank].clone()
-            answers.append(group.all_reduce(mine, op, algorithm="direct", segments=BOUNDS))
-        return answers
-
-    first, *others = run_threads(size, work)
+    first, *others = run_threads(size, partial(_reduced_directly, cases=cases))
     for number, (kind, dtype, op) in enumerate(cases):
         assert {bits(other[number]) for other in others} <= {bits(first[number])}
         wanted = defined(vectors(kind, size, dtype), weighted=op.weighted)
@@ -284,14 +287,7 @@ def test_ranks_on_nodes_are_the_tree_of_longdoubles_within_100_eps(size: int, lo
     # Of more ranks each dtype and operator with every fifth kind.
     cases = cases if size == 4 else cases[::5]
 
-    def work(group: Group) -> list[Tensor]:
-        answers = []
-        for kind, dtype, op in cases:
-            mine = vectors(kind, size, dtype)[group.rank].clone()
-            answers.append(group.all_reduce(mine, op, algorithm="direct", segments=BOUNDS))
-        return answers
-
-    first, *others = run_threads(size, work, local_size=local)
+    first, *others = run_threads(size, partial(_reduced_directly, cases=cases), local_size=local)
     for number, (kind, dtype, op) in enumerate(cases):
         assert {bits(other[number]) for other in others} == {bits(first[number])}
         wanted = defined(vectors(kind, size, dtype), weighted=op.weighted)
