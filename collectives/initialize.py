@@ -67,7 +67,8 @@ def init(
     must equal the first call's. Under `run_threads` it returns the thread's group.
 
     Ranks that wait for others log a WARNING every ADASUM_STALL_WARNING_SECONDS (60; 0 for never).
-    They write their last calls to a file on an error, SIGUSR1 and SIGTERM (`dump_flight_record`).
+    They write their last calls to a file on an error, SIGUSR1 and SIGTERM (`dump_flight_record`),
+    and if ADASUM_FLIGHT_FOLDER is set, on any rank's timeout.
 
     Args:
         timeout: Seconds that each step of a collective may wait for a peer; 300 by default.

@@ -28,8 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from collectives import recorder
-from collectives.errors import CollectiveError, CollectiveMismatchError, compact
+from collectives.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    compact,
+)
 from collectives.recorder import FOLDER_VARIABLE, UNRECORDED, GroupRecord, Record, Recorder
+from collectives.tools.flight import alarm
 
 __all__ = ["dump_flight_record"]
 
@@ -37,7 +43,7 @@ _logger = logging.getLogger("collectives.flight")
 # The version of the format, to be increased if a field's meaning changes.
 FORMAT = 1
 # Limits that bound the file's size.
-_GROUPS, _STACK, _CHARACTERS = 64, 30, 600
+_GROUPS, _STACK, _CHARACTERS = 64, 200, 600
 # These variables are the same on all ranks of a job, and rarely the same in another job.
 _JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 # The only parts to keep of a peer's reason, which may be any text of the program.
@@ -81,6 +87,12 @@ def write_all(path: _Path = None, stack: Sequence[str] = ()) -> list[str]:
     return sorted(each for each in written if each)
 
 
+def write_and_log(why: str, stack: Sequence[str]) -> None:
+    """Write the files of all ranks of this process, and log a WARNING that names each one."""
+    for path in write_all(stack=stack):
+        _logger.warning("%s: what this rank did last is in %s", why, path)
+
+
 def group_began(group: GroupRecord, kind: str, ranks: Sequence[int]) -> None:
     """Attach a group to this process's recorder; the first one also prepares the files."""
     rank, name = recorder.of_process, kind
@@ -96,6 +108,8 @@ def group_began(group: GroupRecord, kind: str, ranks: Sequence[int]) -> None:
             os.replace(old, old.replace(".json", ".previous"))
     if len(ranks) > 1:
         _install()
+        if os.environ.get(FOLDER_VARIABLE):
+            alarm.start(write_and_log)
 
 
 def call_failed(group: GroupRecord, call: Any, error: BaseException) -> None:
@@ -116,6 +130,8 @@ def call_failed(group: GroupRecord, call: Any, error: BaseException) -> None:
             "python -m collectives.flight %s names the rank at fault, once all have",
             *(group.recorder.rank, path, os.path.join(os.path.dirname(path), "*.json")),
         )
+    if isinstance(error, CollectiveTimeoutError):
+        alarm.finish(said)
 
 
 def _text(error: BaseException) -> str:
@@ -295,8 +311,7 @@ def _serve(read: int, number: int) -> None:
     while stack := os.read(read, _MAX_STACK_BYTES):
         while select.select([read], [], [], _PAUSE_SECONDS)[0] and len(stack) < _MAX_STACK_BYTES:
             stack += os.read(read, _MAX_STACK_BYTES)
-        for path in write_all(stack=stack.decode(errors="replace").splitlines()):
-            _logger.warning("%s: what this rank did last is in %s", name, path)
+        write_and_log(name, stack.decode(errors="replace").splitlines())
         if number == signal.SIGTERM:
             faulthandler.unregister(number)
             signal.pthread_kill(threading.main_thread().ident or 0, number)
