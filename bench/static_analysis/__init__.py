@@ -1,6 +1,6 @@
-"""The machine code that the compiler makes of each kernel, read without a GPU.
+"""Analyse the machine code of each kernel without a GPU.
 
-cases.py says how the launchers compile, compiled.py compiles and reads, sass.py follows the paths
-through machine code, occupancy.py says what a multiprocessor holds, table.py and __main__.py write
-the table.
+cases.py lists the launchers' compilations, compiled.py compiles and reads them, sass.py follows
+paths through machine code, occupancy.py computes how many programs fit on a multiprocessor, and
+table.py and __main__.py write the table.
 """

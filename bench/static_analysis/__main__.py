@@ -1,4 +1,4 @@
-"""Compile every kernel, and write what came of it to bench/results: `make bench-compiled`."""
+"""Compile every kernel and write the records to bench/results: `make bench-compiled`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the launchers compile their kernels: the table to change when a kernel changes."""
+"""The launchers' compilations of their kernels: change this table if a kernel changes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ ITEMSIZES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
 
 class Kernel(NamedTuple):
-    """How a launcher compiles a kernel.
+    """One kernel and the arguments with which its launcher compiles it.
 
-    tile: from a number of elements and an item size to (elements of a tile, warps); values: the
-    constexprs of the plain variant that are no dtype; NUMEL, if not the usual one; `findings`, the
-    names of those asked for; variants: by name, what differs from `values`, where a mapping has a
-    value for each dtype; options: Triton's options beside those of all kernels, or a function of
-    the compute capability that returns them; stores: whether it writes tiles; dtypes: those to
-    compile it for.
+    tile: a function of the number of elements and the item size that returns the elements per tile
+    and the warps; values: the constexprs of the plain variant, except dtypes, also NUMEL if it is
+    not the usual one, and the requested `findings`; variants: by name, the changes to `values`, in
+    which a mapping has one value per dtype; options: Triton's options in addition to the usual
+    ones, or a function of the compute capability that returns them; stores: whether the kernel
+    writes tiles; dtypes: the dtypes to compile it for.
     """
 
     function: Any
@@ -69,7 +69,7 @@ _ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
 _ROUNDED = {"rounded": {"SUM": {"fp16": "fp16", "fp32": "fp32"}}}
 # The most elements that 128 multiprocessors hold, with four tiles each.
 _LARGEST_TILES = {dtype: 1 << (20 if dtype == "fp64" else 21) for dtype in ITEMSIZES}
-# No constant of the kernels: what they move by element is less than two vectors a chunk.
+# Not a kernel's constant: it says that less than two vectors per chunk move by element.
 _EDGES_APART = {"VECTORS": True}
 KERNELS = {
     "pack": _COPY,
@@ -113,7 +113,7 @@ KERNELS = {
         stores=False,
     ),
 }
-# Of eight ranks.
+# For eight ranks.
 _NODE = {"SIZE": 8, "SPINS": node_kernels._SPINS}
 KERNELS |= {
     "two_shot": Kernel(
@@ -131,7 +131,7 @@ KERNELS |= {
         node_kernels.OPTIONS,
     ),
 }
-# By the number of ranks, for each of which the code is another.
+# By the number of ranks: each number has its own code.
 KERNELS |= {
     f"node_adasum{count}": Kernel(
         node_adasum._adasum_kernel.function,
@@ -149,7 +149,7 @@ KERNELS |= {
     )
     for count in (2, 4, 8)
 }
-# By the number of tensors: each depth has its code, without pairs and with pairs among the leaves.
+# By the number of tensors: the code depends on the tree's depth and on whether leaves are pairs.
 KERNELS |= {
     f"tree{count}": Kernel(
         sum_kernels._sum_kernel.function,
@@ -160,7 +160,7 @@ KERNELS |= {
     )
     for count, levels in ((8, 3), (1023, 9))
 }
-# By the number of tensors, for each of which the code is another.
+# By the number of tensors: each number has its own code.
 KERNELS |= {
     f"gram{count}": Kernel(
         gram_kernels._gram_kernel.function,
@@ -200,7 +200,7 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Case:
-        """Return the case of that name."""
+        """Return the case with the given name."""
         kernel, variant, dtype, capability = name.split("-")
         return cls(kernel, variant, dtype, int(capability.removeprefix("sm_")))
 
@@ -212,7 +212,7 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Return each kernel for every dtype and architecture, its variants for two dtypes and one."""
+    """Return the cases: plain kernels for all dtypes and architectures, variants for fewer."""
     plain = [
         Case(name, "plain", dtype, capability)
         for name in KERNELS
@@ -228,7 +228,7 @@ def cases() -> list[Case]:
 
 
 def values_of(case: Case) -> tuple[dict[str, Any], int]:
-    """Return the constexprs of a case, dtypes by their short names, and its warps."""
+    """Return a case's constexprs, with dtypes by their short names, and its warps."""
     kernel = KERNELS[case.kernel]
     changes = {**kernel.values, **kernel.variants.get(case.variant, {})}
     values: dict[str, Any] = {"NUMEL": NUMEL, "findings": ()} | dict.fromkeys(DTYPES, case.dtype)

@@ -1,7 +1,7 @@
 """Compile every kernel without a GPU and read its machine code: `make bench-compiled`.
 
 Each kernel is compiled as its launcher compiles it, for every dtype and architecture. The results
-are bench/results/compiled.json and, made from it alone, compiled.md.
+are bench/results/compiled.json and compiled.md, which is made only from the former.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kernels.gpu import launcher
 
 RESULTS = Path(__file__).parents[1] / "results"
 _NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-# For each pointer, the constexpr that names its dtype, or the dtype itself.
+# For each pointer argument, the constexpr that names its dtype, or the dtype itself.
 _POINTERS = {"a": "A", "b": "B", "x": "DTYPE", "out": "OUT", "buffer": "BUFFER"}
 _POINTERS |= dict.fromkeys(("table", "addresses", "arrivals", "places", "tree"), "i64")
 _POINTERS |= dict.fromkeys(("targets", "pads", "state", "sources", "held", "runs"), "i64")
@@ -35,13 +35,13 @@ _POINTERS |= dict.fromkeys(("partials", "dots", "matrices", "coefficients", "spr
 
 @dataclass
 class Record:
-    """What was read of one compilation.
+    """The figures of one compilation.
 
-    registers: of a thread; warps: of a program; shared: bytes of shared memory of a program; stack,
-    local: bytes of either where registers are spilled; spills: instructions that access either;
-    instructions: all but padding; loads, stores: global ones by bytes per thread; atomics: their
-    opcodes; fp64: instructions on the float64 units; vector: the path of aligned tiles; scalar:
-    that of all others, which are moved by element.
+    registers: per thread; warps: per program; shared: bytes of shared memory per program; stack,
+    local: bytes of spilled registers on the stack and in local memory; spills: instructions that
+    access them; instructions: all except padding; loads, stores: counts of global accesses, by
+    bytes per thread; atomics: opcodes; fp64: instructions on the float64 units; vector: the path of
+    aligned tiles; scalar: the path of all other tiles, which are moved by element.
     """
 
     registers: int
@@ -60,9 +60,9 @@ class Record:
 
 
 def compile_case(case: Case, amd: str | None = None) -> Any:
-    """Compile as the launcher does; ValueError for an argument without a rule above.
+    """Compile as the launcher does; raise ValueError for an argument without a rule above.
 
-    amd: one of AMD's architectures with warps of 64, in the place of the case's.
+    amd: an AMD architecture with warps of 64, to compile for instead of the case's.
     """
     values, warps = values_of(case)
     kernel = KERNELS[case.kernel]
@@ -71,8 +71,8 @@ def compile_case(case: Case, amd: str | None = None) -> Any:
     constexprs: dict[tuple[int, ...], Any] = {}
     for i, (name, parameter) in enumerate(zip(function.arg_names, function.params, strict=True)):
         if name == "findings":
-            # As the launcher passes them: pointers to those asked for, None in place of the others.
-            # No case writes float64 and asks for one, so all are float32.
+            # As the launcher passes them: pointers for requested findings, None for the others.
+            # No case that writes float64 requests one, so all are float32.
             asked = [field in values[name] for field in Findings._fields]
             signature[name] = Findings(*("*fp32" if one else "constexpr" for one in asked))
             constexprs |= {(i, k): None for k, one in enumerate(asked) if not one}
@@ -104,9 +104,9 @@ def compile_source(
     architecture: int | str,
     options: Mapping[str, Any],
 ) -> Any:
-    """Return Triton's compiled kernel; RuntimeError in a process that interprets kernels.
+    """Return Triton's compiled kernel; raise RuntimeError if this process interprets kernels.
 
-    architecture: NVIDIA's by its number, AMD's by its name.
+    architecture: a number for NVIDIA, a name for AMD.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("an interpreted kernel is not compiled: unset TRITON_INTERPRET")
@@ -131,10 +131,10 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def read(compiled: Any, itemsizes: set[int]) -> Record:
-    """Return the record of what Triton compiled.
+    """Return the record of a kernel that Triton compiled.
 
-    itemsizes: bytes of the elements that it may move one by one, empty where it moves whole vectors
-    only.
+    itemsizes: sizes in bytes of the elements that it may move one by one; empty if it moves only
+    whole vectors.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
@@ -163,7 +163,7 @@ def read(compiled: Any, itemsizes: set[int]) -> Record:
 
 
 def measure(case: Case) -> Record:
-    """Compile one case and read it; RuntimeError where it does not compile."""
+    """Compile one case and return its record; raise RuntimeError if it does not compile."""
     from triton.compiler.errors import CompilationError
 
     values, _ = values_of(case)
@@ -181,7 +181,7 @@ def measure_all(chosen: Sequence[Case]) -> dict[str, Record]:
 
 
 def faults(record: Record, vectors: tuple[str, ...]) -> list[str]:
-    """Return what no kernel may have, in words; `vectors`: which of loads, stores must be 16 B."""
+    """Return the record's faults as texts; `vectors`: which of loads, stores must be 16 B."""
     found = []
     if record.stack or record.local or record.spills:
         found.append(f"spills: {record.stack} + {record.local} bytes, {record.spills} accesses")
@@ -209,7 +209,7 @@ def to_json(records: dict[str, Record]) -> str:
         | {"vector": record.vector._asdict(), "scalar": record.scalar._asdict()}
         for name, record in records.items()
     }
-    # One case a line, so that a difference between two versions can be read.
+    # One case per line, so that a diff of two versions is readable.
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(plain[name])}" for name in plain)
     version = json.dumps(launcher.triton.__version__)
     return f'{{"triton": {version}, "cases": {{\n{lines}\n}}}}\n'

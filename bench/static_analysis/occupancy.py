@@ -1,4 +1,4 @@
-"""What one multiprocessor (SM) holds at once, and how much must be in flight to be fast."""
+"""The programs that fit on one multiprocessor (SM), and the bytes in flight that it needs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LATENCY_NS = 1000.0
 
 
 class Architecture(NamedTuple):
-    """A compute capability, and the part whose data sheet gives its speed.
+    """A compute capability, and a GPU of it (`part`) whose data sheet gives the figures.
 
-    shared: bytes of shared memory per SM; gigabytes_per_second: its memory's bandwidth; gigahertz:
-    its clock, an assumption about what it sustains; threads, programs: at most on an SM.
+    shared: bytes of shared memory per SM; gigabytes_per_second: the memory's bandwidth; gigahertz:
+    the clock that it is assumed to sustain; threads, programs: the most per SM.
     """
 
     part: str
@@ -39,9 +39,9 @@ class Architecture(NamedTuple):
 
     @property
     def instructions_per_byte(self) -> float:
-        """Thread instructions that an SM can issue in the time in which it moves one byte.
+        """Thread instructions that an SM can issue while it moves one byte.
 
-        One warp instruction of 32 threads a cycle and scheduler.
+        Each scheduler issues one warp instruction, for 32 threads, per cycle.
         """
         return 32 * SCHEDULERS * self.gigahertz / (self.gigabytes_per_second / self.sms)
 
@@ -56,24 +56,25 @@ ARCHITECTURES = {
 
 
 class Residency(NamedTuple):
-    """Programs resident on one SM, and what limits them."""
+    """The number of programs resident on one SM, and the resource that limits it."""
 
     programs: int
     limit: str
 
 
 def residency(capability: int, registers: int, warps: int, shared: int) -> Residency:
-    """Return how many programs of this size one SM holds at once, the least of four limits.
+    """Return how many programs of this size are resident on one SM: the least of four limits.
 
-      by threads:   the SM's // (32 * warps)
-      by slots:     the SM's programs
-      by registers: each of four schedulers owns 16384, a warp takes 32 * registers of them rounded
-                    up to 256, so 4 * (16384 // that) warps, // warps rounded up to a multiple of 4
-      by shared:    the SM's bytes // (shared + 1024 for the system, rounded up to 128)
+      threads:   the SM's threads // (32 * warps)
+      slots:     the SM's limit of programs
+      registers: each of the four schedulers has 16384, and a warp takes 32 * registers, rounded up
+                 to a multiple of 256; this gives the SM's warps, which are divided by the
+                 program's warps, rounded up to a multiple of 4
+      shared:    the SM's bytes // (shared + 1024 for the system, rounded up to 128)
 
     Source: CUDA C++ Programming Guide, "Compute Capabilities", "Technical Specifications per
-    Compute Capability"; the allocation units are those of the toolkit's cuda_occupancy.h. They are
-    the same for all of these.
+    Compute Capability"; the allocation units are from the toolkit's cuda_occupancy.h, and equal for
+    all of these architectures.
     """
     chip = ARCHITECTURES[capability]
     a_warp = -(-32 * registers // REGISTER_UNIT) * REGISTER_UNIT

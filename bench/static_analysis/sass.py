@@ -1,7 +1,7 @@
-"""Read a kernel's machine code: what a thread loads, stores and issues, and has in flight.
+"""Count a thread's loads, stores, instructions and bytes in flight in a kernel's machine code.
 
 The code is as nvdisasm prints it: one instruction a line, `/*0160*/ @!P1 BRA `(.L_x_0) ;`, and
-labels on their own lines. Opcodes are those of NVIDIA's "CUDA Binary Utilities" guide, section
+labels on their own lines. NVIDIA's "CUDA Binary Utilities" guide lists the opcodes in its section
 "Instruction Set Reference". All counts are per thread.
 """
 
@@ -23,7 +23,7 @@ VECTOR_SIZES = frozenset({16, 32})
 
 
 class Instruction(NamedTuple):
-    """One instruction; its predicate is "" where it always runs.
+    """One instruction; its predicate is "" if it always runs.
 
     ptxas also jumps by CALL, to a label within the kernel that never returns.
     """
@@ -40,12 +40,12 @@ class Instruction(NamedTuple):
 
     @property
     def registers(self) -> list[int]:
-        """Numbers of the registers that it names."""
+        """Numbers of the registers in its operands."""
         return [int(number) for number in _REGISTER.findall(self.operands)]
 
     @property
     def access_bytes(self) -> int:
-        """Bytes a thread moves in a global load or store; 0 for any other instruction."""
+        """Bytes that a thread moves in a global load or store; 0 for other instructions."""
         name, *modifiers = self.opcode.split(".")
         if name not in ("LDG", "STG"):
             return 0
@@ -76,10 +76,10 @@ class Block(NamedTuple):
 class Path(NamedTuple):
     """One path from entry to exit, with each loop's body at most once.
 
-    instructions: all on the path; 0, as all else, where there is no such path; moved: bytes of
-    global accesses of the path's widths; in_flight: the most bytes of such loads requested before
-    the first of them is used; fp64: on the float64 units; shared: accesses to shared memory;
-    barriers: of the whole program.
+    All fields are 0 if there is no such path. instructions: all on the path; moved: bytes of global
+    accesses that have the path's widths; in_flight: the most bytes of such loads that are requested
+    before the first of them is used; fp64: instructions on the float64 units; shared: accesses to
+    shared memory; barriers: of the whole program.
     """
 
     instructions: int
@@ -96,8 +96,8 @@ NO_PATH = Path(0, 0, 0, 0, 0, 0)
 def parse(text: str) -> list[Block]:
     """Return the basic blocks of nvdisasm's output for one kernel, in the order of addresses.
 
-    Subroutines that the kernel calls are blocks that nothing leads to. ValueError: there is no
-    instruction, or a branch without a known target.
+    Subroutines that the kernel calls are blocks without a predecessor. Raises ValueError if there
+    is no instruction, or a branch to an unknown target.
     """
     blocks: list[Block] = []
     labels: dict[str, int] = {}
@@ -162,7 +162,7 @@ def _search(successors: list[set[int]]) -> tuple[list[int], list[tuple[int, int]
 
 
 def _acyclic(blocks: list[Block]) -> tuple[list[int], list[set[int]]]:
-    """Return topological order and successors, with each loop's end leading out of the loop."""
+    """Return the topological order, and successors in which each loop's end leaves the loop."""
     successors = [set(block.successors) for block in blocks]
     _, back = _search(successors)
     result = [set(followers) for followers in successors]
@@ -187,8 +187,8 @@ def _acyclic(blocks: list[Block]) -> tuple[list[int], list[set[int]]]:
 def _in_flight(instructions: list[Instruction], sizes: Set[int]) -> int:
     """Return the most bytes of loads of these sizes requested before the first of them is used.
 
-    Loads are taken to return in order: using one waits for all before it. A register that is
-    named again, as source or destination, is used.
+    Loads are assumed to return in order: using one waits for all before it. A register counts as
+    used when it is named again, as source or destination.
     """
     waiting: list[tuple[set[int], int]] = []
     most = 0
@@ -209,9 +209,9 @@ def _in_flight(instructions: list[Instruction], sizes: Set[int]) -> int:
 
 
 def _best(blocks: list[Block], counted: Set[int], barred: Set[int]) -> list[Instruction]:
-    """Return the path that moves most bytes in accesses of `counted` bytes, the shortest of them.
+    """Return the path that moves most bytes in accesses of `counted` bytes; the shortest if equal.
 
-    It enters no block of `barred`, and is empty where every path does.
+    It enters no block of `barred`; it is empty if every path enters one.
     """
     order, successors = _acyclic(blocks)
     best: dict[int, tuple[int, int]] = {}
@@ -256,10 +256,10 @@ def vector_path(blocks: list[Block]) -> Path:
 
 
 def scalar_path(blocks: list[Block], itemsizes: Set[int]) -> Path:
-    """Return the path of tiles that are read by element, of these sizes in bytes.
+    """Return the path of tiles that are read by element; `itemsizes` are in bytes.
 
-    They are written by element or in 16-byte accesses. Other accesses of an element's size, of
-    tables for instance, count as well.
+    They are written by element or in 16-byte accesses. Other accesses of an element's size, such
+    as reads of tables, count as well.
     """
     counted = itemsizes | VECTOR_SIZES
     vectors = {

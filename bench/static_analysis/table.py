@@ -1,4 +1,4 @@
-"""Write bench/results/compiled.md from the records in compiled.json, and from nothing else."""
+"""Write bench/results/compiled.md from the records in compiled.json."""
 
 from __future__ import annotations
 
