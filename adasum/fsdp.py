@@ -51,8 +51,8 @@ def register_fsdp_hook(
     small messages per level.
 
     `set_requires_all_reduce(False)` adds up the shards' averages without this reduction, as in
-    FSDP2 on a mesh of two dimensions. The next backward with the reduction reduces the sum; until
-    then parameters have no gradients. `set_requires_gradient_sync(False)` skips both reductions.
+    FSDP2 on a mesh of two dimensions. The next backward with it reduces the sum; until then
+    parameters have no gradients. `set_requires_gradient_sync(False)` skips both reductions.
     `set_gradient_divide_factor` sets the divisor of the sum over the shards.
 
     Replicas must start with equal parameters: seed them alike, or load the same checkpoint. They

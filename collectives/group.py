@@ -436,9 +436,9 @@ class Group:
     ) -> Request[Tensor]:
         """Make an `all_reduce` that can be started any number of times.
 
-        all_reduce describes the arguments. All ranks make the request together: they negotiate its
-        making and each start; while any rank has joined, making it is a mismatch. With
-        negotiate=False, making it is not a collective, and each start is negotiated as an
+        all_reduce describes the arguments. All ranks make the request together: they negotiate this
+        call and each start. If a rank has joined (`join`), this call is a mismatch. With
+        negotiate=False, it is not a collective, and each start is negotiated as an
         all_reduce with the same arguments: other ranks may call that instead, or take part by
         `join`.
 

@@ -236,8 +236,8 @@ def _dtypes(*names: str) -> frozenset[torch.dtype]:
     return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
 
 
-# Tables, since a trial in torch would be an operation that the user's modes see and may refuse.
-# Tests compare them with every dtype of torch.
+# Tables, because trying the operation in torch would run it under the user's modes, which may
+# refuse it. Tests compare the tables with every dtype of torch.
 _REAL = _dtypes("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64")
 ORDERED = _REAL | _dtypes("uint8", "bool")
 _COMPLEX = _dtypes("complex32", "complex64", "complex128")

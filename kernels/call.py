@@ -52,7 +52,7 @@ class Call:
         packed: For `pack` and `unpack`, the layout and the tensors' dtypes.
         cooperative: For `adasum`, whether one cooperative launch is allowed.
         order: For `sum_n`, "list", from left to right, or "tree", the balanced tree.
-        accumulate: For `sum_n`, the dtype that each sum of two is rounded to; None for the dtype of
+        accumulate: For `sum_n`, the dtype to which each addition is rounded; None for the dtype of
             the computation.
         made: Whether `out` was made for this call.
         rebound: Whether the tensors come from `Plan.rebind`, as its `tensors` and `out`.
@@ -137,7 +137,7 @@ class Call:
 
     @property
     def accumulated(self) -> torch.dtype:
-        """For `sum_n`, the dtype that each sum of two is rounded to."""
+        """For `sum_n`, the dtype to which each addition is rounded."""
         return self.accumulate or compute_dtype(self.inputs[0].dtype, self.out.dtype)
 
     @property

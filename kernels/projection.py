@@ -320,6 +320,6 @@ def adasum_reference(
 
 
 def _check_pair(a: Tensor, b: Tensor, segments: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the boundaries of the segments of two tensors that are equal in kind."""
+    """Check that `b` is like `a`; return the boundaries of their segments."""
     check_like("b", b, "a", check_tensor("a", a))
     return check_segments(segments, a.numel())

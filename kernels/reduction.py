@@ -43,8 +43,9 @@ def sum_n(
 ) -> Tensor:
     """Return scale * (tensors[0] + tensors[1] + ...), added in a specified order.
 
-    Sums are computed in float32 (float64 if either dtype is float64) and rounded once, or each sum
-    of two to `accumulate`. The bits depend only on the values, the order and `accumulate`.
+    Sums are computed in float32 (float64 if either dtype is float64) and rounded once, at the end,
+    or after every addition to `accumulate`. The bits depend only on the values, the order and
+    `accumulate`.
 
     Args:
         tensors: At least one, equal in shape, dtype and device.
@@ -57,8 +58,8 @@ def sum_n(
         order: "list" adds from left to right. "tree" adds as a balanced tree: with P the largest
             power of two that is at most their number n, the first 2 (n - P) tensors pair, then
             neighbours pair, then neighbouring pairs, and so on.
-        accumulate: The dtype that each sum of two is rounded to: the tensors' dtype, which gives
-            the bits of `torch.add` on each two, or torch.float32 unless they are float64. None for
+        accumulate: The dtype to which every addition is rounded: the tensors' dtype, which gives
+            the bits of repeated `torch.add`; torch.float32, except for float64 tensors; or None for
             the dtype of the computation.
         found_inf: float32 of one element, set to 1 if an output is not finite, otherwise not
             changed.

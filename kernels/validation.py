@@ -102,8 +102,8 @@ def check_memory_of(name: str, tensor: Tensor) -> None:
         reach = 1 + sum([(size - 1) * stride for size, stride in steps])
     if reach and (tensor.storage_offset() + reach) * tensor.element_size() > held:
         raise TypeError(
-            f"{name} reaches beyond its storage, which was resized, as FSDP frees what it does not "
-            f"use: pass {name} while its memory is there"
+            f"{name} reaches beyond its storage, which was resized (FSDP does so to free unused "
+            f"parameters): pass {name} while its memory is there"
         )
 
 

@@ -44,7 +44,7 @@ def run(size: int, job: Callable[..., Any], *args: Any, seconds: float = 120.0) 
 
 
 def _result(here: Connection, ranks: list[Any], deadline: float) -> Any:
-    # The stopped rank sends nothing: wait until its peers have ended, which return their errors.
+    # The stopped rank sends nothing. Its peers send their errors, so wait until they have ended.
     while not here.poll(0.1):
         others = [process.is_alive() for process, other in ranks if other is not here]
         if time.monotonic() > deadline or not any(others):

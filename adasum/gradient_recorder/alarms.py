@@ -3,9 +3,10 @@
 *Comparisons* of one rank with the others are never sure in one step, since batches differ. They
 test for an event, such as "the longest of n and `factor` times the others' median", and `Evidence`
 accumulates the events, for all layers together and for each layer, with at most 1e-8 false alarms
-per step. `factor`, and a quarter for directions, are margins: ranks have different data, and
-smaller differences are no fault. Differences of parameters depend on earlier batches too: then only
-all layers together are compared, and 19 steps count as one, as for a momentum of 0.9.
+per step. Norms must differ by `factor`, and agreements in direction by a factor of 4, because ranks
+have different data, and smaller differences are no fault. Differences of parameters depend on
+earlier batches too: then only all layers together are compared, and 19 steps count as one, as for a
+momentum of 0.9.
 
 *Identities* do not happen by chance. They are: the gradient of all layers equals another rank's,
 |g_i - g_j| <= 2^-12 sqrt(|g_i| |g_j|) (if only norms are known: equal to 1e-9), five times in
@@ -49,8 +50,8 @@ _SAME, _SAME_NORM = 2.0**-12, 1e-9
 _MARGIN = 0.25
 # The number of correlated steps that count as one, for a momentum of 0.9: (1 + 0.9)/(1 - 0.9).
 _DIFFERENCES_WORTH = 19.0
-# Sufficient evidence for another direction, once a norm has raised an alarm, and for a wrong norm,
-# once the run is lost.
+# The evidence that suffices for an alarm of direction after an alarm of a norm, and for an alarm of
+# a norm after the run is lost.
 _ENOUGH = 1000.0
 _LONG, _SHORT, _UNLIKE = range(3)
 # The factor per step in the running shares of steps with a zero or an opposed gradient.
@@ -66,7 +67,7 @@ class Alarm(NamedTuple):
             direction), "duplicated" or "stuck" (the same gradient every step).
         ranks: The faulty rank; all ranks with the same gradient; or both of two ranks.
         names: ("all layers",), or the layers that show the fault.
-        value: The number in the text, for the first name and rank in this step; NaN if not finite.
+        value: The number that the text shows, of the first name and rank; NaN if not finite.
     """
 
     step: int

@@ -194,7 +194,7 @@ class GradientRecorder:
             self._close()
 
     def _close(self) -> None:
-        """End the step and evaluate it; on a GPU, the step before, which has arrived."""
+        """End the step and evaluate it; on a GPU the previous step, whose numbers have arrived."""
         for name in (name for each in self._open for name in each.names):
             self._places.setdefault(name, len(self._places))
         reductions, self._open = self._open, []

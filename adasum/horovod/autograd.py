@@ -69,7 +69,8 @@ def refuse_gradient(call: str, *tensors: Tensor) -> None:
 def refuse_recorded(call: str, *tensors: Tensor) -> None:
     """Raise NotImplementedError if autograd would miss the overwriting of a tensor.
 
-    Parameters, other leaves and views of them are allowed: operations on them are recorded later.
+    Parameters, other leaves and views of them are allowed, because no recorded operation has made
+    them.
     """
     made = [each for each in tensors if isinstance(each, Tensor) and not each.is_leaf]
     made = [each for each in made if each._base is None or not each._base.is_leaf]

@@ -133,7 +133,7 @@ class Method:
         return norm_of(self.backward.named(), norm_type, foreach)
 
     def is_left(self, parameter: Tensor, record: Record) -> bool:
-        """Return whether the gradient remains from the last step, so that it is reduced."""
+        """Return whether the gradient is left from the last step, to be reduced again."""
         return record.is_left(parameter.grad)
 
     def agree_on_kept(self) -> None:

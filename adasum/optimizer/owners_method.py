@@ -135,7 +135,10 @@ class OwnersMethod(GradientMethod):
     @outside_modes()
     @torch.no_grad()
     def finish(self) -> None:
-        """Drop gradients of others' parameters and those that no rank had; share overflows."""
+        """Drop gradients of other ranks' parameters and those that no rank had; share overflows.
+
+        After an overflow on one rank, GradScaler then skips the step on all ranks.
+        """
         self._unmark()
         records = self.backward.records
         reduced = [p for p, record in records.items() if record.active]

@@ -61,7 +61,7 @@ class BucketReducer:
     def counts(self) -> Counts | None:
         """A function that divides a vector of counts for the reduction; None if ranks cannot count.
 
-        A count's reduction must be 0 only if all counts are zero. That holds for sums and averages,
+        The result may be 0 only if the counts of all ranks are 0. That holds for sums and averages,
         and for Adasum of single numbers that are not negative.
         """
         if not self.casts:

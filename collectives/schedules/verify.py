@@ -73,14 +73,14 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
     operands in one order, each chunk once, with each rank's part in one range: a pair of operands,
     or any number if the group is one rank or the step has a tree for them. Each tree joins every
     operand once. With whole_segments each group is one rank, which holds whole segments. A gathered
-    schedule only copies, and ends with every rank's vector on every rank. Numbers of ranks that
-    receives or trees state for their operands are checked.
+    schedule only copies, and ends with every rank's vector on every rank. If receives
+    or trees state how many ranks their operands combine, these numbers are checked.
 
     Args:
         schedule: The schedule.
-        joins: How an operator joins more than two operands at once: "said", by the step's tree, or
-            from left to right without one; "list", always from left to right; "tree", by the
-            balanced tree, like order="tree".
+        joins: The order in which an operator joins more than two operands of one step. "said": by
+            the step's tree, or from left to right if it has none. "list": always from left to
+            right. "tree": by the balanced tree, as with order="tree".
 
     Raises:
         ScheduleError: One of these does not hold; the error names the rank and the step.

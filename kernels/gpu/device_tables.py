@@ -168,8 +168,8 @@ class AddressTable:
         if capturing:
             raise RuntimeError("a plan cannot be bound to other tensors while a graph is captured")
         host = torch.frombuffer(addresses, dtype=torch.int64)
-        # CUDA returns with its own copy of up to 64 KiB. torch keeps pinned memory alive until a
-        # copy from it is done.
+        # Up to 64 KiB, CUDA copies pageable memory before the call returns. Larger tables use
+        # pinned memory, which torch keeps alive until the copy is done.
         on_gpu = device.type == "cuda"
         if on_gpu and 8 * len(addresses) > _COPIED_AT_ONCE:
             host = host.pin_memory()

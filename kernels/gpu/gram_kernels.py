@@ -14,8 +14,8 @@ those GPUs use float64, too.
 
 As in projection_kernels.py, chunks depend only on segments, size and dtype, and their partials are
 added in one order, by the last program to arrive, so the bits never depend on timing. There are up
-to 36 partials per chunk: the last program of each 64 chunks adds up theirs, and the last of those
-programs the segment's.
+to 36 partials per chunk, which are added in two levels: the last program of each 64 chunks adds up
+these chunks' partials, and the last such program of the segment adds up the results.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ def load_edges(address, before, inner, length, DTYPE: tl.constexpr):
 def convert(x, DTYPE: tl.constexpr):
     """Convert x to DTYPE.
 
-    Conversions from float64 to 16 bits go through float32, as in torch, and also from bfloat16 to
-    float64: no hardware does these directly.
+    Conversions from float64 to 16 bits, and from bfloat16 to float64, go through float32, as in
+    torch, because no hardware does them directly.
     """
     if (x.dtype == tl.bfloat16 and tl.float64 == DTYPE) or (
         x.dtype == tl.float64 and DTYPE.primitive_bitwidth == 16
