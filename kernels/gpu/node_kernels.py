@@ -78,7 +78,7 @@ Rows = Sequence[tuple[int, int, float, float]]
 
 
 @jit
-def _all_at_once(
+def _many_at_once(
     addresses,
     offset,
     count,
@@ -88,18 +88,21 @@ def _all_at_once(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of `in_order`, of whole vectors, with all ranks' tiles in flight at the same time.
+    """The sum of `in_order`, of whole vectors, with up to eight ranks' tiles in flight at a time.
 
     A peer's memory is far away: with the tiles loaded one after the other, so few programs would
-    not use the links' full rate.
+    not use the links' full rate. More tiles do not fit in the registers.
     """
-    tiles = no_tiles()
-    for k in tl.static_range(SIZE):
-        at = tl.load(addresses + tl.minimum(k, n - 1)) + offset
-        tiles += (load_tile(at, tl.where(k < n, count, 0), DTYPE, True, BLOCK),)
+    MANY: tl.constexpr = SIZE if SIZE < 8 else 8
     total = tl.zeros([BLOCK], SUM)
-    for k in tl.static_range(SIZE):
-        total = tl.where(k < n, total + convert(tiles[k], SUM), total)
+    for first in range(0, n, MANY):
+        tiles = no_tiles()
+        for k in tl.static_range(MANY):
+            at = tl.load(addresses + tl.minimum(first + k, n - 1)) + offset
+            tiles += (load_tile(at, tl.where(first + k < n, count, 0), DTYPE, True, BLOCK),)
+        for k in tl.static_range(MANY):
+            # Behind the last rank are zeros, which change nothing: a sum from 0.0 on is never -0.0.
+            total += convert(tiles[k], SUM)
     return total
 
 
@@ -138,11 +141,7 @@ def _two_shot_kernel(
             count = tl.minimum(length - first, BLOCK)
             at = (start + first) * BYTES
             if count % VECTOR == 0:
-                # The tiles of more ranks do not fit in the registers.
-                if SIZE <= 8:
-                    x = _all_at_once(sources, at, count, vectors, DTYPE, WIDE, SIZE, BLOCK)
-                else:
-                    x = in_order(sources, at, count, vectors, DTYPE, WIDE, False, True, BLOCK)
+                x = _many_at_once(sources, at, count, vectors, DTYPE, WIDE, SIZE, BLOCK)
                 x = convert(x * scale, DTYPE)
                 store_to_all(targets, at, count, x, rank, written, True)
             else:

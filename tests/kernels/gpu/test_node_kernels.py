@@ -75,6 +75,14 @@ def test_program_with_several_tiles_and_vectors_off_their_alignment(dtype, monke
         expect_sum(short, "one", 1.0)
 
 
+def test_ranks_whose_tiles_do_not_fit_in_the_registers_have_the_bits_of_sum_n():
+    ranks = Ranks(11, 440, torch.float32)
+    ranks.fill()
+    with emulated() as emulator:
+        ranks.run(emulator, "two", 0.25)
+    expect_sum(ranks, "two", 0.25)
+
+
 @pytest.mark.parametrize(("size", "numel"), [(2, 1037), (3, 40), (3, 2)])
 def test_slices_stay_with_their_ranks_until_they_are_gathered(size, numel):
     ranks = Ranks(size, numel, torch.bfloat16, seed=numel)
