@@ -23,9 +23,10 @@ from collectives.execution.executor import execute
 from collectives.execution.phases import auto_of, for_dtype
 from collectives.execution.vectors import Vector
 from collectives.reducers import Reducer, Sum, is_plain_sum
+from collectives.schedules.auto import BETWEEN_TWO_NODES
 from collectives.schedules.levels import across_nodes, runs_on_nodes, schedule_of
 from collectives.schedules.schedule import Schedule, split_bounds
-from collectives.schedules.spec import parse_all_reduce_spec, spec_for
+from collectives.schedules.spec import spec_for
 from collectives.schedules.topology import Topology
 from kernels.gpu.launcher import elsewhere
 from kernels.gpu.node_slices import slice_of
@@ -33,8 +34,6 @@ from kernels.gpu.node_slices import slice_of
 Tensor = torch.Tensor
 # The option with the place of a call's tensor in the memory that GPUs share; ranks compare it.
 OPTION = "symmetric_memory"
-# Between two nodes it sends no more bytes than other algorithms, and needs one step only.
-_BETWEEN_TWO = parse_all_reduce_spec("rd")[0]
 
 
 def by_messages(call: Call) -> Call:
@@ -222,7 +221,7 @@ class Launches:
     def _schedule(self) -> tuple[Schedule, list[int]]:
         """The schedule across the nodes, and the boundaries of its chunks."""
         topology, flat, op = self._runner.topology, self._flat, self._op
-        spec, nodes = _BETWEEN_TWO, Topology(topology.num_nodes, 1)
+        spec, nodes = BETWEEN_TWO_NODES, Topology(topology.num_nodes, 1)
         if nodes.size > 2:
             nbytes = flat.nbytes // topology.local_size
             spec = for_dtype(auto_of(op, "cuda", nbytes, nodes), op, flat.dtype)

@@ -21,6 +21,9 @@ STEP_BYTES = {"cpu": 1 << 18, "cuda": 1 << 23}
 
 From the cost model and `python -m bench.collectives.all_reduce`; slicing a buffer adds steps.
 """
+# For slices that launches have reduced within each of two nodes: `rd` sends no more bytes than
+# other algorithms, and needs one step only.
+BETWEEN_TWO_NODES = parse_all_reduce_spec("rd")[0]
 # Up to this size a reduction to one rank runs in pairs, with half of the buffer as extra memory, or
 # all of it if ranks are folded; beyond it, by a ring with one n-th.
 PAIRS_BYTES = 1 << 20

@@ -13,7 +13,15 @@ from collectives.schedules.spec import parse_general_int
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
-from collectives.tools.cost import ASSUMED, OPS, LinkRates, estimate, one_launch
+from collectives.tools.cost import (
+    ASSUMED,
+    OPS,
+    LinkRates,
+    default_of,
+    estimate,
+    one_launch,
+    runs_in_launches,
+)
 from collectives.tools.lab import Schedule, schedule
 
 _SCHEDULES = """Draw, list, price, prove and simulate the schedule of an algorithm's specification.
@@ -36,7 +44,9 @@ _COST = """Print a table of the time of every algorithm on a machine, by the cos
 
 Rates are in seconds and seconds per byte; the defaults are assumptions about H100 nodes, with 8
 ranks on one node. A two-level algorithm averages inside nodes before Adasum, so its result differs
-from Adasum over all ranks. NCCL's own sum has no schedule here, so its cost is unknown.
+from Adasum over all ranks. NCCL's own sum has no schedule here, so its cost is unknown. Launches
+are by GPUs that share memory within their node; "copied" if the tensors lie elsewhere. --host 0 is
+for a host that is ahead of its GPU.
 """
 # With `psgpu` and `direct` every rank sends to all others, and rings have as many steps: with more
 # ranks these rows take long to price.
@@ -177,13 +187,17 @@ def costs(
             (name, estimate(name, nbytes, rates, topology, op, segments, device))
             for name in names or _algorithms(op, topology)
         ]
-        if device == "cuda" and topology.num_nodes == 1 and names is None:
-            rows.append(("one launch", one_launch(nbytes, rates, topology, op)))
+        if device == "cuda" and names is None and runs_in_launches(op, topology):
+            launches = "one launch" if topology.num_nodes == 1 else "launches"
+            for copied in (False, True):
+                cost = one_launch(nbytes, rates, topology, op, segments, copied=copied)
+                rows.append((f"{launches}, {'copied' if copied else 'in place'}", cost))
         for name, cost in sorted(rows, key=lambda row: row[1].seconds):
             sizes = map(_bytes, (cost.inter, cost.busiest_inter, cost.memory))
             cells = [op, name, _seconds(cost.seconds), str(cost.steps), *sizes]
             lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    chosen = [f"{op} by {default_of(op, nbytes, topology, device)}" for op in ops]
+    return [*lines, "", f"By default: {', '.join(chosen)}."]
 
 
 def _algorithms(op: str, topology: Topology) -> list[str]:

@@ -21,10 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import validation
+from collectives.execution.all_reduce import staging_bytes
+from collectives.reducers import NODE_RANKS
 from collectives.schedules import halving
 from collectives.schedules.algorithm import RoundRobin
-from collectives.schedules.auto import sum_algorithm, tree_algorithm
-from collectives.schedules.levels import schedule_of
+from collectives.schedules.auto import BETWEEN_TWO_NODES, sum_algorithm, tree_algorithm
+from collectives.schedules.levels import across_nodes, schedule_of
 from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Action, Schedule, steps_of
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
@@ -40,6 +42,8 @@ _DOTS_BYTES = 24
 # Launches per rank: one checks the precision of its own table, one adds up all tables and computes
 # the coefficients.
 _COEFFICIENTS_LAUNCHES = 2
+# The most ranks of a node whose GPUs reduce by launches.
+_LAUNCHED = {"sum": NODE_RANKS, "adasum": 8}
 # Columns of each rank's load in a round: for each class and direction the peers and the share of
 # the buffer in their messages, then the reductions and the share received for them.
 _INTRA, _INTER, _REDUCE, _COLUMNS = 0, 4, 8, 10
@@ -80,7 +84,7 @@ class LinkRates:
         call: Fixed cost of a collective in seconds, on top of its steps.
         host: Seconds that the host spends on each step before the device begins it; 0 on a CPU,
             since it is part of alpha there.
-        launch: The same for a call that is one launch (`one_launch`), without an exchange.
+        launch: The same for each launch of `one_launch`, which is no exchange.
 
     Raises:
         ValueError: A number is negative or not finite.
@@ -110,7 +114,7 @@ ASSUMED = LinkRates(
     sum=Rate(3e-6, 3 / 3.35e12),
     adasum=Rate(7.5e-6, 5.7 / 3.35e12),
     host=60e-6,
-    launch=45e-6,
+    launch=30e-6,
 )
 """Assumptions, not measurements: nodes of H100 GPUs, each with its own 400 Gb/s adapter.
 
@@ -121,7 +125,11 @@ reads or writes in two launches, with 1.14 times a sum's time per byte of traffi
 GPU, an H200, 1.12 to 1.18 times for pairs of 1 GiB and for 8 slices of 128 MiB (bench/results).
 host: the calling thread's processor time for one exchange through NCCL, with stand-ins for CUDA and
 NCCL (tests/fakes; a loaded 2-core EPYC), so without the driver and NCCL's own thread.
-launch: the same for the start of a request, until its launch is on the stream.
+launch: the same for the start of a request until its launch is on the stream: 22 µs to Triton's
+launcher (tests/collectives/test_staging.py; a loaded 2-core Xeon) and 5 in there (bench/NOTES.md).
+On an H200's host a start took 25 µs at the least and 68 in the middle, with the driver's part and
+the wait for another rank. While the host is ahead of its GPU, as in backward, it costs no time:
+with `host` and `launch` of 0 the model gives the GPUs' part.
 """
 
 
@@ -187,39 +195,94 @@ def estimate(
 
 
 def one_launch(
-    nbytes: float, rates: LinkRates, topology: Topology, op: str = "sum", *, copied: bool = True
+    nbytes: float,
+    rates: LinkRates,
+    topology: Topology,
+    op: str = "sum",
+    segments: int = 1,
+    *,
+    copied: bool = True,
 ) -> Cost:
-    """Return the cost of an all-reduce in memory that a node's GPUs share, as chosen by `auto`.
+    """Return the cost of an all-reduce in memory that each node's GPUs share.
 
-    Each rank reads its slice of all vectors and writes the result to all ranks, so that each way
-    2 (n - 1) / n buffers cross its link. Ranks wait for each other twice, and once more for
-    Adasum's tables.
+    On one node it is one launch: each rank reads its slice of all vectors and writes the result to
+    all ranks, so that each way 2 (n - 1) / n buffers cross its link. Ranks wait for each other
+    twice, and once more for Adasum's tables. On several nodes the first launch keeps the slices,
+    messages reduce them across the nodes, and a second launch writes them to the node's ranks; a
+    launch adds up the parts of dot products that a node's ranks hold.
 
     Args:
         nbytes: Length of each rank's buffer.
         rates: The machine.
-        topology: One node.
+        topology: The nodes.
         op: "sum" or "adasum".
+        segments: The number of tensors in the buffer.
         copied: Whether the buffer is copied to the shared memory, and back; a copy has two memory
             accesses, a sum three.
-
-    Raises:
-        ValueError: There are several nodes.
     """
     check_op(op)
-    if topology.num_nodes > 1:
-        raise ValueError(f"GPUs of {topology.num_nodes} nodes share no memory")
-    size = topology.size
-    received, waits = nbytes * (size - 1) / size, 3 if op == "adasum" else 2
-    passes = (2 * size + 1) / (5 * max(1, size - 1)) if op == "adasum" else 1.0
+    local, nodes = topology.local_size, topology.num_nodes
+    received, waits = nbytes * (local - 1) / local, 3 if op == "adasum" else 2
+    passes = (2 * local + 1) / (5 * max(1, local - 1)) if op == "adasum" else 1.0
+    # A launch costs what a sum's does: by messages Adasum takes two.
+    launch = rates.launch + rates.sum.alpha
     rate: Rate = getattr(rates, op)
-    seconds = rates.call + rates.launch + waits * rates.intra.alpha
+    seconds = launch + waits * rates.intra.alpha + rate.beta * passes * received
     seconds += 2 * received * rates.intra.beta
-    # A sum's launch: Adasum by messages takes two.
-    seconds += rates.sum.alpha + rate.beta * passes * received
     if copied:
         seconds += float(rates.sum.seconds(2, 2 * nbytes * 2 / 3))
-    return Cost(seconds, 1, 2 * received * size, 0.0, 2 * received, 0.0, received)
+    moved = 2 * received * topology.size, 0.0, 2 * received, 0.0, received
+    if nodes == 1:
+        return Cost(rates.call + seconds, 1, *moved)
+    rounds = _slices_across(nbytes / local, topology, op)
+    far = {each.step for each in rounds if each.dots and each.load[:, _INTER:_REDUCE].any()}
+    near = {each.step for each in rounds if each.dots} - far
+    by_messages = [each for each in rounds if not (each.dots and each.step in near)]
+    across = cost_of(by_messages, nbytes, rates, topology, segments)
+    seconds += launch + 2 * rates.intra.alpha + len(near) * (launch + rates.intra.alpha)
+    return Cost(
+        across.seconds + seconds,
+        across.steps + 2,
+        across.intra + moved[0],
+        across.inter,
+        across.busiest_intra + moved[2],
+        across.busiest_inter,
+        max(across.memory, received),
+    )
+
+
+def _slices_across(nbytes: float, topology: Topology, op: str) -> tuple[Round, ...]:
+    """Return the rounds that reduce the ranks' slices, of `nbytes` each, across nodes."""
+    nodes, one_tree = Topology(topology.num_nodes, 1), op == "adasum"
+    if nodes.size == 2:
+        spec = BETWEEN_TWO_NODES
+    elif one_tree:
+        spec = tree_algorithm("cuda", int(nbytes), nodes.size)
+    else:
+        spec = sum_algorithm("cuda", int(nbytes), nodes)
+    return walk(
+        across_nodes(topology, schedule_of(spec, nodes, one_tree=one_tree)), topology, (op,)
+    )
+
+
+def runs_in_launches(op: str, topology: Topology) -> bool:
+    """Return whether GPUs that share memory within their node reduce as in `one_launch`."""
+    local, alone = topology.local_size, topology.num_nodes == 1
+    # A node's Adasum must be a branch of the balanced tree.
+    branches = op == "sum" or alone or not local & (local - 1)
+    return 1 < local <= _LAUNCHED[op] and branches
+
+
+def default_of(op: str, nbytes: float, topology: Topology, device: str) -> str:
+    """Return in words how ranks reduce float32 unless asked otherwise, on GPUs over NVLink."""
+    check_op(op)
+    if device == "cuda" and runs_in_launches(op, topology) and nbytes <= staging_bytes():
+        return "one launch" if topology.num_nodes == 1 else "launches with messages in between"
+    if device == "cuda" and op == "sum":
+        return "NCCL's own sum"
+    if device == "cpu" and topology.num_nodes == 1:
+        return "the host's shared memory"
+    return str(schedule_for("auto", topology, nbytes, device, op)[0])
 
 
 def check_op(op: str) -> None:

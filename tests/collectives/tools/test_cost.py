@@ -212,7 +212,7 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "4 nodes of 8 ranks, 1 MiB a rank"
     assert lines[1] == f"assumed rates: {ASSUMED}"
     sums = [line for line in lines if line.startswith("| sum |")]
-    assert len(sums) == 16
+    assert len(sums) == 18
     assert any("| rechd/rechd |" in line for line in sums)
     # In levels, of 8 nodes and of 4.
     assert any("| direct |" in line for line in lines if line.startswith("| adasum |"))
@@ -254,11 +254,40 @@ def test_one_launch_costs_its_link_waits_and_copies(copied: bool) -> None:
     assert cost.busiest_intra == 2 * received
     slower = one_launch(nbytes, replace(RATES, launch=1e-3), Topology(size, size), "adasum")
     assert slower.seconds >= cost.seconds + 0.9e-3
-    with pytest.raises(ValueError, match="GPUs of 2 nodes share no memory"):
-        one_launch(nbytes, RATES, Topology(size, 4))
 
 
-def test_table_of_a_nodes_gpus_has_a_row_for_one_launch(capsys: pytest.CaptureFixture[str]) -> None:
-    for options, rows in (([], 2), (["--nodes", "2"], 0), (["--device", "cpu"], 0)):
+@pytest.mark.parametrize("op", ["sum", "adasum"])
+def test_launches_on_nodes_cost_two_and_the_messages_of_slices(op: str) -> None:
+    nbytes, local = float(1 << 20), 8
+    rates = replace(RATES, host=2e-4, launch=1e-4)
+    alone = one_launch(nbytes, rates, Topology(local, local), op)
+    cost = one_launch(nbytes, rates, Topology(2 * local, local), op, segments=50)
+    (near, _), (far, beta) = RATES.intra[:2], RATES.inter[:2]
+    start, gamma = getattr(RATES, op)[:2]
+    # `rd` of one slice, a second launch, and for Adasum one that adds up dot products.
+    seconds = rates.host + far + start + nbytes / local * (beta + gamma)
+    seconds += rates.launch + RATES.sum.alpha + 2 * near
+    seconds += rates.launch + RATES.sum.alpha + near if op == "adasum" else 0.0
+    assert cost.seconds == pytest.approx(alone.seconds + seconds)
+    assert (cost.steps, cost.inter) == (3, 2 * nbytes)
+    assert cost.busiest_intra == alone.busiest_intra
+    # The messages among 3 nodes are those of `auto`, of Adasum with tables between all ranks.
+    assert one_launch(nbytes, rates, Topology(6, 2), op).steps == (4 if op == "adasum" else 5)
+
+
+def test_table_of_gpus_has_rows_for_launches_and_names_the_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ADASUM_NODE_MEMORY", raising=False)
+    for options, rows, default in (
+        ([], 4, "sum by one launch, adasum by one launch"),
+        (["--bytes", "256M"], 4, "sum by NCCL's own sum, adasum by direct"),
+        (["--nodes", "2", "--local", "3"], 2, "sum by launches with messages in between, "),
+        (["--nodes", "2"], 0, "sum by NCCL's own sum, adasum by vhdd"),
+        (["--device", "cpu"], 0, "sum by the host's shared memory, "),
+        (["--device", "cpu", "--nodes", "4", "--op", "sum"], 0, "sum by rechd."),
+    ):
         main(options)
-        assert capsys.readouterr().out.count("one launch") == rows
+        out = capsys.readouterr().out
+        assert out.count("in place |") + out.count("copied |") == rows
+        assert f"By default: {default}" in out
