@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -227,9 +226,5 @@ def rehearse(given: Mapping[str, Any]) -> None:
         for name, options in given["parts"].items():
             PARTS[name](device, **options)
             print(f"{name}: as it should be", flush=True)
-        # Of groups that are closed. One that wakes while the interpreter ends may abort it.
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread():
-                thread.join(5.0)
     finally:
         print(f"{time.process_time():.1f} s of the processor", flush=True)

@@ -268,9 +268,9 @@ def _end_launches(memories: Sequence[NodeMemory], graphs: Graphs) -> None:
 
 def _end(process: int, watcher: Watcher, graphs: Graphs, backend: Backend) -> None:
     # Not a method: a finalizer that refers to its object would keep it alive.
-    watcher.stopped = True
     # CUDA cannot be used in a forked child, and the thread that holds a lock may not exist there.
     if os.getpid() == process:
+        watcher.stop()
         graphs.reset()
         backend.close()
 

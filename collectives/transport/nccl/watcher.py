@@ -31,7 +31,7 @@ MAX_PENDING = 64
 CHECK_SECONDS = 0.25
 # Messages sent before their sender ended may arrive for so long afterwards.
 GRACE_SECONDS = 1.0
-# Limit for ending graphs and launches, which takes no time unless CUDA itself has failed.
+# Limit for ending graphs, launches and the thread, which takes no time unless CUDA has failed.
 _END_SECONDS = 0.5
 # CU_STREAM_CAPTURE_MODE_RELAXED of CUDA's driver.
 _RELAXED = 2
@@ -68,14 +68,12 @@ class Watcher:
         items: The steps, in their order.
         error: The error that ended them. Nothing can be put on the streams afterwards.
         raised: Whether the error was raised to a caller.
-        stopped: Set to end the thread.
     """
 
     def __init__(self, host: Transport, backend: Backend, end_launches: Callable[[], None]) -> None:
         self.items: deque[Posted] = deque()
         self.error: CollectiveError | None = None
-        # Not an Event: another thread may hold an Event's lock when the process is forked.
-        self.raised, self.stopped = False, False
+        self.raised = False
         self._host = host
         self._backend = backend
         self._end_launches = end_launches
@@ -86,6 +84,7 @@ class Watcher:
         # Held during an abort: an event that completes then may belong to an aborted step.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
 
     def add(self, posted: Posted) -> None:
         """Watch another step; if there are too many, wait until the first ones have ended."""
@@ -145,6 +144,16 @@ class Watcher:
         said = f"{self._host.me} got no answer from {named} in {posted.step}{why}"
         self.fail(CollectiveTimeoutError(said))
 
+    def stop(self) -> None:
+        """End the thread, which may not outlive the interpreter: its query would abort the process.
+
+        In a forked child nothing may call this: the thread that held a lock may not exist there.
+        """
+        self._stopped.set()
+        # The thread itself may collect the transport, and it may be waiting in an abort.
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_END_SECONDS)
+
     def watch(self) -> None:
         """Abort all steps if the first is late, a peer of it is gone, or NCCL has failed.
 
@@ -176,8 +185,7 @@ class Watcher:
 
     def _run(self) -> None:
         _relax_captures()
-        while not self.stopped:
-            time.sleep(CHECK_SECONDS)
+        while not self._stopped.wait(CHECK_SECONDS):
             # The host's thread gets CUDA's errors, too, so none is lost here.
             with suppress(RuntimeError):
                 self.watch()

@@ -211,3 +211,17 @@ def test_communication_goes_before_the_callers_own_work(machine: Machine) -> Non
         return transport._backend.stream(torch.device("cuda", 0)).stream.priority
 
     assert all_good(machine.run(2, work)) == [-1, -1]
+
+
+def test_close_ends_the_thread(machine: Machine) -> None:
+    """A query of its own while the interpreter ends would abort the process."""
+
+    def work(transport: nccl.NcclTransport) -> tuple[bool, bool]:
+        swap(transport, full(3, 1.0), full(3, 0.0), "step 0")
+        name = f"nccl-watch-{transport.rank}"
+        (thread,) = (each for each in threading.enumerate() if each.name == name)
+        alive = thread.is_alive()
+        transport.close()
+        return alive, thread.is_alive()
+
+    assert all_good(machine.run(2, work)) == [(True, False)] * 2
