@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -49,52 +50,28 @@ def examples_of(name: str, value: Any) -> doctest.DocTest:
 
 # Errors and plans are shown by what raises and makes them; these by what is named.
 WITHOUT = {
-    "collectives.Operands": "Reducer",
-    "collectives.Piece": "Reducer",
-    "collectives.dump_flight_record": "it writes a file",
-    "collectives.from_process_group": "it needs a process group of torch's",
-    "adasum.register_fsdp_hook": "docs/frameworks.md: it needs a mesh of ranks",
-    "adasum.start_timeline": "docs/troubleshooting.md: it writes a file",
-    "adasum.stop_timeline": "start_timeline",
-    "adasum.cuda_built": "the answer is torch's",
-    "adasum.nccl_built": "the answer is the machine's",
-    "adasum.rocm_built": "the answer is torch's",
-    **{
-        f"adasum.{function}": "init"
-        for function in (
-            *("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"),
-            "is_homogeneous",
-        )
-    },
-    "adasum.get_process_set_ids_and_ranks": "add_process_set",
-    "adasum.process_set_by_id": "add_process_set",
-    "adasum.remove_process_set": "add_process_set",
-    **{
-        f"adasum.{function}": "it is always False"
-        for function in (
-            "mpi_built",
-            "mpi_enabled",
-            "mpi_threads_supported",
-            "ddl_built",
-            "ccl_built",
-        )
-    },
-    **{
-        f"adasum.{function}": "the first of its variants shows how they are called"
-        for function in (
-            *("allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce"),
-            *("grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"),
-            *("broadcast_", "broadcast_async", "broadcast_async_", "alltoall_async"),
-            *("allgather_async", "grouped_allgather", "grouped_allgather_async"),
-            *("reducescatter_async", "grouped_reducescatter", "grouped_reducescatter_async"),
-        )
-    },
+    "Operands": "Reducer",
+    "Piece": "Reducer",
+    "dump_flight_record": "it writes a file",
+    "from_process_group": "it needs a process group of torch's",
+    "register_fsdp_hook": "docs/frameworks.md: it needs a mesh of ranks",
+    "start_timeline": "docs/troubleshooting.md: it writes a file",
+    "stop_timeline": "start_timeline",
+    "is_homogeneous": "init",
+    "get_process_set_ids_and_ranks": "add_process_set",
+    "process_set_by_id": "add_process_set",
+    "remove_process_set": "add_process_set",
 }
+# What the machine answers, and what the first of its variants shows.
+OF_A_KIND = re.compile(r"(cuda|nccl|rocm|mpi|ddl|ccl)_(built|enabled|threads_supported)|.*_async_?")
+VARIANTS = re.compile(r"(local_|cross_)?(rank|size)|grouped_.*|(allreduce|broadcast)_")
 
 
 def shows_itself(name: str, value: Any) -> bool:
     made = issubclass(value, BaseException | kernels.Plan) if inspect.isclass(value) else False
-    return not (made and value is not kernels.Plan) and name not in WITHOUT
+    _, _, short = name.partition(".")
+    left_out = short in WITHOUT or OF_A_KIND.fullmatch(short) or VARIANTS.fullmatch(short)
+    return not (made and value is not kernels.Plan) and not left_out
 
 
 @pytest.fixture
