@@ -44,7 +44,6 @@ LONGEST = (
     "collectives/execution/test_executor.py",
     "collectives/execution/test_shared_memory.py",
     "collectives/schedules",
-    "fuzz/test_compiled_code.py",
     "docs",
 )
 

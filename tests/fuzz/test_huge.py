@@ -5,9 +5,7 @@ That the kernels compute in 64 bits is read from the intermediate code that Trit
 
 from __future__ import annotations
 
-import math
 import re
-from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -19,10 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import kernels
 from bench.static_analysis import compiled
 from bench.static_analysis.cases import KERNELS, cases
-from collectives import extract_ranges, plan_groups, split_bounds, split_by_size
-from collectives.execution.operations import owners
-from collectives.schedules import ring
-from collectives.schedules.schedule import Schedule, segment_bounds, steps_of
+from collectives import plan_groups, split_bounds, split_by_size
+from collectives.schedules.schedule import segment_bounds
 from tests.fuzz.outcome import SETTINGS
 from tests.kernels.cases import reserved
 
@@ -40,17 +36,6 @@ def test_splits(numel: int, pieces: int) -> None:
     cuts = [0, numel // 3, numel // 2, numel]
     whole = segment_bounds(cuts, pieces)
     assert whole == sorted(whole) and {*whole} <= {*cuts} and whole[-1] == numel
-
-
-@SETTINGS
-@given(sizes=st.lists(numels, max_size=8), size=st.integers(1, 5))
-def test_owners(sizes: list[int], size: int) -> None:
-    load = [0] * size
-    for numel, owner in zip(sizes, owners(sizes, size), strict=True):
-        assert load[owner] == min(load)
-        load[owner] += numel
-    first = sizes[0] if sizes else 0
-    assert extract_ranges([first, first + 1], 2) == ([[first, first + 1]], [])
 
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
@@ -107,17 +92,6 @@ def test_traced_shapes(device: str) -> None:
         assert kernels.sum_n([a, b], dtype=torch.float32).shape == (HUGE,)
         align = 128 if device == "cuda" else 32
         assert kernels.pack([a, b]).shape == (2 * (HUGE + -HUGE % align),)
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_ring_chunks_cover_a_huge_buffer(size: int) -> None:
-    schedule: Schedule = ring.reduce_scatter(size)
-    cuts = split_bounds(HUGE, schedule.chunks)
-    for rank in range(size):
-        moved = sum(cuts[t.stop] - cuts[t.start] for s in steps_of(schedule, rank) for t in s.sends)
-        # All but its own piece; pieces differ by one element.
-        assert abs(moved - Fraction(HUGE * (size - 1), size)) <= size
-    assert math.prod([1, *cuts[-1:]]) == HUGE
 
 
 _OFFSET = re.compile(r"tt\.addptr \S+, (\S+) : (tensor<\S+?x)?!tt\.ptr<(\w+)>.*?i(32|64)>?( |$)")

@@ -6,21 +6,15 @@ import re
 import string
 from typing import Any
 
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import collectives
-from adasum import Adasum
-from collectives import Average, Sum
 from collectives.schedules.spec import (
     INNER,
     ONE_LEVEL,
     OUTER,
     format_all_reduce_spec,
     parse_all_reduce_spec,
-    parse_general_int,
 )
 from tests.fuzz.outcome import SETTINGS
 
@@ -71,31 +65,3 @@ def test_a_text_is_read_back_or_is_a_value_error(text: str) -> None:
     limits = [spec.limit for spec in specs]
     assert limits[-1] == -1 and limits[:-1] == sorted(set(limits[:-1]))
     assert all(0 < spec.shards < 2**63 and 0 < spec.inner_shards < 2**63 for spec in specs)
-
-
-@SETTINGS
-@given(value=st.integers(-5, 2**70), suffix=st.sampled_from(["", *"KkMGT", "g", "kb", " "]))
-def test_numbers(value: int, suffix: str) -> None:
-    power = {"": 0, "K": 10, "k": 10, "M": 20, "G": 30, "T": 40}.get(suffix)
-    if power is not None and 0 < value << power < 2**63:
-        assert parse_general_int(f"{value}{suffix}") == value << power
-    else:
-        with pytest.raises(ValueError):
-            parse_general_int(f"{value}{suffix}")
-
-
-@SETTINGS
-@given(text=valid, size=st.integers(1, 3), op=st.sampled_from((Sum, Average, Adasum)))
-def test_a_valid_text_reduces_or_is_a_value_error(text: str, size: int, op: Any) -> None:
-    def run(group: collectives.Group) -> str:
-        tensor = torch.ones(5)
-        try:
-            group.all_reduce(tensor, op, algorithm=text)
-        except ValueError as error:
-            assert tensor.tolist() == [1.0] * 5
-            return str(error)
-        # Equal vectors: Adasum is their average.
-        assert tensor.tolist() == [float(size) if op is Sum else 1.0] * 5
-        return ""
-
-    assert len({*collectives.run_threads(size, run, timeout=20.0)}) == 1
