@@ -12,17 +12,13 @@ is 0: it is that for the test files, and the example runs with the check.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from tests.horovod_conformance import rank
 from tests.horovod_conformance.expected import CPU_FOR_GPUS, DIFFERENT, SKIPPED
-from tests.processes.harness import free_port, on_one_node
+from tests.processes.harness import free_port, run_ranks
 
-ROOT = Path(__file__).parents[2]
 TORCH, ADASUM = "test/parallel/test_torch.py", "test/parallel/test_adasum_pytorch.py"
 EXAMPLE = "examples/pytorch/pytorch_mnist.py"
 RUNS = ((TORCH, 2), (ADASUM, 2), (ADASUM, 3), (ADASUM, 4), (EXAMPLE, 2))
@@ -33,63 +29,22 @@ UNCHECKED = (TORCH, ADASUM)
 
 
 def run(
-    checkout: Path,
-    file: str,
-    size: int,
-    keyword: str = "",
-    logs: Path | None = None,
-    timeout: float = TIMEOUT,
+    checkout: Path, file: str, size: int, keyword: str = "", timeout: float = TIMEOUT
 ) -> dict[str, list[str]]:
-    """Return the worst outcome of every test over the ranks, and its reason.
-
-    logs: Where to write what each rank's pytest has printed.
-    """
+    """Return the worst outcome of every test over the ranks, and its reason."""
     path = checkout / file
     if not path.exists():
         raise SystemExit(f"{path} does not exist: give the path of a checkout of Horovod 0.28.1")
-    port, second = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="horovod-") as directory:
-        reports = [Path(directory, f"report{rank}") for rank in range(size)]
-        ranks = []
-        for rank, report in enumerate(reports):
-            # HOROVOD_RANK as horovodrun --gloo sets it: tests then take their ways of gloo.
-            variables = {
-                **on_one_node(rank, size, port),
-                "CONFORMANCE_PORT": str(second),
-                "CONFORMANCE_TIMEOUT": str(timeout),
-                "ADASUM_CHECK_PARAMETERS": "0" if file in UNCHECKED else "1",
-                "HOROVOD_RANK": str(rank),
-                "HOROVOD_SIZE": str(size),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
-                # The example locks a file there.
-                "HOME": directory,
-            }
-            command = [sys.executable, "-m", f"{__package__}.rank", str(path), str(report), keyword]
-            with Path(directory, f"log{rank}").open("w") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        env={**os.environ, **variables},
-                        cwd=directory,
-                        stdout=log,
-                        stderr=log,
-                    )
-                )
-        try:
-            for each in ranks:
-                each.wait(SECONDS)
-        finally:
-            for each in ranks:
-                each.kill()
-                each.wait()
-        for rank, report in enumerate(reports):
-            log = Path(directory, f"log{rank}").read_text(errors="replace")
-            if logs is not None:
-                (logs / f"{path.stem}.{size}.{rank}.log").write_text(log)
-            if not report.exists():
-                raise SystemExit(f"rank {rank} of {size} ended before its tests:\n{log[-3000:]}")
-        return worst([json.loads(report.read_text()) for report in reports])
+        variables = {
+            "CONFORMANCE_PORT": str(free_port()),
+            "CONFORMANCE_TIMEOUT": str(timeout),
+            "ADASUM_CHECK_PARAMETERS": "0" if file in UNCHECKED else "1",
+            "HOROVOD_SIZE": str(size),
+            # The example locks a file there.
+            "HOME": directory,
+        }
+        return worst(run_ranks(size, rank.main, str(path), keyword, variables, timeout=SECONDS))
 
 
 def worst(results: list[dict[str, list[str]]]) -> dict[str, list[str]]:
@@ -134,14 +89,13 @@ def main() -> int:
     parser.add_argument("--file", choices=names)
     parser.add_argument("--ranks", type=int)
     parser.add_argument("-k", default="", dest="keyword", help="as pytest's")
-    parser.add_argument("--logs", type=Path, help="a folder for what the ranks print")
     args = parser.parse_args()
     only = names.get(args.file)
     chosen = [
         (file, size) for file, size in RUNS if only in (None, file) and args.ranks in (None, size)
     ] or [(only or TORCH, args.ranks)]
     good = [
-        report(file, size, run(args.checkout.resolve(), file, size, args.keyword, args.logs))
+        report(file, size, run(args.checkout.resolve(), file, size, args.keyword))
         for file, size in chosen
     ]
     return 0 if all(good) else 1

@@ -1,17 +1,13 @@
 """One rank of Horovod's tests: `adasum` stands in for `horovod.torch`, and pytest runs a test file.
 
-Started by `tests.horovod_conformance`, with torchrun's variables set:
-
-    python -m tests.horovod_conformance.rank FILE REPORT KEYWORD
-
-A file whose name does not begin with test_ is an example, run as a program.
+`tests.horovod_conformance` starts it. A file whose name does not begin with test_ is an example,
+run as a program.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import json
 import os
 import runpy
 import sys
@@ -165,9 +161,8 @@ class _Images(TensorDataset):
         super().__init__(noise + labels.view(-1, 1, 1, 1), labels)
 
 
-def run_example(file: str, report: str) -> int:
+def run_example(file: str) -> dict[str, list[str]]:
     """Run an example of Horovod for an epoch; torchvision is not needed."""
-    install()
     ignored = MagicMock()
     _module("torchvision", datasets=types.SimpleNamespace(MNIST=_Images), transforms=ignored)
     sys.argv = [file, "--epochs", "1", "--use-adasum"]
@@ -176,22 +171,19 @@ def run_example(file: str, report: str) -> int:
         runpy.run_path(file, run_name="__main__")
     except Exception as error:  # noqa: BLE001 - reported
         outcome = ["failed", f"{type(error).__name__}: {error}"]
-    Path(report).write_text(json.dumps({Path(file).name: outcome}))
-    return int(outcome[0] == "failed")
+    return {Path(file).name: outcome}
 
 
-def main(file: str, report: str, keyword: str) -> int:
-    """Run a file on this rank; write {test: [outcome, reason]} as JSON to `report`."""
-    if not Path(file).name.startswith("test_"):
-        return run_example(file, report)
+def main(rank: int, file: str, keyword: str, variables: dict[str, str]) -> dict[str, list[str]]:
+    """Run a file on this rank; return [outcome, reason] of each test."""
+    # The rank as horovodrun --gloo sets it: tests then take their ways of gloo.
+    os.environ.update(variables, HOROVOD_RANK=str(rank))
+    os.chdir(variables["HOME"])
     install()
+    if not Path(file).name.startswith("test_"):
+        return run_example(file)
     ranks = Ranks()
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--noconftest", "-k", keyword]
-    status = pytest.main([file, *options, "--rootdir", str(Path(file).parent)], plugins=[ranks])
-    Path(report).write_text(json.dumps(ranks.results))
+    pytest.main([file, *options, "--rootdir", str(Path(file).parent)], plugins=[ranks])
     ranks.wait_for_all()
-    return int(status)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(*sys.argv[1:]))
+    return ranks.results
