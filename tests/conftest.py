@@ -59,7 +59,6 @@ NIGHTLY = (
     "adasum/test_direct.py",
     "adasum/test_compile.py",
     "adasum/test_integrations.py",
-    "adasum/test_weights.py",
     "bench",
     "collectives/tools/test_bench.py",
     "collectives/execution/test_executor.py",

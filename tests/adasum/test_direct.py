@@ -159,22 +159,6 @@ def test_direct_has_the_same_bits_by_every_way_and_in_every_run(size: int) -> No
     assert all(each == found[0] for each in found)
 
 
-@pytest.mark.usefixtures("by_messages")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_float64_takes_the_steps_and_bits_of_vhdd(dtype: torch.dtype) -> None:
-    def work(group: Group) -> None:
-        answers, steps = [], []
-        for name in ("direct", "vhdd"):
-            mine = vectors("common", 5, torch.float64)[group.rank].to(dtype)
-            before = group.transport.steps
-            group.all_reduce(mine, Adasum, algorithm=name, segments=BOUNDS)
-            answers.append(bits(mine))
-            steps.append(group.transport.steps - before)
-        assert answers[0] == answers[1] and steps[0] == steps[1]
-
-    run_threads(5, work)
-
-
 class Pairs(AdasumReducer):
     """Adasum as an operator that reads no trees."""
 

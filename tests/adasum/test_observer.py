@@ -11,31 +11,15 @@ from torch import Tensor
 
 import adasum
 from adasum import AdasumReducer, orthogonality
-from adasum.observer import GramObserver, ObservedGram
+from adasum.observer import ObservedGram
 from adasum.orthogonality import Recorder, Row
 from collectives import Group, Sum, calls, run_threads
 from collectives.schedules.halving import balanced_tree
 from tests.adasum.definition import tree
-from tests.adasum.gradient_recorder.small import make_model
+from tests.adasum.gradient_recorder.small import train
 
 SHAPES = [(5, 7), (), (1000,), (0,), (3,)]
 EPS = torch.finfo(torch.float64).eps
-
-
-class Keeps:
-    """An observer that keeps what it is given, and refuses to see tensors."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[list[str], ObservedGram]] = []
-
-    def before_reduction(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Any:
-        raise AssertionError("of these reductions there are Gram matrices")
-
-    def after_reduction(self, token: Any, tensors: Sequence[Tensor]) -> None:
-        raise AssertionError("of these reductions there are Gram matrices")
-
-    def after_gram(self, names: Sequence[str], gram: ObservedGram) -> None:
-        self.seen.append((list(names), gram))
 
 
 def vectors(rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -105,22 +89,6 @@ def test_gram_matrices_are_those_of_all_ranks_and_change_no_bits(
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def test_spread_says_how_far_vectors_cancel() -> None:
-    """Of opposed pairs (1, e), (-1, e) the first sum is (0, 2e) + O(e^2), of reach 3 in all."""
-
-    def run(group: Group) -> list[float]:
-        signs = torch.tensor([(-1.0) ** group.rank, 2.0**-10])
-        mine = [signs, torch.eye(4)[group.rank], torch.zeros(2)]
-        gram = reduce(group, adasum.Adasum, mine, algorithm="direct")
-        assert gram is not None
-        return gram.spread.tolist()
-
-    for opposed, orthogonal, zero in run_threads(4, run):
-        # (1 + 1/2) (1, e) + (1 + 1/2) (-1, e) = (0, 3e), and e^2 beside 1 is left out.
-        assert opposed == pytest.approx((3 / (3 * 2.0**-10)) ** 2, rel=2.0**-15)
-        assert orthogonal == pytest.approx(4, rel=100 * EPS) and zero == 1
-
-
 def test_reductions_without_gram_matrices_say_so_and_hand_over_none() -> None:
     def run(group: Group) -> None:
         flat = group.topology.local_size == 1
@@ -179,46 +147,6 @@ def test_orthogonality_of_what_goes_by_direct_takes_no_norms(
         assert results[0][i] == pytest.approx(want, rel=100_000 * EPS)
     assert results[0][1] == pytest.approx(1 / 3, rel=100 * EPS)
     assert results[1] == results[0] == results[2]
-
-
-def train(group: Group, observer: object, steps: int, **options: Any) -> list[list[Tensor]]:
-    """Train with the observer; return each step's gradients of this rank before the reduction."""
-    model, sent = make_model(), []
-    optimizer = adasum.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options
-    )
-    optimizer.set_observer(observer)  # type: ignore[arg-type]
-    for step in range(steps):
-        optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(10 * step + group.rank)
-        inputs = torch.randn(4, 5, generator=generator)
-        parameters = list(model.parameters())
-        sent.append(list(torch.autograd.grad(model(inputs).square().mean(), parameters)))
-        model(inputs).square().mean().backward()
-        optimizer.step()
-    return sent
-
-
-@pytest.mark.parametrize("compression", [adasum.Compression.none, adasum.Compression.bf16])
-def test_optimizer_shows_gram_matrices_of_what_is_sent(compression: Any) -> None:
-    options = {"op": adasum.Adasum, "method": "gradient", "groups": 2, "algorithm": "direct"}
-
-    def run(group: Group) -> tuple[list[Any], list[list[Tensor]]]:
-        observer = Keeps()
-        assert isinstance(observer, GramObserver)
-        return observer.seen, train(group, observer, 2, compression=compression, **options)
-
-    results = run_threads(3, run)
-    names = [name for name, _ in make_model().named_parameters()]
-    eps = EPS if compression is adasum.Compression.none else torch.finfo(torch.bfloat16).eps
-    for seen, _ in results:
-        assert sorted(name for some, _ in seen for name in some) == sorted(2 * names)
-        for number, (some, gram) in enumerate(seen):
-            step = number * 2 // len(seen)
-            for name, row in zip(some, gram.norms, strict=True):
-                wants = [sent[step][names.index(name)].double().norm() for _, sent in results]
-                # Each element is rounded by half an eps where it is compressed.
-                assert torch.allclose(row, torch.stack(wants), rtol=1000 * EPS + eps, atol=0)
 
 
 @pytest.mark.parametrize("method", ["gradient", "delta"])
