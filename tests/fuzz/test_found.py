@@ -166,18 +166,3 @@ def test_memory_that_does_not_hold_the_values() -> None:
     assert negative.is_contiguous() and negative.is_neg()
     with pytest.raises(ValueError, match=r"a is a negative view: pass a\.resolve_neg\(\)"):
         kernels.adasum(negative, torch.ones(1))
-
-
-def test_nested_and_uninitialised_tensors() -> None:
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    lazy = torch.nn.LazyLinear(3).weight
-
-    def run(group: Group) -> None:
-        with pytest.raises(ValueError, match="must not be nested"):
-            group.all_reduce(nested)
-        with pytest.raises(ValueError, match="uninitialised parameter: call its module"):
-            adasum.allgather(lazy)
-
-    run_threads(2, run)
-    with pytest.raises(ValueError, match="a is a nested tensor"):
-        kernels.adasum(nested, nested)

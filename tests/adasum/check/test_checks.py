@@ -51,16 +51,6 @@ def test_check_that_fails_hangs_or_dies_has_its_line(
     assert said.startswith(f"{verdict:8} {name} ") and said.endswith(text)
 
 
-def test_check_run_here_says_its_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    def wrong() -> str:
-        raise RuntimeError("CUDA error:\nan illegal address")
-
-    assert processes.run_here(lambda: "fine") == 0 and processes.run_here(wrong) == 1
-    assert capsys.readouterr().out.split("\n") == [
-        *("", "ok: fine", "", "FAILED: CUDA error: an illegal address", "")
-    ]
-
-
 def test_several_gpus_have_checks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for cupy in (None, "cupy"):

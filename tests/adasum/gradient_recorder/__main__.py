@@ -3,7 +3,6 @@
     python -m tests.adasum.gradient_recorder               # what is missing, then the table
     python -m tests.adasum.gradient_recorder --ranks 8     # some of it, beside another process
     python -m tests.adasum.gradient_recorder --table       # the table alone
-    python -m tests.adasum.gradient_recorder --cost        # what a step costs the recorder
 
 A training of 8 epochs takes a quarter of a minute. Its line goes to bench/results/cpu; what is
 there is not run again.
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from adasum.gradient_recorder import Alarm, GradientRecorder
-from tests.adasum.gradient_recorder.cost import cost_table
 from tests.adasum.gradient_recorder.digits import FAULTS, Training, train
 
 ROOT = Path(__file__).parents[3]
@@ -129,11 +127,7 @@ def main() -> None:
     parser.description = "Count the gradient recorder's alarms on digits."
     parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=list(RANKS))
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--cost", action="store_true", help="time the recorder instead")
     options = parser.parse_args()
-    if options.cost:
-        print(cost_table())
-        return
     if not options.table:
         run(options.ranks)
     print(table())
