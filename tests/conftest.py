@@ -53,7 +53,6 @@ NIGHTLY = (
     "adasum/check",
     "adasum/gradient_recorder",
     "adasum/optimizer/test_mutations.py",
-    "adasum/optimizer/test_trainings.py",
     "adasum/optimizer/test_tree_order.py::test_trainings_on_any_number",
     "adasum/test_ddp.py",
     "adasum/test_direct.py",

@@ -18,6 +18,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 Leaf = tuple[Tensor, int]
+Apply = Callable[[Sequence[Tensor]], Tensor]
 
 
 def pair(a: Leaf, b: Leaf, bounds: Sequence[int]) -> Leaf:
@@ -110,7 +111,7 @@ def flat(model: torch.nn.Module) -> Tensor:
 
 
 def trajectory(
-    op: str,
+    op: str | Apply,
     kind: str,
     size: int,
     passes: int,
@@ -118,19 +119,33 @@ def trajectory(
     *,
     method: str = "delta",
     local_size: int = 1,
+    ends: Sequence[int] = (),
 ) -> Tensor:
     """Parameters [steps, P] after each step by the definition, no communication involved.
 
-    Sum, Average, and Adasum's gradient method: one plain optimizer stepping by the reduced
-    gradients. Adasum's delta method: every rank's own plain optimizer steps from the common
-    parameters, and the tree of the differences is added. local_size: Adasum of the averages over
-    so many neighbours.
+    Sum, Average, and the gradient method: one plain optimizer stepping by the reduced gradients.
+    The delta method, of Adasum or an operator of a user's: every rank's own plain optimizer steps
+    from the common parameters, and the reduced differences are added. local_size: Adasum of the
+    averages over so many neighbours. ends: the steps of each rank, which then joins: zeros.
     """
 
     def adasum(vectors: Sequence[Tensor]) -> Tensor:
         nodes = [vectors[i : i + local_size] for i in range(0, size, local_size)]
         return tree([torch.stack(list(node)).mean(0) for node in nodes])
 
+    known: dict[str, Apply] = {
+        "Sum": lambda vectors: torch.stack(list(vectors)).sum(0),
+        "Average": lambda vectors: torch.stack(list(vectors)).mean(0),
+        "Adasum": adasum,
+    }
+    apply = known[op] if isinstance(op, str) else op
+
+    def reduced(values: Sequence[Tensor], step: int) -> Tensor:
+        live = [step < end for end in ends or [steps] * size]
+        vectors = [each.reshape(-1) * on for each, on in zip(values, live, strict=True)]
+        return apply(vectors).view(values[0].shape)
+
+    by_delta = op not in ("Sum", "Average") and method == "delta"
     replicas = [make_model() for _ in range(size)]
     optimizers = [OPTIMIZERS[kind](model.parameters()) for model in replicas]
     rows = []
@@ -140,24 +155,17 @@ def trajectory(
             for turn in range(passes):
                 loss_of(model, rank, step, turn).backward()
         columns = list(zip(*(model.parameters() for model in replicas), strict=True))
-        by_delta = op == "Adasum" and method == "delta"
-        if not by_delta:
-            for column in columns:
-                gradients = [p.grad for p in column]
-                reduced = torch.stack(gradients).sum(0)
-                if op == "Average":
-                    reduced = reduced / size
-                elif op == "Adasum":
-                    reduced = adasum([g.reshape(-1) for g in gradients]).view(reduced.shape)
-                for p in column:
-                    p.grad = reduced.clone()
+        for column in columns if not by_delta else ():
+            gradient = reduced([p.grad for p in column], step)
+            for p in column:
+                p.grad = gradient.clone()
         before = [column[0].detach().clone() for column in columns]
         for optimizer in optimizers:
             optimizer.step()
         if by_delta:
             with torch.no_grad():
                 for old, column in zip(before, columns, strict=True):
-                    delta = adasum([(p - old).reshape(-1) for p in column]).view(old.shape)
+                    delta = reduced([p - old for p in column], step)
                     for p in column:
                         p.copy_(old + delta)
         rows.append(flat(replicas[0]))

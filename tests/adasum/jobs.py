@@ -27,6 +27,18 @@ def ways(*names: str) -> dict[str, dict[str, Any]]:
     return {name: WAYS[name] for name in names}
 
 
+def take_steps(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, passes: int = 1
+) -> Tensor:
+    """Train a model of `make_model` on this rank's batches; return its parameters."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        for turn in range(passes):
+            loss_of(model, hvd.rank(), step, turn).backward()
+        optimizer.step()
+    return flat(model)
+
+
 def train(op: str, kind: str, passes: int, steps: int, **options: Any) -> Tensor:
     """Parameters [steps, P] after each step of this rank."""
     model = make_model()

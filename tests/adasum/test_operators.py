@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,16 +14,16 @@ from adasum import DistributedOptimizer, HookState
 from collectives import Group, Reducer
 from tests.adasum.definition import (
     OPTIMIZERS,
-    flat,
-    loss_of,
+    Apply,
     make_model,
     relative_error,
+    trajectory,
     trajectory_tolerance,
 )
+from tests.adasum.jobs import take_steps
 from tests.collectives.operators import ByRank, Longest, TrimmedMean, longest, trimmed
 
 STEPS = 4
-Apply = Callable[[Sequence[Tensor]], Tensor]
 # Each operator with its definition on the gathered values of one parameter.
 OPERATORS: dict[str, tuple[Reducer, Apply]] = {
     "trimmed": (TrimmedMean(), lambda rows: trimmed(torch.stack(list(rows)), 1)),
@@ -40,45 +39,12 @@ OPERATORS: dict[str, tuple[Reducer, Apply]] = {
 }
 
 
-def by_definition(apply: Apply, kind: str, size: int, *, every: int = 0) -> Tensor:
-    """Parameters after the steps of plain optimizers, one a rank, on gathered values.
-
-    every: 0 for the operator on gradients, else on differences after so many steps.
-    """
-    replicas = [make_model() for _ in range(size)]
-    optimizers = [OPTIMIZERS[kind](model.parameters()) for model in replicas]
-    before = [p.detach().clone() for p in replicas[0].parameters()]
-    for step in range(STEPS):
-        for rank, (model, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-        columns = list(zip(*(model.parameters() for model in replicas), strict=True))
-        if not every:
-            for column in columns:
-                reduced = apply([p.grad.reshape(-1) for p in column]).view(column[0].shape)
-                for p in column:
-                    p.grad = reduced.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-        if every and (step + 1) % every == 0:
-            with torch.no_grad():
-                for old, column in zip(before, columns, strict=True):
-                    old += apply([(p - old).reshape(-1) for p in column]).view(old.shape)
-                    for p in column:
-                        p.copy_(old)
-    return flat(replicas[0])
-
-
 def train(op: Reducer, kind: str, **options: Any) -> Tensor:
     model = make_model()
     optimizer = DistributedOptimizer(
         OPTIMIZERS[kind](model.parameters()), model.named_parameters(), op=op, **options
     )
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank(), step).backward()
-        optimizer.step()
-    return flat(model)
+    return take_steps(model, optimizer, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +65,14 @@ def test_optimizer_with_a_users_operator_does_as_torch_on_gathered_values(
     name: str, options: dict[str, Any]
 ) -> None:
     op, apply = OPERATORS[name]
-    every = 1 if options.get("method") == "delta" else 0
-    if every and not op.averages:
+    method = options.get("method", "gradient")
+    if method == "delta" and not op.averages:
         with pytest.raises(ValueError, match=f"a {op} of steps overshoots"):
             collectives.run_threads(1, lambda group: train(op, "sgd", **options))
         return
     for size, kind in ((3, "momentum"), (5, "adam")):
         results = collectives.run_threads(size, lambda group, k=kind: train(op, k, **options))
-        want = by_definition(apply, kind, size, every=every)
+        want = trajectory(apply, kind, size, 1, STEPS, method=method)[-1]
         assert relative_error(results[0], want) <= trajectory_tolerance(STEPS)
         assert all(torch.equal(result, results[0]) for result in results)
 

@@ -16,21 +16,9 @@ from torch import Tensor
 import adasum as hvd
 from adasum import Compression, DistributedOptimizer
 from tests.adasum.definition import OPTIMIZERS, PLACE, flat, loss_of, make_model
-from tests.adasum.jobs import OPS
+from tests.adasum.jobs import WAYS, take_steps
 
 STEPS, STOP = 4, 2
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sum": ("Sum", {}),
-    "average": ("Average", {}),
-    "delta": ("Adasum", {}),
-    "gradient": ("Adasum", {"method": "gradient"}),
-    "in backward": ("Adasum", {"step_in_backward": True}),
-}
-# These have tests of their own, beside some that they share.
-ALL_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    **WAYS,
-    "owners": ("Average", {"mode": "owners"}),
-}
 Wrap = Callable[..., Any]
 
 
@@ -39,41 +27,30 @@ def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _wrap(way: str) -> Wrap:
-    op, fixed = ALL_WAYS[way]
-
     def wrap(kind: Any, model: torch.nn.Module, **options: Any) -> Any:
         make = OPTIMIZERS[kind] if isinstance(kind, str) else kind
         return DistributedOptimizer(
-            make(model.parameters()), model.named_parameters(), op=OPS[op], **fixed, **options
+            make(model.parameters()), model.named_parameters(), **WAYS[way], **options
         )
 
     return wrap
 
 
-def _train(model: torch.nn.Module, optimizer: Any, passes: int = 1) -> Tensor:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for turn in range(passes):
-            loss_of(model, hvd.rank(), step, turn).backward()
-        optimizer.step()
-    return flat(model)
-
-
 def groups(wrap: Wrap) -> Tensor:
     model = make_model()
-    return _train(model, wrap("adam", model, groups=3))
+    return take_steps(model, wrap("adam", model, groups=3), STEPS)
 
 
 def accumulation(wrap: Wrap) -> Tensor:
     model = make_model()
-    return _train(model, wrap("momentum", model, backward_passes_per_step=2), passes=2)
+    return take_steps(model, wrap("momentum", model, backward_passes_per_step=2), STEPS, passes=2)
 
 
 def compressed(wrap: Wrap) -> Tensor:
     parts = []
     for compression in (Compression.fp16, Compression.bf16):
         model = make_model()
-        parts.append(_train(model, wrap("sgd", model, compression=compression)))
+        parts.append(take_steps(model, wrap("sgd", model, compression=compression), STEPS))
     return torch.cat(parts)
 
 
@@ -214,14 +191,14 @@ def sparse(wrap: Wrap) -> Tensor:
 
 def predivided(wrap: Wrap) -> Tensor:
     model = make_model()
-    return _train(model, wrap("sgd", model, gradient_predivide_factor=4.0))
+    return take_steps(model, wrap("sgd", model, gradient_predivide_factor=4.0), STEPS)
 
 
 def process_sets(wrap: Wrap) -> Tensor:
     """All ranks but the first train together, the first by itself."""
     others = hvd.add_process_set(range(1, hvd.size()))
     model = make_model()
-    mine = _train(model, wrap("adam", model, process_set=others))
+    mine = take_steps(model, wrap("adam", model, process_set=others), STEPS)
     rows = hvd.allgather(mine.unsqueeze(0))
     alone = make_model()
     plain = OPTIMIZERS["adam"](alone.parameters())
@@ -267,10 +244,10 @@ def _interrupted(wrap: Wrap, stop: int | None) -> Tensor:
     return flat(model)
 
 
-_EVERY = tuple(WAYS)
-_AFTER_BACKWARD = tuple(way for way in WAYS if way != "in backward")
+_AFTER_BACKWARD = ("sum", "average", "delta", "gradient")
+_EVERY = (*_AFTER_BACKWARD, "delta in backward")
 LINES: dict[Callable[[Wrap], Tensor], tuple[str, ...]] = {
-    groups: tuple(ALL_WAYS),
+    groups: (*_EVERY, "owners"),
     accumulation: _EVERY,
     compressed: _EVERY,
     closures: _EVERY,
@@ -278,12 +255,12 @@ LINES: dict[Callable[[Wrap], Tensor], tuple[str, ...]] = {
     clipped: _AFTER_BACKWARD,
     scaled: _AFTER_BACKWARD,
     autocast: _EVERY,
-    unused_parameters: tuple(ALL_WAYS),
+    unused_parameters: (*_EVERY, "owners"),
     frozen_shared_and_added: _EVERY,
     two_optimizers: _EVERY,
     predivided: ("average",),
     process_sets: _EVERY,
-    sparse: ("sum", "average", "delta", "in backward"),
+    sparse: ("sum", "average", "delta", "delta in backward"),
     resumed: _EVERY,
 }
 

@@ -13,7 +13,7 @@ import adasum as hvd
 from collectives import CollectiveMismatchError, Group, run_threads
 from tests.adasum.jobs import ways
 
-WAYS = ways("average", "gradient", "owners")
+WAYS = ways("average", "gradient", "owners", "delta")
 
 
 @pytest.mark.parametrize("way", ["average", "gradient"])
@@ -80,17 +80,15 @@ def test_gradients_of_another_dtype_than_their_parameter_are_reduced_in_it(
     run_threads(2, run)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "delta"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_state_of_another_shape_than_its_parameter_raises_and_names_both(way: str) -> None:
-    options = WAYS.get(way, {"op": hvd.Adasum})
-
     def run(group: Group) -> None:
         model = torch.nn.Linear(4, 4)
         with torch.no_grad():
             for each in model.parameters():
                 each.fill_(0.5)
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.Adam(model.parameters()), model.named_parameters(), **options
+            torch.optim.Adam(model.parameters()), model.named_parameters(), **WAYS[way]
         )
 
         def step() -> None:
@@ -130,18 +128,17 @@ def test_a_gradient_of_another_shape_than_its_parameter_raises_and_names_it() ->
     run_threads(2, run)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "delta"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strides", [(1, 4), (6, 1), (6, 2), (12, 3)], ids=str)
 def test_parameters_not_contiguous_train_as_a_contiguous_copy(
     way: str, strides: tuple[int, int]
 ) -> None:
     """Columns of a larger tensor."""
-    options = WAYS.get(way, {"op": hvd.Adasum})
 
     def run(group: Group, copied: bool) -> Tensor:
         values = torch.arange(48.0).as_strided((4, 3), strides)
         columns = torch.nn.Parameter(values.contiguous() if copied else values)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([columns], lr=0.1), **options)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([columns], lr=0.1), **WAYS[way])
         for _ in range(2):
             optimizer.zero_grad()
             (columns * (group.rank + 1) - 1).square().sum().backward()
@@ -153,10 +150,8 @@ def test_parameters_not_contiguous_train_as_a_contiguous_copy(
         assert torch.equal(got, plain[0])
 
 
-@pytest.mark.parametrize("way", [*WAYS, "delta"])
+@pytest.mark.parametrize("way", WAYS)
 def test_channels_last_gradients_keep_their_strides_and_have_to_on_all_ranks(way: str) -> None:
-    options = WAYS.get(way, {"op": hvd.Adasum})
-
     def run(group: Group, alike: bool) -> None:
         weight = torch.ones(4, 3, 2, 2)
         last = alike or group.rank == 0
@@ -164,7 +159,7 @@ def test_channels_last_gradients_keep_their_strides_and_have_to_on_all_ranks(way
             weight.to(memory_format=torch.channels_last) if last else weight
         )
         stride = parameter.stride()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), **options)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), **WAYS[way])
 
         def step() -> None:
             optimizer.zero_grad()

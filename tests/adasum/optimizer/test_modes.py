@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import adasum as hvd
 from collectives import Group, run_threads
@@ -60,7 +59,7 @@ def train(group: Group, way: str, mode: Any = None) -> Tensor:
     return flat(model)
 
 
-@pytest.mark.parametrize("mode", [Counting, Passing, lambda: FlopCounterMode(display=False)])
+@pytest.mark.parametrize("mode", [Counting, Passing])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_inside_a_mode_is_the_step_without_it(way: str, mode: Any) -> None:
     plain = run_threads(2, lambda group: train(group, way))

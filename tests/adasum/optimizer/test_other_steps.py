@@ -14,15 +14,10 @@ import adasum as hvd
 from adasum import OptimizerOrderError
 from collectives import Group, run_threads
 from tests.adasum.definition import flat, loss_of, make_model
+from tests.adasum.jobs import ways
 
-BY_GRADIENTS: dict[str, dict[str, Any]] = {
-    "average": {"op": hvd.Average},
-    "gradient": {"op": hvd.Adasum, "method": "gradient"},
-}
-BY_STEPS: dict[str, dict[str, Any]] = {
-    "delta": {"op": hvd.Adasum},
-    "owners": {"op": hvd.Average, "mode": "owners"},
-}
+BY_GRADIENTS = ways("average", "gradient")
+BY_STEPS = ways("delta", "owners")
 WAYS = {**BY_GRADIENTS, **BY_STEPS}
 
 

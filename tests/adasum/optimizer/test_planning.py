@@ -21,21 +21,11 @@ def test_plan_buckets_by_bytes_goes_in_reverse_order() -> None:
     assert _names(buckets) == [["p5", "p4"], ["p3"], ["p2", "p1"], ["p0"]]
 
 
-def test_plan_buckets_by_number_closes_at_groups_size() -> None:
-    named = _named(4, 6, 4, 30, 5)
-    assert _names(plan_buckets(named, groups_size=2)) == [["p4", "p3"], ["p2", "p1"], ["p0"]]
-
-
 def test_plan_buckets_of_mixed_dtypes_splits_and_orders_by_completion() -> None:
     named = _named(1, 1, 1, 1)
     named[1] = ("p1", torch.zeros(1, dtype=torch.float64))
     named[3] = ("p3", torch.zeros(1, dtype=torch.float64))
     assert _names(plan_buckets(named)) == [["p3", "p1"], ["p2", "p0"]]
-
-
-def test_plan_buckets_of_empty_or_no_parameters_works() -> None:
-    assert _names(plan_buckets(_named(0, 0, 3), memory_size=1 / 2**20)) == [["p2"], ["p1", "p0"]]
-    assert plan_buckets([]) == []
 
 
 def test_plan_buckets_with_a_number_makes_so_many_buckets() -> None:

@@ -11,15 +11,12 @@ import torch
 import adasum as hvd
 import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
-from tests.adasum.definition import flat, loss_of, make_model
+from tests.adasum.definition import loss_of, make_model
+from tests.adasum.jobs import take_steps, ways
 
 T = TypeVar("T")
 EPS = torch.finfo(torch.float64).eps
-WAYS: dict[str, dict[str, Any]] = {
-    "gradient": {},
-    "delta": {"op": hvd.Adasum},
-    "owners": {"mode": "owners"},
-}
+WAYS = ways("average", "delta", "owners")
 
 
 class Abstract(torch.optim.SGD, metaclass=abc.ABCMeta):
@@ -69,11 +66,7 @@ def test_subclass_of_the_class_overrides_step() -> None:
     def run(group: collectives.Group, make: Any) -> tuple[torch.Tensor, Any]:
         model = make_model()
         optimizer = make(torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, group.rank, step).backward()
-            optimizer.step()
-        return flat(model), optimizer
+        return take_steps(model, optimizer, 2), optimizer
 
     got, optimizer = collectives.run_threads(2, lambda group: run(group, Counting))[0]
     want, _ = collectives.run_threads(2, lambda group: run(group, DistributedOptimizer))[0]

@@ -14,50 +14,44 @@ from adasum.optimizer.consistency import parameter_check
 from adasum.optimizer.consistency.descriptions import describe_value
 from collectives import CollectiveMismatchError, Group, run_threads
 from tests.adasum.definition import flat, loss_of, make_model
-from tests.adasum.optimizer.test_parameter_check import METHODS
+from tests.adasum.jobs import WAYS
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-# What differs: how rank 0's optimizer is made, how rank 1's, and what the error says.
-DIFFERING: dict[str, tuple[Any, Any, str]] = {
-    "rate": ((SGD, {}), (partial(torch.optim.SGD, lr=0.2), {}), "lr of group 0 is 0.1 on rank 0"),
-    "momentum": ((SGD, {}), (partial(SGD, momentum=0.9), {}), "momentum of group 0 is 0.0"),
-    "class": ((SGD, {}), (torch.optim.Adam, {}), "class is torch.optim.sgd.SGD on rank 0"),
+ADASUM = {"op": hvd.Adasum}
+# What differs: the options of rank 0's optimizer, rank 1's, and what the error says. With `make`
+# they are of another plain optimizer.
+DIFFERING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "rate": ({}, {"make": partial(torch.optim.SGD, lr=0.2)}, "lr of group 0 is 0.1 on rank 0"),
+    "momentum": ({}, {"make": partial(SGD, momentum=0.9)}, "momentum of group 0 is 0.0"),
+    "class": ({}, {"make": torch.optim.Adam}, "class is torch.optim.sgd.SGD on rank 0"),
     "a tensor": (
-        (partial(torch.optim.Adam, lr=torch.tensor(0.25)), {}),
-        (partial(torch.optim.Adam, lr=torch.tensor(0.5)), {}),
+        {"make": partial(torch.optim.Adam, lr=torch.tensor(0.25))},
+        {"make": partial(torch.optim.Adam, lr=torch.tensor(0.5))},
         "lr of group 0 is 0.25 on rank 0 and 0.5 on rank 1",
     ),
-    "passes": (
-        (SGD, {"backward_passes_per_step": 1}),
-        (SGD, {"backward_passes_per_step": 2}),
-        "backward_passes_per_step is 1 on rank 0 and 2 on rank 1",
-    ),
-    "op": ((SGD, {"op": hvd.Sum}), (SGD, {"op": hvd.Average}), "op is Sum on rank 0"),
+    "passes": ({}, {"backward_passes_per_step": 2}, "per_step is 1 on rank 0 and 2 on rank 1"),
+    "op": ({"op": hvd.Sum}, {}, "op is Sum on rank 0"),
     "weights": (
-        (SGD, {"op": hvd.Adasum}),
-        (SGD, {"op": hvd.Adasum, "weighted": False}),
+        ADASUM,
+        {**ADASUM, "weighted": False},
         "op is Adasum on rank 0 and Adasum(weighted=False) on rank 1",
     ),
     "method": (
-        (SGD, {"op": hvd.Adasum}),
-        (SGD, {"op": hvd.Adasum, "method": "gradient"}),
+        ADASUM,
+        {**ADASUM, "method": "gradient"},
         "the method is DeltaMethod on rank 0 and GradientMethod on rank 1",
     ),
-    "mode": ((SGD, {"mode": "owners"}), (SGD, {}), "the method is OwnersMethod on rank 0"),
-    "compression": (
-        (SGD, {}),
-        (SGD, {"compression": hvd.Compression.bf16}),
-        "compression is ",
-    ),
-    "algorithm": ((SGD, {"algorithm": "rd"}), (SGD, {}), "algorithm is 'rd' on rank 0 and None"),
-    "check_every": ((SGD, {}), (SGD, {"check_every": 7}), "check_every is 100 on rank 0 and 7"),
-    "sparse_as_dense": ((SGD, {}), (SGD, {"sparse_as_dense": True}), "sparse_as_dense is False"),
-    "predivide": (
-        (SGD, {}),
-        (SGD, {"gradient_predivide_factor": 2.0}),
-        "gradient_predivide_factor is 1.0 on rank 0",
-    ),
+    "mode": ({"mode": "owners"}, {}, "the method is OwnersMethod on rank 0"),
+    "compression": ({}, {"compression": hvd.Compression.bf16}, "compression is "),
+    "algorithm": ({"algorithm": "rd"}, {}, "algorithm is 'rd' on rank 0 and None"),
+    "check_every": ({}, {"check_every": 7}, "check_every is 100 on rank 0 and 7"),
+    "sparse_as_dense": ({}, {"sparse_as_dense": True}, "sparse_as_dense is False"),
+    "predivide": ({}, {"gradient_predivide_factor": 2.0}, "predivide_factor is 1.0 on rank 0"),
 }
+
+
+def _wrapped(model: torch.nn.Module, make: Any = SGD, **options: Any) -> Any:
+    return hvd.DistributedOptimizer(make(model.parameters()), **options)
 
 
 def _step(optimizer: Any, model: torch.nn.Module, rank: int, number: int = 0) -> None:
@@ -74,8 +68,7 @@ def test_settings_that_differ_raise_at_the_first_step_on_every_rank(what: str) -
     def run(group: Group) -> str:
         model = make_model()
         before = flat(model)
-        make, options = sides[group.rank]
-        optimizer = hvd.DistributedOptimizer(make(model.parameters()), **options)
+        optimizer = _wrapped(model, **sides[group.rank])
         with pytest.raises(CollectiveMismatchError) as caught:
             _step(optimizer, model, group.rank)
         assert torch.equal(before, flat(model))
@@ -93,9 +86,8 @@ def test_settings_that_differ_are_not_compared_with_check_parameters_false(what:
 
     def run(group: Group) -> None:
         model = make_model()
-        make, options = sides[group.rank]
-        options = {**options, "check_parameters": False}
-        _step(hvd.DistributedOptimizer(make(model.parameters()), **options), model, group.rank)
+        optimizer = _wrapped(model, check_parameters=False, **sides[group.rank])
+        _step(optimizer, model, group.rank)
 
     run_threads(2, run)
 
@@ -119,12 +111,12 @@ def _drift(model: torch.nn.Module) -> None:
         next(model.parameters())[0] += 1e-3
 
 
-@pytest.mark.parametrize("way", [each for each in METHODS if each != "owners"])
+@pytest.mark.parametrize("way", [each for each in WAYS if each != "owners"])
 def test_parameters_that_come_to_differ_raise_at_the_next_running_check(way: str) -> None:
     def run(group: Group) -> str:
         model = make_model()
         optimizer = hvd.DistributedOptimizer(
-            SGD(model.parameters()), model.named_parameters(), check_every=4, **METHODS[way]
+            SGD(model.parameters()), model.named_parameters(), check_every=4, **WAYS[way]
         )
         for number in range(8):
             _step(optimizer, model, group.rank, number)

@@ -12,7 +12,7 @@ import adasum as hvd
 from adasum import OptimizerOrderError
 from collectives import Group, run_threads
 from tests.adasum.definition import flat, loss_of, make_model
-from tests.adasum.jobs import ways
+from tests.adasum.jobs import take_steps, ways
 
 
 def wrapped(parameters: Any, **options: Any) -> Any:
@@ -29,10 +29,7 @@ def test_a_reloaded_optimizer_trains_while_the_old_one_is_still_held(way: str) -
         optimizers = []
         for _ in range(3):
             optimizers.append(wrapped(model.parameters(), **WAYS[way]))
-            for step in range(2):
-                optimizers[-1].zero_grad()
-                loss_of(model, group.rank, step).backward()
-                optimizers[-1].step()
+            take_steps(model, optimizers[-1], 2)
             if not held:
                 optimizers.clear()
         return flat(model)
@@ -40,36 +37,6 @@ def test_a_reloaded_optimizer_trains_while_the_old_one_is_still_held(way: str) -
     got = run_threads(2, lambda group: run(group, True))
     want = run_threads(2, lambda group: run(group, False))
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], want[0])
-
-
-class Trunk(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = make_model(1)
-        self.heads = torch.nn.ModuleList(torch.nn.Linear(3, 2).double() for _ in range(2))
-        with torch.no_grad():
-            for each in self.heads.parameters():
-                each.fill_(0.25)
-
-    def parameters_for(self, head: int) -> list[Tensor]:
-        return [*self.trunk.parameters(), *self.heads[head].parameters()]
-
-    def loss(self, head: int, rank: int, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * rank + 10 * step + head)
-        x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-        return (self.heads[head](self.trunk(x)) - 1).square().mean()
-
-
-def test_two_optimizers_by_gradients_that_share_a_trunk_raise_at_the_older_ones_step() -> None:
-    def run(group: Group) -> None:
-        model = Trunk()
-        first, second = (wrapped(model.parameters_for(head), op=hvd.Average) for head in range(2))
-        model.loss(0, group.rank, 0).backward()
-        with pytest.raises(OptimizerOrderError, match=r"reduced twice.* go into one optimizer"):
-            first.step()
-        second.step()
-
-    run_threads(2, run)
 
 
 @pytest.mark.parametrize("way", ["average", "delta"])

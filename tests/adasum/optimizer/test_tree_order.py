@@ -75,14 +75,6 @@ class Run:
             self.optimizer.step()
         return digest(self.model)
 
-    def state(self) -> dict[str, Any]:
-        kept = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return copy.deepcopy(kept)
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
 
 def on_threads(transport: str, size: int, job: Callable[[Group], Any]) -> list[Any]:
     """What `job` returns on ranks that are threads of this process, by a transport."""
@@ -154,30 +146,6 @@ def gloo_job(rank: int) -> str:
 @pytest.mark.slow
 def test_training_in_processes_over_gloo_ends_with_the_same_bits(one_rank: str) -> None:
     assert run_ranks(2, gloo_job, timeout=120.0) == [one_rank] * 2
-
-
-def test_training_killed_on_8_ranks_goes_on_on_4_and_2(one_rank: str) -> None:
-    kept: dict[str, Any] = {}
-
-    def until_killed(group: Group) -> None:
-        run = Run(group)
-        run.steps(0, STEPS // 2)
-        if group.rank == 0:
-            kept.update(run.state())
-        run.steps(STEPS // 2, STEPS // 2 + 3)
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        collectives.run_threads(8, until_killed)
-
-    def resumed(group: Group) -> str:
-        run = Run(group)
-        # The optimizer takes the state as it is, and each rank needs its own.
-        run.load(copy.deepcopy(kept))
-        return run.steps(STEPS // 2, STEPS)
-
-    for size in (4, 2):
-        assert collectives.run_threads(size, resumed) == [one_rank] * size
 
 
 def test_passes_may_change_between_two_steps() -> None:
