@@ -285,7 +285,7 @@ def _after_a_mismatch(group: Group) -> Any:
         group.all_reduce(x)
     except collectives.CollectiveMismatchError as error:
         group.barrier()
-        return f"{x.sum().item()} after {str(error)[:40]}"
+        return f"{x.sum().item()} after {str(error)[:14]}"
 
 
 MISMATCHES: dict[str, Call] = {

@@ -33,6 +33,8 @@ _OF_THIS_RUN = (
     # function takes, on how the arguments are handed on.
     (re.compile(r"\b(call|request) \d+"), r"\1 N"),
     (re.compile(r"[\w.]+\(\) got an unexpected"), "FUNCTION() got an unexpected"),
+    # Of a group that was split from another.
+    (re.compile(r"( in the group)? of ranks [\d, ]+(?=[:)])"), ""),
 )
 
 
@@ -54,7 +56,7 @@ def _outcome(group: Group, case: Case) -> str:
         return said(error)
 
 
-def _outcomes(group: Group, cases: Sequence[Case]) -> list[str]:
+def outcomes(group: Group, cases: Sequence[Case]) -> list[str]:
     """This rank's outcomes, up to the first after which the group may be of no more use."""
     found = []
     for case in cases:
@@ -68,7 +70,7 @@ def _outcomes(group: Group, cases: Sequence[Case]) -> list[str]:
 def _of_processes(rank: int, cases: Sequence[str]) -> list[str]:
     group = collectives.init(transport="gloo", timeout=TIMEOUT)
     try:
-        return _outcomes(group, [Case.parse(each) for each in cases])
+        return outcomes(group, [Case.parse(each) for each in cases])
     finally:
         collectives.shutdown()
 
@@ -100,8 +102,8 @@ def run(cases: Sequence[Case]) -> dict[Case, list[str]]:
         ranks = _answers(left)
         # A rank ends at the first outcome after which the others' may mean nothing.
         whole = min(map(len, ranks))
-        for case, *outcomes in zip(left[:whole], *(each[:whole] for each in ranks), strict=True):
-            found[case] = outcomes
+        for case, *by_rank in zip(left[:whole], *(each[:whole] for each in ranks), strict=True):
+            found[case] = by_rank
     return found
 
 
@@ -111,4 +113,4 @@ def _answers(cases: Sequence[Case]) -> list[list[str]]:
     if transport == "gloo":
         texts = [str(case) for case in cases]
         return run_ranks(size, _of_processes, texts, timeout=600.0)
-    return _of_threads(transport, size, local, lambda group: _outcomes(group, cases))
+    return _of_threads(transport, size, local, lambda group: outcomes(group, cases))

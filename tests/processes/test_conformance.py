@@ -23,8 +23,7 @@ def _results(transport: str, size: int) -> list[dict[str, str]]:
     ("transport", "size"),
     [
         *(("threads", size) for size in (1, 2, 3)),
-        *(pytest.param("threads", size, marks=pytest.mark.slow) for size in (4, 5, 6, 7, 8)),
-        *(("gloo", 3), ("shm", 4), ("hybrid", 3), ("hybrid", 5)),
+        *(("gloo", 2), ("gloo", 3), ("shm", 3), ("hybrid", 3), ("hybrid", 5)),
         pytest.param("hybrid", 4, marks=pytest.mark.slow),
     ],
 )
