@@ -105,7 +105,6 @@ FOR_CI = (
     "examples/test_frameworks.py::test_ddp_and_fsdp_examples_train_by_the_chosen_op[ddp",
     "examples/test_horovod_mnist.py::test_horovod_mnist_example_trains",
     "examples/test_trace.py",
-    "faults/test_mismatches.py::test_ranks_that_differed_end_well[shm",
     "fuzz/test_huge.py::test_kernels_address_in_64_bits[node_adasum2",
     "kernels/cpu/test_compilers.py::test_arithmetic",
     "kernels/cpu/test_compilers.py::test_the_bits",

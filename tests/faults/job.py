@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 import adasum as hvd
 import collectives
 from collectives import initialize
-from tests.faults import mismatches
 
 STEPS = 4
 # The step in which it happens: one before it went well.
@@ -218,18 +217,10 @@ def _run(job: dict[str, Any], rank: int, directory: Path, diary: Diary) -> None:
         _patch_init(strike)
     hvd.init(timeout=job["timeout"], transport=job["transport"])
     diary("in")
-    if job["use"] == "mismatch":
-        mismatches.run(diary)
-        return
     if job["use"] == "split":
         _split_without_store(directory)
         return
     train = _trainer(job["use"])
-    if where in ("until cut", "after cut"):
-        train("", None)
-        (directory / f"rank{rank}.ready").touch()
-        _until_cut(train, diary, directory / ("begin" if where == "until cut" else "cut"))
-        return
     for step in range(STEPS):
         now = step >= FAULTY
         if now and where in ("shutdown", "unwaited"):
@@ -250,14 +241,6 @@ def _run(job: dict[str, Any], rank: int, directory: Path, diary: Diary) -> None:
 def _await(path: Path) -> None:
     while not path.exists():
         time.sleep(0.02)
-
-
-def _until_cut(train: Callable[[str, Strike | None], None], diary: Diary, begin: Path) -> None:
-    """Steps that a cut link ends, or the first of them."""
-    _await(begin)
-    diary("step")
-    for _ in range(100_000):
-        train("", None)
 
 
 def _split_without_store(directory: Path) -> None:
