@@ -13,6 +13,7 @@ import torch
 import adasum
 import collectives
 from collectives import Action, Average, Collective, Group, Max, Schedule, Step, Sum, Transfer
+from collectives.reducers import SumReducer
 from tests.frozen.calls import line
 
 Call = Callable[[Group], Any]
@@ -115,6 +116,20 @@ def _ring(group: Group) -> Schedule:
     return Schedule("all at once", n, 1, Collective.ALL_REDUCE, steps)
 
 
+class _Doubled(SumReducer):
+    """Reduces in a way of its own, which no library knows."""
+
+    name = "Doubled"
+
+
+class _Misspelt(SumReducer):
+    needs = "every"  # type: ignore[assignment]
+
+
+def _quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(ones(4), 1.0, 0, torch.qint8)
+
+
 REFUSED: dict[str, Call] = {
     "list": _reduced([1.0]),
     "none": _reduced(None),
@@ -142,6 +157,15 @@ REFUSED: dict[str, Call] = {
     "names_here": _reduced(lambda: ones(4), names=["a"]),
     "unknown_option": _reduced(lambda: ones(4), colour="red"),
     "out_here": _reduced(lambda: ones(4), out=ones(4)),
+    "needs_text": _reduced(lambda: ones(4), _Misspelt()),
+    "by_autograd": _reduced(lambda: ones(4, requires_grad=True) * 2),
+    "quantized": _reduced(_quantized),
+    "uint4": lambda group: group.all_to_all(torch.empty(group.size, dtype=torch.uint4)),
+    "scale_bool": _reduced(lambda: ones(4, dtype=torch.bool), Max, prescale=0.5),
+    "scale_int": _reduced(lambda: ones(4, dtype=torch.int64), prescale=-(2.0**63)),
+    "scale_byte": _reduced(lambda: ones(4, dtype=torch.uint8), postscale=256.0),
+    "scale_half": _reduced(lambda: ones(4, dtype=torch.bfloat16), postscale=1e50),
+    "scale_complex": _reduced(lambda: ones(4, dtype=torch.complex64), prescale=1e39),
     "grouped_tensor": lambda group: group.grouped_all_reduce(ones(4)),  # type: ignore[arg-type]
     "grouped_entry": lambda group: group.grouped_all_reduce([ones(4), 7]),  # type: ignore[list-item]
     "grouped_overlap": _overlap,
@@ -160,6 +184,14 @@ REFUSED: dict[str, Call] = {
         ones(2 * group.size), out=ones(2, dtype=F64)
     ),
     "scatter_out_same": _same_out,
+    "scatter_out_meta": lambda group: group.reduce_scatter(ones(4), out=ones(2, device="meta")),
+    "scatter_out_rows": lambda group: group.reduce_scatter(
+        ones(2 * group.size, 3), by_rows=True, out=ones(6)
+    ),
+    "scatter_algorithm": lambda group: group.reduce_scatter(ones(4), algorithm="rd"),  # type: ignore[call-overload]
+    "scatter_strided": lambda group: group.reduce_scatter(ones(3, 4).t()),
+    "gather_out_list": lambda group: group.all_gather(ones(4), out=[ones(8)]),  # type: ignore[call-overload]
+    "gather_out_strided": lambda group: group.all_gather(ones(4, 2), out=ones(2, 8).t()),
     "gather_scalar": lambda group: group.all_gather(torch.tensor(1.0)),
     "gather_out_dtype": lambda group: group.all_gather(ones(4), out=ones(8, dtype=F64)),
     "gather_out_shape": lambda group: group.all_gather(ones(4, 2), out=ones(8, 3)),
@@ -170,6 +202,7 @@ REFUSED: dict[str, Call] = {
     "broadcast_root": lambda group: group.broadcast(ones(4), -1),
     "bytes_text": lambda group: group.all_gather_bytes("text"),  # type: ignore[arg-type]
     "owners_count": lambda group: group.reduce_to_owners([ones(4)], owners=[0, 0]),
+    "owners_option": lambda group: group.reduce_to_owners_init([ones(4)], colour=1),  # type: ignore[call-arg]
     "owners_rank": lambda group: group.reduce_to_owners([ones(4)], owners=[group.size]),
     "from_owners_rank": lambda group: group.broadcast_from_owners([ones(4)], owners=[-1]),
     "split_twice": lambda group: group.split([0, 0]),
@@ -242,6 +275,11 @@ SPECIFICATIONS |= {
     "spec_vhdd_max": _spec("vhdd", Max),
     "spec_average_levels": _spec("rechd/vhdd", Average),
     "spec_limited_adasum": _spec("rd:2:rechd", Adasum),
+    "spec_collective": _spec("collective"),
+    "spec_collective_doubled": _spec("collective", _Doubled()),
+    "spec_levels_doubled": _spec("xring/rechd", _Doubled()),
+    "spec_many_shards": _spec("rd#1099511627776"),
+    "spec_range_not_taken": _spec("rd:1k:xring#99"),
 }
 
 
