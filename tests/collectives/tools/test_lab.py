@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -23,7 +22,7 @@ from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
 from collectives.tools.commands import schedules as main
-from collectives.tools.drawing import Message, messages
+from collectives.tools.drawing import messages
 
 RATES = LinkRates(
     *(Rate(3e-6, 2e-12), Rate(1.4e-5, 2e-11), Rate(2e-6, 1e-12), Rate(7e-6, 3e-12)),
@@ -33,8 +32,6 @@ RATES = LinkRates(
 )
 SIZES = range(1, 10)
 SVG = "{http://www.w3.org/2000/svg}"
-TIP = re.compile(r"step (\d+): chunks? ([\d -]+) from rank (\d+) to rank (\d+), (\w+)")
-CELL = re.compile(r"([\d-]+) (→|←|\+←) rank (\d+)")
 
 
 def _lab(size: int, op: str) -> Iterator[Schedule]:
@@ -45,121 +42,93 @@ def _lab(size: int, op: str) -> Iterator[Schedule]:
         yield collectives.schedule("xring/rd", size, nodes, op=op)
 
 
-def _chunks(text: str) -> tuple[tuple[int, int], ...]:
-    ends = (each.split("-") for each in text.split())
-    return tuple((int(each[0]), int(each[-1]) + 1) for each in ends)
-
-
-def _drawn(picture: str) -> list[Message]:
-    """The messages of a picture: by their tips, colours, and the ranks whose lines they join."""
+def _drawn(picture: str) -> list[tuple[str, str, str]]:
+    """The messages of a picture: by their tips, and the ranks whose lines their arrows join."""
     root = ElementTree.fromstring(picture)
-    at = {each.text: float(each.get("y")) - 5 for each in root.iter(f"{SVG}text")}
+    ranks = {float(each.get("y")) - 5: each.text for each in root.iter(f"{SVG}text")}
     found = []
     for group in root.iter(f"{SVG}g"):
-        if (tip := group.find(f"{SVG}title")) is None:
-            continue
-        step, chunks, source, target, kind = TIP.fullmatch(tip.text).groups()
-        line, head = group.find(f"{SVG}line"), group.find(f"{SVG}polygon")
-        tip_y = float(head.get("points").split()[0].split(",")[1])
-        assert (float(line.get("y1")), tip_y) == (at[f"rank {source}"], at[f"rank {target}"])
-        assert group.get("class") == kind
-        reduces = kind == "reduced"
-        ends = int(source), int(target), _chunks(chunks)
-        found.append(Message(int(step), *ends, Fraction(0), reduces))
+        if (tip := group.find(f"{SVG}title")) is not None:
+            start, head = group.find(f"{SVG}line"), group.find(f"{SVG}polygon")
+            end = head.get("points").split()[0].split(",")[1]
+            found.append((tip.text, ranks[float(start.get("y1"))], ranks[float(end)]))
+            assert tip.text.endswith(f", {group.get('class')}")
     return found
-
-
-def _listed(table: str) -> dict[tuple[int, int], tuple[list[Any], list[Any]]]:
-    """Sends and receives by step and rank, as a table has them."""
-    found, step = {}, 0
-    for line in table.splitlines()[3:]:
-        first, rank, sends, recvs = (
-            line[:4].strip(),
-            line[4:10].strip(),
-            *re.split(r"  +", line[12:].strip()),
-        )
-        step = int(first) if first else step
-        found[step, int(rank)] = tuple(
-            [(*_chunks(c)[0], way, int(peer)) for c, way, peer in CELL.findall(cell)]
-            for cell in (sends, recvs)
-        )
-    return found
-
-
-def _check_format(events: list[dict[str, Any]], size: int) -> None:
-    """Have what the Trace Event Format asks of each kind; a thread is of one process, and named."""
-    fields = {
-        "M": {"name": str, "args": dict},
-        "B": {"name": str, "cat": str, "ts": float},
-        "E": {"cat": str, "ts": float},
-    }
-    for event in events:
-        for field, kind in {**fields[event["ph"]], "pid": int, "tid": int}.items():
-            assert type(event[field]) is kind, event
-    threads = {(event["pid"], event["tid"]) for event in events}
-    assert sorted(tid for _, tid in threads) == [*range(size)]
-    for kind, of in (("process", 0), ("thread", 1)):
-        numbers = {each[of] for each in threads}
-        for what in ("name", "sort_index"):
-            said = [each for each in events if each.get("name") == f"{kind}_{what}"]
-            assert sorted(each["tid" if of else "pid"] for each in said) == sorted(numbers)
-
-
-def _ends(trace: str, size: int) -> list[float]:
-    """Where each rank's slices end, once they are nested and in order."""
-    events = json.loads(trace, parse_constant=pytest.fail)["traceEvents"]
-    _check_format(events, size)
-    ends = [0.0] * size
-    open_slices = [0] * size
-    for event in events:
-        if event["ph"] == "M":
-            continue
-        rank = event["tid"]
-        assert event["ts"] >= ends[rank]
-        ends[rank] = event["ts"]
-        open_slices[rank] += 1 if event["ph"] == "B" else -1
-        assert open_slices[rank] in (0, 1, 2)
-    assert open_slices == [0] * size
-    names = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-    assert names == {f"rank {rank}" for rank in range(size)}
-    return ends
 
 
 @pytest.mark.parametrize("op", ["sum", "adasum"])
 @pytest.mark.parametrize("size", SIZES)
 def test_every_algorithm_is_drawn_listed_priced_proved_and_traced(size: int, op: str) -> None:
     for each in _lab(size, op):
-        topology = Topology(size, size // each.nodes)
         sent = list(messages(each))
-        drawn = _drawn(picture := each.draw())
-        assert drawn == [message._replace(share=Fraction(0)) for message in sent]
-        assert all(f">rank {rank}</text>" in picture for rank in range(size))
+        ends = [(f"rank {m.source}", f"rank {m.target}") for m in sent]
+        tips = [f"step {m.step}: {m}" for m in sent]
+        assert _drawn(each.draw()) == [(tip, *two) for tip, two in zip(tips, ends, strict=True)]
 
-        listed = _listed(each.table())
-        for (step, rank), (sends, recvs) in listed.items():
-            its = steps_of(each, rank)[step]
-            assert sends == [(start, stop, "→", peer) for peer, start, stop, *_ in its.sends]
-            ways = ["←" if recv.action is Action.COPY else "+←" for recv in its.recvs]
-            pairs = zip(its.recvs, ways, strict=True)
-            assert recvs == [(recv.start, recv.stop, way, recv.peer) for recv, way in pairs]
-        assert len(listed) == sum(len(steps_of(each, rank)) for rank in range(size))
+        steps = [step for rank in range(size) for step in steps_of(each, rank)]
+        recvs = [recv for step in steps for recv in step.recvs]
+        table = each.table()
+        assert len(table.splitlines()) == 3 + len(steps)
+        assert table.count("→") == sum(len(step.sends) for step in steps)
+        assert table.count("+←") == sum(recv.action is not Action.COPY for recv in recvs)
+        assert table.count("←") == len(recvs)
 
         # Of several tensors a shuffle has other steps.
         segments = 1 if "psgpu" in each.name or "pscpu" in each.name else 3
         cost = each.cost(1e6, RATES, segments)
+        topology = Topology(size, size // each.nodes)
         by_name = estimate(each.name, 1e6, RATES, topology, op, segments)
         # The same additions in another order.
         assert cost.seconds == pytest.approx(by_name.seconds, rel=1e-12)
-        ends = _ends(trace := each.trace(1e6, RATES, segments), size)
-        said = {
-            (event["name"], text)
-            for event in json.loads(trace)["traceEvents"]
+        events = json.loads(each.trace(1e6, RATES, segments))["traceEvents"]
+        said = [
+            f"{event['name']}: {text}"
+            for event in events
             for text in event.get("args", {}).get("sends", [])
-        }
-        assert said == {(f"step {m.step}", f"{m}: {float(m.share) * 1e6:.0f} bytes") for m in sent}
-        assert max(ends) == pytest.approx(cost.seconds * 1e6, rel=1e-12)
+        ]
+        bytes_ = [f"{float(m.share) * 1e6:.0f} bytes" for m in sent]
+        assert {*said} == {f"{tip}: {text}" for tip, text in zip(tips, bytes_, strict=True)}
+        last = max((event["ts"] for event in events if "ts" in event), default=0.0)
+        assert last == pytest.approx(cost.seconds * 1e6, rel=1e-12)
         proof = collectives.verify(each)
         assert proof.carries_adasum or each.op == "sum" or size == 1
+
+
+def test_table_of_recursive_halving_is_this() -> None:
+    table = collectives.schedule("rechd", 3).table()
+    assert table.splitlines()[:8] == [
+        "rechd: ranks 3, steps 4, chunks 2",
+        "",
+        "step  rank  sends these chunks  receives these (+ reduces them)",
+        "   0     0  -                   0-1 +← rank 1",
+        "         1  0-1 → rank 0        -",
+        "         2  -                   -",
+        "   1     0  1 → rank 2          0 +← rank 2",
+        "         1  -                   -",
+    ]
+
+
+def test_trace_of_two_nodes_names_them_and_nests_what_each_step_does() -> None:
+    """Of the Trace Event Format: ph, pid and tid, and ts or, for names, args."""
+    trace = collectives.schedule("rd", 2, 2).trace(1e6, RATES)
+    events = json.loads(trace, parse_constant=pytest.fail)["traceEvents"]
+    named = [(e["pid"], e["tid"], e["name"], *e["args"].values()) for e in events if e["ph"] == "M"]
+    assert named[:4] == [
+        *((0, 0, "process_name", "node 0"), (0, 0, "process_sort_index", 0)),
+        *((0, 0, "thread_name", "rank 0"), (0, 0, "thread_sort_index", 0)),
+    ]
+    assert named[4:] == [
+        *((1, 1, "process_name", "node 1"), (1, 1, "process_sort_index", 1)),
+        *((1, 1, "thread_name", "rank 1"), (1, 1, "thread_sort_index", 1)),
+    ]
+    mine = [e for e in events if e["ph"] != "M" and (e["pid"], e["tid"]) == (1, 1)]
+    assert [(e["ph"], e.get("name"), round(e["ts"])) for e in mine] == [
+        *(("B", "call", 0), ("E", None, 100)),
+        *(("B", "step 0", 100), ("B", "host", 100), ("E", None, 105)),
+        *(("B", "messages", 105), ("E", None, 139), ("B", "reduction", 139), ("E", None, 142)),
+        ("E", None, 142),
+    ]
+    assert {e["cat"] for e in mine} == {"schedule"}
 
 
 @pytest.mark.parametrize("op", [Sum, Adasum])
@@ -181,10 +150,9 @@ def test_users_schedule_has_all_of_it() -> None:
         yield Step(other, (other[0]._replace(action=action),), (rank,))
 
     mine = Schedule("both", 2, 1, Collective.ALL_REDUCE, steps, nodes=2, op="adasum")
-    assert _drawn(mine.draw(title="a < b & c"))[0][:4] == (0, 1, 0, ((0, 1),))
+    assert _drawn(mine.draw(title="a < b & c"))[0][1:] == ("rank 1", "rank 0")
     assert mine.table().splitlines()[3] == "   0     0  0 → rank 1          0 +← rank 1"
     assert mine.cost(1e6, RATES) == estimate("rd", 1e6, RATES, Topology(2, 1), "adasum")
-    assert max(_ends(mine.trace(1e6), 2)) == pytest.approx(mine.cost(1e6).seconds * 1e6)
 
 
 def test_schedule_that_is_not_right_yet_is_drawn_and_listed() -> None:
@@ -197,8 +165,10 @@ def test_schedule_that_is_not_right_yet_is_drawn_and_listed() -> None:
             yield Step()
 
     mine = Schedule("wrong", 2, 2, Collective.ALL_REDUCE, steps)
-    assert [message[:3] for message in _drawn(mine.draw())] == [(1, 1, 0)]
-    assert list(_listed(mine.table())) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [ends for _, *ends in _drawn(mine.draw())] == [["rank 1", "rank 0"]]
+    assert [line[:10] for line in mine.table().splitlines()[3:]] == [
+        *("   0     0", "         1", "   1     0", "         1"),
+    ]
     with pytest.raises(ScheduleError, match="step 0: rank 0 sends to rank 1, which receives none"):
         collectives.verify(mine)
 
