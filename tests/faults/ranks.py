@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from collectives.tools.flight.analysis import Analysis
+from collectives.tools.flight.reader import read as read_records
 from tests.faults.cases import EXIT, GRACE, Case
 from tests.processes.harness import free_port, on_one_node
 from tests.processes.nursery import Nursery, Rank
@@ -25,13 +27,17 @@ START = 40.0
 
 @dataclass
 class Report:
-    """What came of a case: the ranks' exit statuses, their diaries by rank, and what was left."""
+    """What came of a case: the ranks' exit statuses, their diaries by rank, and what was left.
+
+    named: The ranks at fault by the flight records; none without records.
+    """
 
     statuses: list[int | None]
     diaries: list[list[dict[str, Any]]]
     ended: list[float | None]
     said: list[str]
     left: list[str]
+    named: list[int]
 
     def entries(self, rank: int, what: str) -> list[dict[str, Any]]:
         """The diary's lines of one kind."""
@@ -57,6 +63,7 @@ def environment(rank: int, size: int, port: int, directory: Path) -> dict[str, s
     return {
         **on_one_node(rank, size, port),
         "TMPDIR": str(directory / "tmp"),
+        "ADASUM_FLIGHT_FOLDER": str(directory / "flight"),
         # torch's own, which stays.
         "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"),
     }
@@ -111,7 +118,13 @@ def carry_out(case: Case, nursery: Nursery, directory: Path) -> Report:
         [rank.ended for rank in ranks],
         [log.read_text(errors="replace")[-3000:] for log in logs],
         left,
+        _named(directory / "flight"),
     )
+
+
+def _named(folder: Path) -> list[int]:
+    records = folder.exists() and any(folder.iterdir())
+    return [each.rank for each in Analysis(read_records([str(folder)])).culprits] if records else []
 
 
 def _wait(case: Case, ranks: list[Rank], deadline: float) -> None:

@@ -105,6 +105,8 @@ def _check_end(case: Case, report: Report, rank: int) -> None:
 
 def _check_victim(case: Case, report: Report) -> None:
     assert report.statuses[case.victim] == case.victim_status, report.said[case.victim]
+    if case.errors and report.entries(case.size - 1 - case.victim, "in"):
+        assert report.named == [case.victim]
     if case.what in ("late", "stop and go on") and case.errors:
         error = report.one(case.victim, "error")
         assert "CollectiveError" in error["kinds"], error

@@ -7,14 +7,11 @@ does: it goes on, or an error ends it.
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,14 +19,9 @@ import collectives
 from collectives import CollectiveError, Group
 from collectives.tools.flight.analysis import Analysis
 from collectives.tools.flight.reader import read
-from tests.processes.harness import free_port, on_one_node
-from tests.processes.nursery import Rank, nursery
 
 STEPS = 3
 IN_THREADS = ("sleep", "skip", "another call", "another shape", "raise")
-FAULTS = (*IN_THREADS, "kill", "stop")
-# A process's start, and its end after an error.
-START, EXIT = 60.0, 20.0
 
 
 class OnPurpose(Exception):
@@ -123,13 +115,9 @@ def play(scenario: Scenario, group: Group) -> None:
 
 def _strike(scenario: Scenario, kind: str, numel: int) -> tuple[str, int]:
     """Do what is wrong; return the call that is then made, "" for none."""
-    if scenario.fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif scenario.fault == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif scenario.fault == "raise":
+    if scenario.fault == "raise":
         raise OnPurpose
-    elif scenario.fault == "sleep":
+    if scenario.fault == "sleep":
         time.sleep(2.5 * scenario.timeout)
     elif scenario.fault == "skip":
         return "", 0
@@ -149,42 +137,6 @@ def by_threads(scenario: Scenario) -> None:
             play(scenario, group)
 
     collectives.run_threads(scenario.size, main, timeout=scenario.timeout)
-
-
-def main(job: list[Any]) -> None:
-    """What a process runs: [scenario's fields, transport]."""
-    torch.set_num_threads(1)
-    fields, transport = job
-    fields["groups"] = tuple((of, tuple(part)) for of, part in fields["groups"])
-    scenario = Scenario(**fields)
-    group = collectives.init(timeout=scenario.timeout, transport=transport)
-    play(scenario, group)
-    collectives.shutdown()
-
-
-def by_processes(scenario: Scenario, folder: Path, transport: str) -> None:
-    """Carry it out by processes; all have ended when this returns."""
-    port = free_port()
-    ranks: list[Rank] = []
-    try:
-        for rank in range(scenario.size):
-            environment = {
-                **on_one_node(rank, scenario.size, port),
-                "ADASUM_FLIGHT_FOLDER": str(folder),
-            }
-            fields = dict(vars(scenario))
-            log = folder.with_suffix(f".{rank}.log")
-            job = [fields, transport]
-            ranks.append(nursery().start(f"{__name__}:main", job, environment, log))
-        deadline = time.monotonic() + START + 5 * scenario.timeout + EXIT
-        stopped = scenario.victim if scenario.fault == "stop" else -1
-        for rank, process in enumerate(ranks):
-            if rank != stopped:
-                assert process.wait(deadline) is not None, f"rank {rank} did not end"
-    finally:
-        for process in ranks:
-            process.send(signal.SIGKILL)
-            process.wait(time.monotonic() + EXIT)
 
 
 def named(folder: Path) -> list[int]:

@@ -138,18 +138,6 @@ def test_wait_is_followed_through_groups_to_the_rank_that_waits_for_nobody(
     assert len(out.splitlines()) < 25 and max(map(len, out.splitlines())) <= 160
 
 
-def test_ranks_without_a_file_are_named_only_where_somebody_waits_for_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for rank in range(2):
-        last = call(3, 10.0, 14.0, error="CollectiveTimeoutError: rank 9", group="g")
-        write(tmp_path, rank, [last], [group("g", (0, 2), last), group("init", (0, 7), None)])
-    status, out, _ = run(capsys, tmp_path)
-    assert status == 0 and out.count("CULPRIT") == 1
-    assert "CULPRIT: rank 2 has ended, is stopped, or cannot be reached: it left no file" in out
-    assert "2 of 8 ranks' files" in out
-
-
 ABORTED = [100.0 + T, "called abort(): disk is full"]
 
 
@@ -181,24 +169,3 @@ def test_rank_that_aborts_because_another_one_is_late_is_not_named(
     write(tmp_path, 1, [before], [group("part", (0, 1), before)])
     status, out, _ = run(capsys, tmp_path)
     assert status == 0 and out.count("CULPRIT: rank 1 on a has not made") == out.count("CULPRIT")
-
-
-def test_rank_that_aborted_and_left_no_file_is_named_by_its_peers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = "CollectiveTimeoutError: rank 0 got no answer from rank 2; rank 1 called abort()"
-    last = call(3, 10.0, 14.0, error=error)
-    write(tmp_path, 0, [last], [group("init", (0, 2), last, error=error)])
-    status, out, _ = run(capsys, tmp_path)
-    assert status == 0 and "CULPRIT: rank 1 called abort(): it left no file" in out
-    assert out.count("CULPRIT") == 1
-
-
-def test_ranks_that_hang_in_the_middle_of_a_call_are_named_as_inside_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for rank in range(2):
-        last = call(3, 10.0, negotiated=T + 10.1)
-        write(tmp_path, rank, [last], [group("init", (0, 1), last)], stack=["File op.py, line 3"])
-    status, out, _ = run(capsys, tmp_path)
-    assert status == 0 and out.count("is inside all_reduce 'loss'") == out.count("op.py") == 2
