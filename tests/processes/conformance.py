@@ -46,7 +46,7 @@ def check_frozen_answers(group: Group) -> None:
     """Every call's bits and every error's text are those that the table has of threads."""
     kind = "messages" if group.transport.symmetric_memory is None else "shm"
     held = table.read()
-    world = (kind, group.size, group.size)
+    world = (kind, group.size, group.local_size)
     cases = [case for case in table.chosen(held) if case.world == world and _holds_anywhere(case)]
     assert len(cases) > 10
     found = dict(zip(map(str, cases), worlds.outcomes(group, cases), strict=True))

@@ -174,6 +174,7 @@ def test_first_host_of_a_slurm_step_is_read_from_its_list(
     [
         ("4", None, "4"),
         ("4(x3),1", "2", "4"),
+        ("4,8", "1", "8"),
         ("4(x3),1", "4", None),
         ("4(x3),1", None, None),
         ("", "0", None),
