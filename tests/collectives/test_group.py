@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 
-from adasum import Adasum
 from collectives import CollectiveMismatchError, Group, TransportError, run_threads
 from collectives.reducers import SumReducer
 from collectives.transport import ThreadWorld
@@ -50,13 +47,6 @@ def test_operators_of_other_names_are_a_mismatch() -> None:
     assert run_threads(2, main) == [None, None]
 
 
-@dataclass
-class Unhashable(SumReducer):
-    """With an equality of its own, and so without a hash."""
-
-    name: str = "Unhashable"
-
-
 def test_scales_of_zero_keep_their_sign(alone: Group) -> None:
     for zero in (0.0, -0.0, 0.0):
         before, after = torch.ones(3), torch.ones(3)
@@ -82,29 +72,6 @@ def test_auto_of_sums_in_shared_memory_sends_no_message() -> None:
         return sent
 
     assert run_threads(2, main) == [[], []]
-
-
-def test_check_algorithm_that_cannot_carry_the_operator_raises(alone: Group) -> None:
-    alone.check_algorithm("rd:16k:xring#1")
-    alone.check_algorithm("auto", Adasum)
-    with pytest.raises(ValueError, match=r"'collective' is a library's own sum, which cannot do"):
-        alone.check_algorithm("collective", Adasum)
-    with pytest.raises(ValueError, match="unheard"):
-        alone.check_algorithm("unheard")
-    with pytest.raises(TypeError, match="op must be a Reducer"):
-        alone.check_algorithm("rd", "Sum")  # type: ignore[arg-type]
-
-
-def test_join_with_other_types_raises_before_anything_is_sent() -> None:
-    def main(group: Group) -> float:
-        wrong: Any = torch.ones(1)
-        with pytest.raises(TypeError, match=r"device must be a torch\.device or None, got Tensor"):
-            group.join(device=wrong)
-        with pytest.raises(TypeError, match="operators must be a list of Reducers, got Adasum"):
-            group.join(Adasum)  # type: ignore[arg-type]
-        return group.all_reduce(torch.ones(1)).item()  # type: ignore[union-attr]
-
-    assert run_threads(2, main, timeout=5.0) == [2.0, 2.0]
 
 
 def test_close_where_one_part_fails_closes_the_rest(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import adasum as hvd
-from adasum import Adasum
 from collectives import (
     Average,
     Group,
@@ -23,7 +20,6 @@ from collectives import (
     Sum,
     run_threads,
 )
-from collectives.cost import ASSUMED, estimate
 from collectives.schedules.registry import ALGORITHMS, SCHEDULES, carriers
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
@@ -110,19 +106,6 @@ def test_algorithm_that_reduces_some_ranks_at_a_time_is_refused(way: str, algori
     run(way, 3, job)
 
 
-@pytest.mark.parametrize("algorithm", ["rechd/psgpu", "psgpu/psgpu", "nccl/rd", "collective/pscpu"])
-@pytest.mark.parametrize("op", [TrimmedMean(), Longest()])
-def test_two_levels_are_refused(op: Reducer, algorithm: str) -> None:
-    able = ", ".join(carriers(op.needs))
-
-    def job(group: Group) -> None:
-        with pytest.raises(ValueError, match=f"use {able}$"):
-            group.all_reduce(draw(group.rank), op, algorithm=algorithm)
-        group.barrier()
-
-    run_threads(4, job, local_size=2)
-
-
 @everywhere
 def test_grouped_calls_and_requests_are_their_definition(way: str) -> None:
     def job(group: Group) -> None:
@@ -201,49 +184,6 @@ def test_auto_takes_one_that_can_unless_the_operator_names_another() -> None:
         close(group.all_reduce(tensor, TrimmedMean()), group.size)
 
     run_threads(3, job)
-
-
-def test_associative_operators_are_those_of_any_order() -> None:
-    assert not any(op.needs for op in (Sum, Average, Max))
-    assert all(op.needs for op in (Adasum, TrimmedMean(), Longest()))
-
-
-@pytest.fixture
-def without_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `rd` be an algorithm that has no one order."""
-    monkeypatch.setitem(ALGORITHMS, "rd", replace(ALGORITHMS["rd"], meets=Needs.ANY_ORDER))
-
-
-@pytest.mark.usefixtures("without_order")
-@everywhere
-def test_adasum_by_what_has_no_order_is_refused_before_anything_is_sent(way: str) -> None:
-    def job(group: Group) -> None:
-        tensor = draw(group.rank)
-        calls: list[Callable[[], Any]] = [
-            lambda: group.all_reduce(tensor, Adasum, algorithm="rd#2"),
-            lambda: group.grouped_all_reduce([tensor], Adasum, algorithm="rd#2"),
-            lambda: group.all_reduce_init(tensor, Adasum, algorithm="rd#2"),
-            lambda: group.check_algorithm("rd#2", Adasum),
-        ]
-        for call in calls:
-            with pytest.raises(ValueError, match=r"'rd#2' cannot carry Adasum.*: use xring"):
-                call()
-        assert torch.equal(tensor, draw(group.rank))
-        group.all_reduce(tensor, Adasum, algorithm="vhdd")
-
-    run(way, 3, job)
-
-
-@pytest.mark.usefixtures("without_order")
-def test_adasum_across_nodes_by_what_has_no_order_is_refused() -> None:
-    def job(group: Group) -> None:
-        with pytest.raises(ValueError, match="'rechd/rd#2' cannot carry Adasum, which needs one"):
-            group.all_reduce(draw(group.rank), Adasum, algorithm="rechd/rd#2")
-        group.barrier()
-
-    run_threads(4, job, local_size=2)
-    with pytest.raises(ValueError, match="'rd' cannot carry Adasum, which needs one"):
-        estimate("rd#2", 4096, ASSUMED, Topology(4, 4), "adasum")
 
 
 TORCH_NAMES = {"SUM": Sum, "AVG": Average, "MIN": Min, "MAX": Max, "PRODUCT": Product}

@@ -14,9 +14,7 @@ import collectives
 from collectives import (
     Average,
     Group,
-    Max,
     Needs,
-    Product,
     Reducer,
     Step,
     Sum,
@@ -190,18 +188,6 @@ def test_every_transport_makes_the_same_tree(kind: str, size: int) -> None:
     assert all(together(*ranks))
 
 
-# By the number of ranks, of which few run fast.
-MANY = {2: 4500, 3: 3500, 4: 1200, 5: 400, 6: 200, 7: 100, 8: 100}
-MANY |= dict.fromkeys(range(9, 18), 10) | dict.fromkeys((24, 31, 32, 33), 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", MANY)
-def test_ten_thousand_cases_are_the_balanced_tree(size: int) -> None:
-    seeds = range(10_000 * size, 10_000 * size + MANY[size])
-    assert all(collectives.run_threads(size, lambda group: run_cases(group, seeds)))
-
-
 @pytest.mark.parametrize("local_size", [1, 2, 4, 8])
 def test_two_levels_on_nodes_of_a_power_of_two_are_the_same_tree(local_size: int) -> None:
     specs = [f"{inner}/{outer}" for inner in ("rechd", "direct", "psgpu") for outer in IN_PAIRS]
@@ -218,43 +204,13 @@ def test_two_levels_on_nodes_of_a_power_of_two_are_the_same_tree(local_size: int
     collectives.run_threads(8, job, local_size=local_size)
 
 
-def test_what_else_makes_another_order_is_refused_with_the_tree() -> None:
+def test_two_levels_that_make_another_order_are_refused_with_the_tree() -> None:
     def job(group: Group) -> None:
-        tensor = torch.ones(3)
-        for name in ("xring", "collective"):
-            with pytest.raises(ValueError, match=f"{name}.* use .*rd"):
-                group.all_reduce(tensor, order="tree", algorithm=name)
         with pytest.raises(ValueError, match=r"rechd/rd.*needs every element as \(\("):
-            group.all_reduce(tensor, order="tree", algorithm="rechd/rd")
-        with pytest.raises(ValueError, match=r"at once, in rank order: use direct, bruck"):
-            group.all_reduce(tensor, order="tree", accumulate=torch.float32, algorithm="rd")
-        with pytest.raises(ValueError, match="order must be 'tree' or None, got 'list'"):
-            group.all_reduce(tensor, order="list")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="order must be 'tree' or None, got int"):
-            group.all_reduce(tensor, order=1)  # type: ignore[arg-type]
-        for op in (Max, Product):
-            with pytest.raises(ValueError, match=f"is for Sum and Average, not for {op}"):
-                group.all_reduce(tensor, op, order="tree")
-        with pytest.raises(ValueError, match="accumulate is for order='tree'"):
-            group.all_reduce(tensor, accumulate=torch.float32)
-        with pytest.raises(ValueError, match=r"accumulate must be torch\.float32, or None"):
-            group.all_reduce(tensor, order="tree", accumulate=torch.bfloat16)
-        with pytest.raises(TypeError, match=r"float32 is for float16, .* got torch.float64"):
-            group.all_reduce(tensor.double(), order="tree", accumulate=torch.float32)
-        assert group.all_reduce(tensor, order="tree")[0] == 6
+            group.all_reduce(torch.ones(3), order="tree", algorithm="rechd/rd")
+        assert group.all_reduce(torch.ones(3), order="tree")[0] == 6
 
     collectives.run_threads(6, job, local_size=3)
-
-
-def test_ranks_that_ask_for_other_orders_are_told_so() -> None:
-    def job(group: Group) -> str:
-        order: Any = "tree" if group.rank else None
-        with pytest.raises(collectives.CollectiveMismatchError) as caught:
-            group.all_reduce(torch.ones(3), order=order)
-        return str(caught.value)
-
-    for text in collectives.run_threads(2, job):
-        assert "order=tree" in text
 
 
 def test_rank_that_has_joined_adds_a_leaf_of_zeros() -> None:
@@ -360,13 +316,9 @@ def test_reduce_scatter_to_float32_beside_a_rank_that_has_joined_adds_zeros() ->
     collectives.run_threads(3, job)
 
 
-def test_reduce_scatter_to_float32_without_an_order_names_the_fix() -> None:
+def test_reduce_scatter_to_float32_on_one_rank_is_a_mismatch() -> None:
     def job(group: Group) -> None:
         halves = torch.ones(4, dtype=torch.bfloat16)
-        with pytest.raises(TypeError, match=r"got torch\.float32: pass order='tree'"):
-            group.reduce_scatter(halves, out=torch.empty(2))
-        with pytest.raises(TypeError, match=r"out must be of torch\.float32 as tensor is"):
-            group.reduce_scatter(torch.ones(4), out=torch.empty(2).double(), order="tree")
         out = torch.empty(2, dtype=torch.float32 if group.rank else torch.bfloat16)
         with pytest.raises(collectives.CollectiveMismatchError, match=r"accumulate=torch\.float32"):
             group.reduce_scatter(halves, out=out, order="tree")

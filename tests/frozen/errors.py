@@ -6,6 +6,7 @@ What they raise is what the table has. After those of `ENDS` a group is of no mo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +71,15 @@ def _started_closed(group: Group) -> Any:
     request = group.all_reduce_init(ones(4))
     request.close()
     return request.start()
+
+
+def _ended_started(group: Group, how: str) -> Any:
+    request = group.all_reduce_init(ones(4))
+    request.start()
+    try:
+        getattr(request, how)()
+    finally:
+        request.wait()
 
 
 def _started_released(group: Group) -> Any:
@@ -170,6 +180,8 @@ REFUSED: dict[str, Call] = {
     "grouped_entry": lambda group: group.grouped_all_reduce([ones(4), 7]),  # type: ignore[list-item]
     "grouped_overlap": _overlap,
     "grouped_names": lambda group: group.grouped_all_reduce([ones(1)], names=["a", "b"]),
+    "grouped_names_text": lambda group: group.grouped_all_reduce([ones(1)], names="a"),
+    "grouped_names_number": lambda group: group.grouped_all_reduce([ones(1)], names=[7]),  # type: ignore[list-item]
     "grouped_packed": lambda group: group.grouped_all_reduce([ones(1)], packed=1),  # type: ignore[call-overload]
     "grouped_int_adasum": lambda group: group.grouped_all_reduce(
         [ones(2), ones(2, dtype=I32)], Adasum
@@ -209,6 +221,7 @@ REFUSED: dict[str, Call] = {
     "split_rank": lambda group: group.split([group.size]),
     "split_none": lambda group: group.split([]),
     "join_op": lambda group: group.join(["Sum"]),  # type: ignore[list-item]
+    "join_device": lambda group: group.join(device=ones(1)),  # type: ignore[arg-type]
     "join_max": lambda group: group.join([Max]),
     "run_size": lambda group: group.run(line(group.size + 1), ones(4)),
     "run_no_schedule": lambda group: group.run("line", ones(4)),  # type: ignore[call-overload]
@@ -226,8 +239,32 @@ REFUSED: dict[str, Call] = {
     "rebind_count": _rebound(ones(4)),
     "rebind_shape": _rebound(ones(4), ones(3)),
     "rebind_dtype": _rebound(ones(4), ones(2, dtype=F64)),
+    "rebind_meta": _rebound(ones(4), ones(2, device="meta")),
+    "rebind_strided": _rebound(ones(4), ones(4)[::2]),
+    "rebind_text": _rebound(ones(4), "tensor"),
+    "wait_closed_started": partial(_ended_started, how="close"),
+    "wait_released_started": partial(_ended_started, how="release"),
     "check_vhdd_sum": lambda group: group.check_algorithm("vhdd"),
     "check_xring_adasum": lambda group: group.check_algorithm("xring#2", Adasum),
+    "order_list": _reduced(lambda: ones(4), order="list"),
+    "order_number": _reduced(lambda: ones(4), order=1),
+    "order_max": _reduced(lambda: ones(4), Max, order="tree"),
+    "order_xring": _reduced(lambda: ones(4), order="tree", algorithm="xring"),
+    "order_collective": _reduced(lambda: ones(4), order="tree", algorithm="collective"),
+    "order_accumulate": _reduced(
+        lambda: ones(4), order="tree", accumulate=torch.float32, algorithm="rd"
+    ),
+    "accumulate_alone": _reduced(lambda: ones(4), accumulate=torch.float32),
+    "accumulate_half": _reduced(lambda: ones(4), order="tree", accumulate=torch.bfloat16),
+    "accumulate_double": _reduced(
+        lambda: ones(4, dtype=F64), order="tree", accumulate=torch.float32
+    ),
+    "scatter_out_wide": lambda group: group.reduce_scatter(
+        ones(2 * group.size, dtype=torch.bfloat16), out=ones(2)
+    ),
+    "scatter_out_double": lambda group: group.reduce_scatter(
+        ones(2 * group.size), out=ones(2, dtype=F64), order="tree"
+    ),
     "check_op": lambda group: group.check_algorithm("rd", "Sum"),  # type: ignore[arg-type]
     "abort_reason": lambda group: group.abort(7),  # type: ignore[arg-type]
     "init_differs": lambda group: collectives.init(transport="carrier pigeon"),
@@ -260,6 +297,8 @@ SPECIFICATIONS: dict[str, Call] = {
             *("rechd/", "/rechd", "a/b", "rechd/rd/rd", "vhdd/rechd", "bruck/rd", "rd/bruck"),
             *("auto#2", "auto/rd", "rd/auto", "nccl", "nccl/xring", "collective/nccl", " rd", "RD"),
             *("rd:1_000:rechd", "rd:1g:rechd", "rd:10:vhdd", "xring#99/rd", "rechd/xring#99"),
+            *("pscpu::xring", "pscpu:9999999999999999999:xring", "xring:2k:", "/", "xring#"),
+            *("xring#2k", "xring#٣", "xring#0/rd", "xring:2k:nccl:2k:pscpu", "xring:0:nccl"),
         )
     )
 }
@@ -335,6 +374,7 @@ MISMATCHES: dict[str, Call] = {
     "prescale": _odd(PLAIN, _reduced(lambda: ones(4), prescale=0.5), 0),
     "postscale": _odd(PLAIN, _reduced(lambda: ones(4), postscale=2)),
     "algorithm": _odd(PLAIN, _reduced(lambda: ones(4), algorithm="rechd")),
+    "order": _odd(PLAIN, _reduced(lambda: ones(4), order="tree")),
     "limit": _odd(_spec("rd:8:rechd"), _spec("rd:9:rechd")),
     "segments": _odd(PLAIN, _reduced(lambda: ones(4), segments=(0, 2, 4))),
     "name": lambda group: group.all_reduce(ones(4), name=f"loss {group.rank}"),
@@ -347,6 +387,8 @@ MISMATCHES: dict[str, Call] = {
     "root": lambda group: group.broadcast(ones(4), group.rank),
     "dst": lambda group: group.reduce(ones(4), group.rank),
     "count": _odd(_grouped(ones(2)), _grouped(ones(2), ones(3), name="all")),
+    "count_alone": _odd(_grouped(ones(2)), _grouped(ones(2), ones(3))),
+    "count_of_none": _odd(_grouped(ones(2)), _grouped(), 0),
     "entry": _odd(_grouped(ones(2), ones(3)), _grouped(ones(2), ones(4))),
     "entry_dtype": _odd(_grouped(ones(2), ones(3)), _grouped(ones(2), ones(3, dtype=F64)), 0),
     "named_entry": _odd(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.frozen import table
-from tests.frozen.cases import TRANSPORTS, Case, draw
+from tests.frozen.cases import TRANSPORTS, Case
 from tests.frozen.errors import ERRORS
 from tests.frozen.values import digest, values
 
@@ -21,6 +21,12 @@ def test_sample_answers_as_the_table_has_it() -> None:
     assert not table.differences(HELD, table.run(cases))
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_every_error_says_what_the_table_has() -> None:
+    errors = [case for case in table.chosen(HELD) if case.kind == "error"]
+    assert not table.differences(HELD, table.run(errors))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_case_answers_as_the_table_has_it() -> None:
@@ -32,38 +38,12 @@ def test_every_error_is_in_the_table() -> None:
     assert held == set(ERRORS)
 
 
-def test_case_is_read_back_from_its_string() -> None:
-    cases = [*draw(1, 50), *table.error_cases()]
-    assert [Case.parse(str(case)) for case in cases] == cases
-
-
-def test_sample_is_the_same_for_a_seed() -> None:
-    assert draw(5, 200) == draw(5, 200) != draw(6, 200)
-
-
 def test_changed_value_and_changed_text_are_listed() -> None:
     found = table.run([case for case in table.chosen(HELD, 60) if case.transport == "threads"])
     assert len(found) > 5
     for case, outcome in found.items():
         other = HELD._replace(outcomes=HELD.outcomes | {case: f"{outcome}!"})
         assert len(table.differences(other, found)) == 1
-
-
-def test_lists_of_algorithms_are_not_compared() -> None:
-    for one, other in (
-        ("'rdd': use one of auto, rd, rechd, vhdd, or", "'rdd': use one of auto, new, rechd, or"),
-        ("use direct, bruck, oneshot", "use bruck, oneshot, psgpu"),
-    ):
-        held = HELD._replace(outcomes={"case": f"ValueError: {one}"})
-        assert not table.differences(held, {"case": f"ValueError: {other}"})
-        assert table.differences(held, {"case": f"ValueError: {one}, please"[:-1] + "!"})
-
-
-def test_other_backend_leaves_out_dot_products() -> None:
-    other = HELD._replace(made={**HELD.made, "backend": "another"})
-    left = table.chosen(other)
-    assert 0 < len(left) < len(HELD.outcomes)
-    assert not any(case.op.startswith("Adasum") for case in left)
 
 
 def test_digest_sees_one_bit_a_shape_and_a_dtype_but_no_nan_payload() -> None:

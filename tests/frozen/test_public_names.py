@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from difflib import unified_diff
-from typing import Protocol, TypedDict
 
 import pytest
-from typing_extensions import Unpack
 
-from tests.frozen.public_names import MODULES, PATH, listed, parameters
+from tests.frozen.public_names import MODULES, PATH, listed
 
 
 def test_public_names_are_those_that_are_listed() -> None:
@@ -20,26 +18,3 @@ def test_public_names_are_those_that_are_listed() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_every_module_is_listed(module: str) -> None:
     assert f"\n{module}." in "\n" + listed()
-
-
-class Options(TypedDict, total=False):
-    later: int
-    early: int
-
-
-class Methods(Protocol):
-    def packed(self, a: int, *, b: int = 2, **options: Unpack[Options]) -> None: ...
-    def alone(self, **options: Unpack[Options]) -> None: ...
-    def any(self, *args: int, c: object = 1.5, **options: int) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("packed", "(self, a, *, b=2, early=..., later=...)"),
-        ("alone", "(self, *, early=..., later=...)"),
-        ("any", "(self, *args, c=1.5, **options)"),
-    ],
-)
-def test_parameters_are_shown_as_callers_give_them(name: str, shown: str) -> None:
-    assert parameters(getattr(Methods, name)) == shown

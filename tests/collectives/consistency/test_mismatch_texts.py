@@ -71,34 +71,6 @@ def test_mismatch_is_told_in_the_words_of_the_call(use: str) -> None:
         assert text in said
 
 
-def test_model_on_meta_is_called_that_and_not_overlapping() -> None:
-    def job(group: Group) -> None:
-        parameters = [each.detach() for each in nn.Linear(2, 2, device="meta").parameters()]
-        with pytest.raises(ValueError, match=r"tensors\[0\] is on meta.*: give the module memory"):
-            group.grouped_all_reduce(parameters)
-
-    collectives.run_threads(1, job)
-
-
-@pytest.mark.parametrize(
-    ("names", "error", "text"),
-    [
-        ("ab", TypeError, "names must be a list of str, got str"),
-        (7, TypeError, "names must be a list of str, got int"),
-        (["a", 7], TypeError, r"names\[1\] must be a str, got int"),
-        (["a"], ValueError, "names must be 2, one a tensor, got 1"),
-    ],
-)
-def test_bad_names_are_refused(names: object, error: type[Exception], text: str) -> None:
-    def job(group: Group) -> None:
-        with pytest.raises(error, match=text):
-            group.grouped_all_reduce([torch.ones(1), torch.ones(1)], names=names)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="names are for grouped_all_reduce"):
-            group.all_reduce(torch.ones(1), names=["a"])
-
-    collectives.run_threads(1, job)
-
-
 def train_with_metric(
     rank: int,
     *,

@@ -9,62 +9,8 @@ import pytest
 import torch
 
 from collectives import CollectiveMismatchError, Group, run_threads
-from collectives.call import Call
-from collectives.negotiation import difference
-from collectives.transport import ThreadTransport, ThreadWorld
+from tests.collectives.consistency.ranks import run
 from tests.collectives.queues import hold
-from tests.collectives.transport.thread_ranks import TIMEOUT, together
-
-RANKS = ThreadWorld(3).transport(0)
-
-
-def call(kind: str, name: str | None, op: str, *numels: int) -> Call:
-    return Call(kind, name, {"op": op}, [torch.empty(numel) for numel in numels])
-
-
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
-        (call("broadcast", "w", "Sum", 3), "rank 0 calls all_reduce(w), rank 2 calls broadcast(w)"),
-        (call("all_reduce", None, "Sum", 3), "all_reduce(w), rank 2 calls all_reduce()"),
-        (
-            call("all_reduce", "w", "Average", 3),
-            "rank 0 calls all_reduce(w) with op=Sum, rank 2 calls all_reduce(w) with op=Average",
-        ),
-        (call("all_reduce", "w", "Sum", 4), "with tensor 0: "),
-        (
-            call("all_reduce", "w", "Sum", 3, 3),
-            "rank 0 calls all_reduce(w) with 1 tensor, rank 2 calls all_reduce(w) with 2 tensors, "
-            "among them tensor 1: shape (3,) torch.float32 cpu",
-        ),
-        (
-            call("all_reduce", "w", "Sum"),
-            "with 1 tensor, among them tensor 0: shape (3,) torch.float32 cpu, "
-            "rank 2 calls all_reduce(w) with 0 tensors",
-        ),
-        (call("all_reduce", "w", "Max", 3, 3), "with op=Sum, rank 2 calls all_reduce(w) with op="),
-    ],
-)
-def test_difference_names_the_first_one(other: Call, text: str) -> None:
-    mine = call("all_reduce", "w", "Sum", 3)
-    said = difference({2: other, 1: mine, 0: mine}, RANKS)
-    assert said.startswith("ranks disagree: rank 0 calls all_reduce(w)")
-    assert text in said
-
-
-def test_difference_calls_tensors_by_their_names() -> None:
-    mine, other = (
-        Call(
-            "grouped_all_reduce",
-            "bucket 0",
-            tensors=[torch.empty(numel) for numel in numels],
-            names=[f"layer{i}" for i in range(len(numels))],
-        )
-        for numels in ((2, 3), (2, 4))
-    )
-    said = difference({0: mine, 1: other}, RANKS)
-    assert "with layer1: shape (3,) torch.float32 cpu, rank 1" in said
-    assert Call.of_text(mine.text).entries() == mine.entries()
 
 
 @pytest.mark.parametrize(
@@ -81,27 +27,6 @@ def test_calls_that_only_look_alike_are_a_mismatch_and_the_group_stays_usable(
         group.barrier()
 
     run_threads(2, job)
-
-
-class Silent(ThreadTransport):
-    """A transport without symmetric memory."""
-
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        super().__init__(world, rank)
-        self.symmetric_memory = None
-
-
-def run(size: int, job: Callable[[Group], Any]) -> list[Any]:
-    world = ThreadWorld(size)
-
-    def start(rank: int) -> Any:
-        group = Group(Silent(world, rank), timeout=TIMEOUT)
-        try:
-            return job(group)
-        finally:
-            group.close()
-
-    return together(*(lambda rank=rank: start(rank) for rank in range(size)))
 
 
 def queued(group: Group, calls: list[Callable[[], Any]]) -> list[Any]:
@@ -135,7 +60,7 @@ def test_queued_call_that_differs_is_an_error_alone(odd: int) -> None:
                 assert torch.equal(answer, torch.full((i,), 3.0)), i
         return [str(answers[odd])]
 
-    texts = run(3, job)
+    texts = run("messages", 3, job)
     assert texts[0] == texts[1] == texts[2]
     assert "ranks disagree: rank 0 calls" in texts[0][0] and "rank 1" in texts[0][0]
 
@@ -150,7 +75,7 @@ def test_queues_of_other_lengths_give_each_sum() -> None:
         answers += queued(group, calls[first:])
         assert [float(answer.sum()) for answer in answers] == [3.0 * i for i in range(20)]
 
-    run(3, job)
+    run("messages", 3, job)
 
 
 def test_rank_that_joins_behind_its_queued_calls_adds_zeros() -> None:
@@ -165,4 +90,4 @@ def test_rank_that_joins_behind_its_queued_calls_adds_zeros() -> None:
             assert [float(a.sum()) for a in answers] == [0.0, 3.0, 4.0, 6.0, 8.0, 10.0]
             group.join()
 
-    run(3, job)
+    run("messages", 3, job)

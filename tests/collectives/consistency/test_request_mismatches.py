@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -15,43 +14,7 @@ from collectives import (
     Group,
     Sum,
 )
-from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
-
-
-@everywhere
-def test_starting_another_request_is_the_same_error_on_all_ranks(way: str) -> None:
-    def job(group: Group) -> str:
-        first, second = torch.ones(4), torch.ones(4)
-        requests = [group.all_reduce_init(first, name="first"), group.all_reduce_init(second)]
-        mine = requests[group.rank == 1]
-        mine.start()
-        with pytest.raises(CollectiveMismatchError) as caught:
-            mine.wait()
-        # The group and the requests go on.
-        for request, tensor in zip(requests, (first, second), strict=True):
-            tensor.fill_(1.0)
-            request.start()
-            assert torch.equal(request.wait(), torch.full((4,), 3.0))
-        return str(caught.value)
-
-    texts = run(way, 3, job)
-    assert texts[0] == texts[1] == texts[2]
-    assert "rank 0 calls all_reduce(first) of request 1" in texts[0]
-    assert "rank 1 calls all_reduce() of request 2" in texts[0]
-
-
-def negotiations(group: Group) -> list[str]:
-    """The steps of negotiations by messages from here on."""
-    steps: list[str] = []
-    exchange = group.transport.exchange
-
-    def noted(sends: Any, recvs: Any, step: str, timeout: float) -> None:
-        if "negotiation" in step:
-            steps.append(step)
-        exchange(sends, recvs, step, timeout)
-
-    group.transport.exchange = noted  # type: ignore[method-assign]
-    return steps
+from tests.collectives.consistency.ranks import run, start_and_wait
 
 
 @pytest.mark.parametrize("way", ["threads", "shm", "messages"])
@@ -82,19 +45,6 @@ def test_calls_in_any_order_are_the_same_call_or_an_error_on_all(way: str, size:
             assert bool((tensor == (size if alike and mine != 4 else 1.0)).all())
 
     run(way, size, job)
-
-
-@everywhere
-def test_making_another_request_is_an_error_on_all_ranks(way: str) -> None:
-    def job(group: Group) -> None:
-        with pytest.raises(CollectiveMismatchError, match=r"all_reduce_init\(\) with tensor 0"):
-            group.all_reduce_init(torch.ones(4 + group.rank))
-        # No rank counts that as a request.
-        request = group.all_reduce_init(torch.ones(4))
-        request.start()
-        assert torch.equal(request.wait(), torch.full((4,), 2.0))
-
-    run(way, 2, job)
 
 
 def test_request_cannot_be_made_while_a_rank_has_joined() -> None:

@@ -9,92 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from adasum import Adasum
 from collectives import (
-    Average,
     CollectiveError,
-    FusedBuffer,
     Group,
-    Reducer,
-    Sum,
     TransportError,
-    run_threads,
 )
 from collectives.reducers import SumReducer
 from collectives.requests import Request
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 from tests.collectives.transport.thread_ranks import TIMEOUT
-
-OPS: dict[str, Reducer] = {"Sum": Sum, "Average": Average, "Adasum": Adasum}
-
-
-def values(group: Group, step: int, count: int) -> torch.Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(step * 16 + group.rank))
-
-
-@everywhere
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("count", [1, 1000, 600_000])
-def test_all_reduce_request_has_the_bits_of_direct_calls(way: str, op: str, count: int) -> None:
-    """Also of more than is begun in the caller's thread."""
-
-    def job(group: Group) -> None:
-        bounds = [0, count // 3, count]
-        flat = torch.empty(count)
-        options: dict[str, Any] = {"segments": bounds, "postscale": 0.5}
-        request = group.all_reduce_init(flat, OPS[op], **options)
-        for step in range(3):
-            flat.copy_(values(group, step, count))
-            request.start()
-            want = values(group, step, count)
-            assert request.wait() is flat
-            group.all_reduce(want, OPS[op], **options)
-            assert torch.equal(flat, want)
-        request.close()
-
-    run(way, 3, job)
-
-
-@everywhere
-@pytest.mark.parametrize("fused", [False, True])
-def test_grouped_request_has_the_bits_of_direct_calls(way: str, fused: bool) -> None:
-    def job(group: Group) -> None:
-        counts = (5, 0, 700, 1)
-        tensors = [torch.zeros(count) for count in counts]
-        if fused:
-            tensors = list(FusedBuffer(tensors).tensors)
-        request = group.grouped_all_reduce_init(tensors, Adasum, prescale=0.5)
-        for step in range(3):
-            want = [values(group, step, count) for count in counts]
-            for tensor, value in zip(tensors, want, strict=True):
-                tensor.copy_(value)
-            request.start()
-            answer = request.wait()
-            group.grouped_all_reduce(want, Adasum, prescale=0.5)
-            assert [each is mine for each, mine in zip(answer, tensors, strict=True)] == [True] * 4
-            assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
-
-    run(way, 2, job)
-
-
-@everywhere
-def test_reduce_scatter_and_broadcast_requests_repeat(way: str) -> None:
-    def job(group: Group) -> None:
-        rows, flat = torch.empty(5, 2), torch.empty(6)
-        scattered = group.reduce_scatter_init(rows, Average, by_rows=True)
-        sent = group.broadcast_init(flat, root=1)
-        for step in range(3):
-            rows.copy_(values(group, step, 10).view(5, 2))
-            flat.copy_(values(group, step, 6))
-            scattered.start()
-            sent.start()
-            root = torch.randn(6, generator=torch.Generator().manual_seed(step * 16 + 1))
-            assert torch.equal(sent.wait(), root)
-            kept = rows.clone()
-            assert torch.equal(scattered.wait(), group.reduce_scatter(rows, Average, by_rows=True))
-            assert torch.equal(rows, kept)
-
-    run(way, 3, job)
 
 
 @everywhere
@@ -141,30 +64,6 @@ def test_start_with_another_buffer_is_this_ranks_own_matter() -> None:
     run("threads", 2, job)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "error", "text"),
-    [
-        (torch.ones(5), ValueError, "must be like the request's, shape"),
-        (torch.ones(4, dtype=torch.float64), ValueError, "float64"),
-        (torch.ones(4, device="meta"), ValueError, "on meta"),
-        (torch.ones(8)[::2], ValueError, "contiguous"),
-        ([torch.ones(4), torch.ones(4)], ValueError, "is of 1 tensors, got 2"),
-        ("tensor", TypeError, "must be a torch.Tensor"),
-    ],
-)
-def test_start_with_an_unlike_buffer_raises_and_starts_nothing(
-    tensor: Any, error: type[Exception], text: str
-) -> None:
-    def job(group: Group) -> None:
-        request = group.all_reduce_init(torch.ones(4))
-        with pytest.raises(error, match=text):
-            request.start(tensor)
-        request.start()
-        assert torch.equal(request.wait(), torch.full((4,), 2.0))
-
-    run("threads", 2, job)
-
-
 def test_start_with_a_buffer_that_overlaps_out_raises_and_starts_nothing() -> None:
     def job(group: Group) -> None:
         memory = torch.ones(12)
@@ -176,20 +75,6 @@ def test_start_with_a_buffer_that_overlaps_out_raises_and_starts_nothing() -> No
         assert memory.tolist() == [3.0] * 4 + [1.0] * 8
 
     run("threads", 3, job)
-
-
-def test_start_twice_without_wait_raises() -> None:
-    def job(group: Group) -> None:
-        request = group.all_reduce_init(torch.ones(4))
-        request.start()
-        with pytest.raises(RuntimeError, match="was started already: call wait"):
-            request.start()
-        for call in (request.close, request.release):
-            with pytest.raises(RuntimeError, match="was started: call wait"):
-                call()
-        assert torch.equal(request.wait(), torch.full((4,), 2.0))
-
-    run("threads", 2, job)
 
 
 def test_what_a_request_is_not_ready_for_raises() -> None:
@@ -239,16 +124,6 @@ def test_start_on_a_closed_group_raises() -> None:
             request.start()
 
     run("threads", 2, job)
-
-
-def test_request_of_one_rank_finishes_at_once() -> None:
-    def job(group: Group) -> None:
-        tensor = torch.full((4,), 3.0)
-        request = group.all_reduce_init(tensor, Average, postscale=2.0)
-        request.start()
-        assert torch.equal(request.wait(), torch.full((4,), 6.0))
-
-    assert run_threads(1, job) == [None]
 
 
 def test_request_made_in_inference_mode_works_there() -> None:
