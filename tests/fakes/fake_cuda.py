@@ -23,6 +23,17 @@ class Broken(AssertionError):
     """A rule of NCCL's or CUDA's was broken."""
 
 
+class Lines(dict[Any, "queue.SimpleQueue[Any]"]):
+    """A queue for each key.
+
+    A defaultdict may make two for one key where two threads ask at once, and what one of them puts
+    into the first never arrives.
+    """
+
+    def __missing__(self, key: Any) -> queue.SimpleQueue[Any]:
+        return self.setdefault(key, queue.SimpleQueue())
+
+
 class DeviceTensor(torch.Tensor):
     """A CPU tensor that says it is on a GPU and notes the streams it is kept for."""
 
@@ -37,6 +48,11 @@ class DeviceTensor(torch.Tensor):
 def device_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, on the pretended GPU."""
     return tensor.as_subclass(DeviceTensor)
+
+
+def full(numel: int, value: float) -> torch.Tensor:
+    """`numel` times `value`, on the pretended GPU."""
+    return device_tensor(torch.full((numel,), value))
 
 
 class FakeStream:
@@ -249,6 +265,13 @@ class FakeCuda:
             yield
         finally:
             self._thread.stream = before
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy made on the current stream, after all that was put there."""
+        copy = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        self.current_stream().put(lambda: copy.copy_(tensor.as_subclass(torch.Tensor)))
+        self.current_stream().synchronize()
+        return copy
 
     def current_stream(self, device: Any = None) -> FakeStream:
         if not hasattr(self._thread, "stream"):

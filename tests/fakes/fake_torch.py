@@ -5,14 +5,18 @@ from __future__ import annotations
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from tests.fakes.fake_cuda import FakeCuda, FakeEvent, FakeStream
-from tests.fakes.lines import Lines
+from collectives.transport import NcclTransport, ThreadWorld, Transport
+from collectives.transport.nccl import backend, transport, watcher
+from tests.fakes.fake_cuda import FakeCuda, FakeEvent, FakeStream, Lines, full
+
+TIMEOUT = 0.3
 
 
 class FakeTorch:
@@ -123,3 +127,28 @@ class FakeGroup:
 
     def shutdown(self) -> None:
         self.torch.closed.append(self.rank)
+
+
+def make_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
+    """For a fixture: the stand-ins in the place of CUDA and torch's NCCL."""
+    cuda = FakeCuda()
+    found = FakeTorch(cuda)
+    for module in (transport, backend):
+        monkeypatch.setattr(module, "cuda", cuda)
+    monkeypatch.setattr(watcher, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(watcher, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(backend, "own_nccl", lambda group, timeout: group)
+    zeros = SimpleNamespace(zeros=lambda numel, device: full(3, 0.0))
+    monkeypatch.setattr(backend, "torch", zeros, raising=False)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeGroup, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    yield found
+    found.aborted.update(range(9))
+    FakeStream.stop_all()
+
+
+def of(fake: FakeTorch, rank: int, host: Transport | None = None) -> NcclTransport:
+    """Over a process group, beside what carries CPU tensors: nobody is gone unless it says so."""
+    host = host or ThreadWorld(9).transport(rank)
+    made = backend.TorchBackend(FakeGroup(fake, rank))  # type: ignore[arg-type]
+    return NcclTransport(host, made, timeout=TIMEOUT)

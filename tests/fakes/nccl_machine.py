@@ -29,6 +29,7 @@ class Machine:
     def __init__(self, fake: FakeNccl, cuda: FakeCuda) -> None:
         self.nccl = fake
         self.cuda = cuda
+        self.read = cuda.read
 
     def run(self, size: int, work: Work, *, timeout: float = 20.0, close: bool = True) -> list[Any]:
         world = ThreadWorld(size)
@@ -59,13 +60,6 @@ class Machine:
 
         self.cuda.current_stream().put(slow)
 
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy made on the current stream, after all that was put there."""
-        copy = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        self.put(lambda: copy.copy_(tensor.as_subclass(torch.Tensor)))
-        self.cuda.current_stream().synchronize()
-        return copy
-
 
 def make_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNccl) -> Iterator[Machine]:
     """For a fixture: the fakes in place of CUDA and NCCL; at the end no rule was broken."""
@@ -80,11 +74,6 @@ def make_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNccl) -> Iterator[Ma
     yield Machine(fake, cuda)
     fake.end()
     FakeStream.stop_all()
-
-
-def full(numel: int, value: float) -> torch.Tensor:
-    """`numel` times `value`, on the pretended GPU."""
-    return device_tensor(torch.full((numel,), value))
 
 
 def all_good(results: list[Any]) -> list[Any]:

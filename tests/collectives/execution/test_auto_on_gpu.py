@@ -5,8 +5,6 @@ Over the stand-ins for CUDA and NCCL; no GPU needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent import futures
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +19,9 @@ from collectives.execution.all_reduce import Runner
 from collectives.reducers import Max, SumReducer
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
-from collectives.transport import ThreadWorld
-from collectives.transport.nccl import cupy_backend
-from collectives.transport.nccl.transport import NcclTransport
 from tests.collectives.transport import streams
 from tests.collectives.transport.streams import on_gpu
-from tests.collectives.transport.streams_nccl import Nccl
+from tests.collectives.transport.streams_nccl import install, on_ranks
 
 BUCKET = 25 << 20
 ADDED = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
@@ -92,36 +87,9 @@ def test_bucket_goes_to_the_process_groups_nccl(
     assert chosen(runner(8, sums=False, group=object()), tensor(BUCKET)) == answer
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Group], Any]], list[Any]]:
-    """Return what runs a function on three ranks over the stand-ins, and returns its answers."""
-    streams.install(monkeypatch)
-    fake = Nccl()
-    monkeypatch.setattr(cupy_backend, "load_nccl", lambda: fake)
-
-    def run(work: Callable[[Group], Any]) -> list[Any]:
-        world = ThreadWorld(3)
-
-        def rank_main(rank: int) -> Any:
-            device = torch.device("cuda", 0)
-            backend = cupy_backend.CupyBackend(device)
-            transport = NcclTransport(world.transport(rank), backend, timeout=20.0)
-            group = Group(transport, timeout=20.0, local_rank=rank, local_size=3)
-            try:
-                return work(group)
-            finally:
-                group.close()
-
-        with futures.ThreadPoolExecutor(3) as pool:
-            return list(pool.map(rank_main, range(3)))
-
-    return run
-
-
 @pytest.mark.parametrize("op", [Sum, Average], ids=str)
-def test_all_reduce_by_auto_is_ncclis_own(
-    run: Any, op: Reducer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_reduce_by_auto_is_ncclis_own(op: Reducer, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
     taken: list[str] = []
     choose = all_reduce.auto_of
 
@@ -138,6 +106,6 @@ def test_all_reduce_by_auto_is_ncclis_own(
         return [streams.plain(mine)]
 
     expected = torch.full((5000,), 6.0 if op is Sum else 2.0)
-    for results in run(work):
+    for results in on_ranks(3, work):
         assert all(torch.equal(result, expected) for result in results)
     assert taken == ["nccl"] * 3

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
 
+import pytest
 import torch
 
+from collectives import Group
+from collectives.schedules.topology import Topology
+from collectives.transport import ThreadWorld
+from collectives.transport.nccl import cupy_backend
+from collectives.transport.nccl.transport import NcclTransport
+from tests.collectives.transport import streams
 from tests.collectives.transport.streams import Stream, machine
-from tests.fakes.lines import Lines
+from tests.fakes.fake_cuda import Lines
 
 
 class Nccl:
@@ -88,6 +98,31 @@ class _Communicator:
     def check_async_error(self) -> None: ...
     def destroy(self) -> None: ...
     def abort(self) -> None: ...
+
+
+def on_ranks(size: int, work: Callable[[Group], Any], local_size: int | None = None) -> list[Any]:
+    """What `work` returns on every rank, a thread each, on one node unless given."""
+    world = ThreadWorld(size)
+
+    def rank_main(rank: int) -> Any:
+        backend = cupy_backend.CupyBackend(torch.device("cuda", 0))
+        transport = NcclTransport(world.transport(rank), backend, timeout=20.0)
+        topology = Topology(size, local_size or size)
+        group = Group(transport, timeout=20.0, local_rank=rank, local_size=size, topology=topology)
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    with futures.ThreadPoolExecutor(size, "caller") as pool:
+        return list(pool.map(rank_main, range(size)))
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the stand-ins in the place of torch.cuda, NCCL and the kernels."""
+    streams.install(monkeypatch)
+    fake = Nccl()
+    monkeypatch.setattr(cupy_backend, "load_nccl", lambda: fake)
 
 
 def memory(address: int, count: int) -> torch.Tensor:

@@ -22,22 +22,17 @@ from collectives import Group, Operands, Sum, Work
 from collectives.bootstrap import transport_selection
 from collectives.call import Call
 from collectives.reducers import SumReducer
-from collectives.schedules.topology import Topology
 from collectives.transport import HostTransport, ThreadWorld
-from collectives.transport.nccl import cupy_backend
 from collectives.transport.nccl.cupy_backend import shared_stream
-from collectives.transport.nccl.transport import NcclTransport
 from tests.collectives.queues import Queue
 from tests.collectives.transport import streams
 from tests.collectives.transport.streams import machine, on_gpu
-from tests.collectives.transport.streams_nccl import Nccl
+from tests.collectives.transport.streams_nccl import install, on_ranks
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams.install(monkeypatch)
-    fake = Nccl()
-    monkeypatch.setattr(cupy_backend, "load_nccl", lambda: fake)
+    install(monkeypatch)
 
 
 class Slow(SumReducer):
@@ -53,20 +48,7 @@ class Slow(SumReducer):
 
 
 def on_two_ranks(work: Callable[[Group], Any]) -> list[Any]:
-    world = ThreadWorld(2)
-
-    def main(rank: int) -> Any:
-        backend = cupy_backend.CupyBackend(torch.device("cuda", 0))
-        transport = NcclTransport(world.transport(rank), backend, timeout=20.0)
-        topology = Topology(2, 2)
-        group = Group(transport, timeout=20.0, local_rank=rank, local_size=2, topology=topology)
-        try:
-            return work(group)
-        finally:
-            group.close()
-
-    with futures.ThreadPoolExecutor(2, "caller") as pool:
-        return list(pool.map(main, range(2)))
+    return on_ranks(2, work)
 
 
 def reduced(group: Group, calls: list[str], how: str) -> tuple[Work, torch.Tensor]:

@@ -64,24 +64,6 @@ def test_bytes_are_those_in_memory(dtype: torch.dtype) -> None:
 
 
 @both
-def test_every_layout_of_a_tensor_travels(kind: str) -> None:
-    first, second = connect(2, kind)
-    for tensor in (
-        torch.tensor(2.5),
-        torch.randn(3, 5, dtype=torch.bfloat16),
-        torch.tensor([True, False]),
-        torch.randn(4, dtype=torch.complex64, requires_grad=True),
-        torch.arange(10)[3:7],
-    ):
-        got = torch.zeros_like(tensor, requires_grad=False)
-        together(
-            lambda tensor=tensor: exchange(first, [(1, tensor)], []),
-            lambda got=got: exchange(second, [], [(0, got)]),
-        )
-        assert torch.equal(got, tensor)
-
-
-@both
 def test_a_message_of_another_length_is_an_error_that_names_both(kind: str) -> None:
     first, second = connect(2, kind)
     exchange(first, [(1, noise(4, 0))], [])

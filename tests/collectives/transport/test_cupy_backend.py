@@ -11,22 +11,19 @@ import importlib
 import importlib.util
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from collectives import Operands, Reducer, TransportError
-from collectives.execution.executor import CallContext, execute
-from collectives.schedules import halving, ring
-from collectives.schedules.schedule import Schedule
+from collectives import TransportError
 from collectives.transport import Message, ThreadWorld
 from collectives.transport.nccl import backend, cupy_backend
 from collectives.transport.nccl import transport as nccl
-from tests.fakes.fake_cuda import FakeCuda, FakeGraph, FakeStream, device_tensor
+from tests.fakes.fake_cuda import FakeCuda, FakeGraph, FakeStream, device_tensor, full
 from tests.fakes.fake_nccl import FakeNccl, NcclError
-from tests.fakes.nccl_machine import DeviceWorkspace, Machine, all_good, full, make_machine, swap
+from tests.fakes.nccl_machine import Machine, all_good, make_machine, swap
 
 DEVICE = torch.device("cuda", 0)
 
@@ -97,36 +94,6 @@ def test_tensors_are_kept_for_the_communication_stream(machine: Machine) -> None
         return {mine.data_ptr(), got.data_ptr()} <= stream.kept.keys()
 
     assert all_good(machine.run(2, work)) == [True, True]
-
-
-class PlainSum(Reducer):
-    """Sum on the stream without the kernels, which would take the tensors for CUDA's."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    def reduce(self, operands: Operands) -> None:
-        for piece in operands.pieces:
-            parts = [part.as_subclass(torch.Tensor) for part in piece.parts]
-            out = piece.out.as_subclass(torch.Tensor)
-            self._machine.put(lambda out=out, parts=parts: out.copy_(torch.stack(parts).sum(0)))
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("make", [ring.all_reduce, halving.all_reduce, halving.doubling])
-def test_schedules_run(machine: Machine, make: Callable[[int], Schedule], size: int) -> None:
-    inputs = [torch.randn(1021, generator=torch.Generator().manual_seed(r)) for r in range(size)]
-
-    def work(transport: nccl.NcclTransport) -> torch.Tensor:
-        buffer = device_tensor(inputs[transport.rank].clone())
-        call = CallContext(transport, "all_reduce 0", 10.0, DeviceWorkspace())
-        execute(make(size), buffer, PlainSum(machine), call)
-        return machine.read(buffer)
-
-    # size - 1 additions, each rounding to float32 once.
-    bound = (size - 1) * torch.finfo(torch.float32).eps * torch.stack(inputs).abs().sum(0)
-    for answer in all_good(machine.run(size, work)):
-        assert ((answer - torch.stack(inputs).double().sum(0)).abs() <= bound).all()
 
 
 DTYPES = [*(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)]

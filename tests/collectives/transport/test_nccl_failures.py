@@ -22,13 +22,12 @@ from collectives.transport import Message, ThreadWorld, Transport
 from collectives.transport.nccl import cupy_backend
 from collectives.transport.nccl import transport as nccl
 from collectives.transport.nccl.cupy_backend import CupyBackend
-from tests.fakes.fake_cuda import FakeCuda
+from tests.fakes.fake_cuda import FakeCuda, full
 from tests.fakes.fake_nccl import FakeNccl
 from tests.fakes.nccl_machine import (
     CLOSE_SECONDS,
     Machine,
     all_good,
-    full,
     make_machine,
     swap,
     told,

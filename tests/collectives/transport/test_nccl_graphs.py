@@ -13,8 +13,9 @@ import torch
 from collectives import CollectiveTimeoutError, TransportError
 from collectives.transport import Message
 from collectives.transport.nccl import transport as nccl
+from tests.fakes.fake_cuda import full
 from tests.fakes.fake_nccl import FakeNccl
-from tests.fakes.nccl_machine import Machine, all_good, full, make_machine, swap, told
+from tests.fakes.nccl_machine import Machine, all_good, make_machine, swap, told
 
 NUMEL = 5
 Launch = Callable[[str, float], None]

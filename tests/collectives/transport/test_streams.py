@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +24,10 @@ from collectives.reducers import SumReducer
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.spec import OUTER
 from collectives.schedules.topology import Topology
-from collectives.transport import ThreadWorld
-from collectives.transport.nccl import cupy_backend
-from collectives.transport.nccl.transport import NcclTransport
 from tests.collectives.queues import Queue
 from tests.collectives.transport import streams
 from tests.collectives.transport.streams import Stream, machine, on_gpu
-from tests.collectives.transport.streams_nccl import Nccl
+from tests.collectives.transport.streams_nccl import install, on_ranks
 from tests.processes.conformance import star
 
 NUMEL = 5000
@@ -39,9 +35,7 @@ NUMEL = 5000
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams.install(monkeypatch)
-    fake = Nccl()
-    monkeypatch.setattr(cupy_backend, "load_nccl", lambda: fake)
+    install(monkeypatch)
     monkeypatch.setattr(executor, "_MIN_PART_BYTES", 4096)
     monkeypatch.setattr(executor, "_NEAR_PART_BYTES", 4096)
     monkeypatch.setattr(executor, "_FAR_PART_BYTES", 4096)
@@ -49,21 +43,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(work: Callable[[Group], object], size: int = 2, local_size: int | None = None) -> list[str]:
     """The races of `work` on every rank, a thread each, on one node unless given."""
-    world = ThreadWorld(size)
 
-    def rank_main(rank: int) -> None:
-        backend = cupy_backend.CupyBackend(torch.device("cuda", 0))
-        transport = NcclTransport(world.transport(rank), backend, timeout=20.0)
-        topology = Topology(size, local_size or size)
-        group = Group(transport, timeout=20.0, local_rank=rank, local_size=size, topology=topology)
-        try:
-            work(group)
-            machine.collect()
-        finally:
-            group.close()
+    def main(group: Group) -> None:
+        work(group)
+        machine.collect()
 
-    with futures.ThreadPoolExecutor(size) as pool:
-        list(pool.map(rank_main, range(size)))
+    on_ranks(size, main, local_size)
     return machine.races
 
 

@@ -4,7 +4,6 @@ No GPU needed. With one: tests/processes/test_torch_nccl.py."""
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,15 +22,13 @@ from collectives.transport import (
     GlooTransport,
     Message,
     NcclTransport,
-    ThreadWorld,
     process_groups,
 )
 from collectives.transport.base import as_bytes
 from collectives.transport.nccl import backend
-from tests.fakes.fake_cuda import FakeGraph, device_tensor
-from tests.fakes.fake_torch import FakeGroup, FakeTorch
+from tests.fakes.fake_cuda import FakeGraph, device_tensor, full
+from tests.fakes.fake_torch import TIMEOUT, FakeGroup, FakeTorch, make_fake, of
 from tests.fakes.nccl_machine import told
-from tests.fakes.torch_machine import TIMEOUT, full, make_fake, of, read
 
 
 @pytest.fixture
@@ -43,9 +40,9 @@ def test_a_silent_peer(fake: FakeTorch) -> None:
     """The error names the first step that is late; torch has aborted the communicator by then."""
     nccl = of(fake, 0)
     start = time.monotonic()
-    nccl.exchange([Message(1, full(1.0))], [], "step 1", TIMEOUT)
-    nccl.exchange([], [Message(1, full(0.0))], "step 2 (rd) of 'w'", TIMEOUT)
-    nccl.exchange([], [Message(2, full(0.0))], "step 3", TIMEOUT)
+    nccl.exchange([Message(1, full(3, 1.0))], [], "step 1", TIMEOUT)
+    nccl.exchange([], [Message(1, full(3, 0.0))], "step 2 (rd) of 'w'", TIMEOUT)
+    nccl.exchange([], [Message(2, full(3, 0.0))], "step 3", TIMEOUT)
     assert time.monotonic() - start < TIMEOUT, "nothing should have waited"
     error = told(nccl.check_streams)
     assert isinstance(error, CollectiveTimeoutError)
@@ -55,31 +52,13 @@ def test_a_silent_peer(fake: FakeTorch) -> None:
     )
     assert fake.aborted == {0}
     with pytest.raises(TransportError, match=r"step 4: .* unusable since rank 0 got no answer"):
-        nccl.exchange([Message(1, full(1.0))], [], "step 4", TIMEOUT)
-
-
-def test_several_peers_are_named(fake: FakeTorch) -> None:
-    recvs = [Message(peer, full(0.0)) for peer in (2, 1)]
-    nccl = of(fake, 0)
-    nccl.exchange([], recvs, "step 7", TIMEOUT)
-    assert "no answer from one of rank 1, rank 2 in step 7" in str(told(nccl.check_streams))
-
-
-def test_a_watchdog_ends_with_what_it_watches(fake: FakeTorch) -> None:
-    nccl = of(fake, 0)
-    nccl.exchange([Message(1, full(1.0))], [], "step 1", TIMEOUT)
-    thread = nccl._watcher._thread
-    assert thread is not None and thread.is_alive()
-    del nccl
-    gc.collect()
-    thread.join(20.0)
-    assert not thread.is_alive()
+        nccl.exchange([Message(1, full(3, 1.0))], [], "step 4", TIMEOUT)
 
 
 def test_what_torch_refuses_is_said_in_its_words(fake: FakeTorch) -> None:
     fake.refuse = "NCCL error: unhandled system error\nLast error: no route"
     with pytest.raises(TransportError, match=r"^NCCL failed in step 4: NCCL error: unhandled sys"):
-        of(fake, 0).exchange([Message(1, full(1.0))], [], "step 4", TIMEOUT)
+        of(fake, 0).exchange([Message(1, full(3, 1.0))], [], "step 4", TIMEOUT)
 
 
 def _gloo(
@@ -135,26 +114,11 @@ def test_librarys_sum_that_is_late(
     libraries, call = Libraries(nccl), CallContext(nccl, "step 2", TIMEOUT, Workspace())
     if of_node:
         libraries._of_node = FakeGroup(fake, 7)  # type: ignore[assignment]
-    libraries.all_reduce("collective", 1, full(1.0), (0,) if of_node else None, call)
+    libraries.all_reduce("collective", 1, full(3, 1.0), (0,) if of_node else None, call)
     error = told(nccl.check_streams)
     assert isinstance(error, CollectiveTimeoutError)
     assert "no answer from the other ranks in step 2 (stopped after 0.3 s); NCCL" in str(error)
     assert fake.aborted == ({0, 7} if of_node else {0})
-
-
-@pytest.mark.parametrize("how", ["abort", "interrupt"])
-def test_what_is_under_way_is_ended(fake: FakeTorch, how: str) -> None:
-    """The host is told, too."""
-    reasons: list[str] = []
-    host: Any = ThreadWorld(9).transport(0)
-    host.abort = host.interrupt = reasons.append
-    nccl, got = of(fake, 0, host), full(0.0)
-    nccl.exchange([], [Message(1, got)], "step 5", 20.0)
-    getattr(nccl, how)("no more")
-    assert reasons == ["no more"]
-    assert fake.aborted == {0}
-    with pytest.raises(TransportError, match=r"^no more; NCCL was aborted$"):
-        nccl.check_streams()
 
 
 def test_nccl_of_our_own_is_none_of_torch_distributeds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +151,9 @@ def test_nccl_of_our_own_is_none_of_torch_distributeds(monkeypatch: pytest.Monke
 
 def test_graphs_end_before_the_communicators(fake: FakeTorch) -> None:
     nccl = of(fake, 0)
-    nccl.exchange([Message(1, full(1.0))], [], "step 1", TIMEOUT)
+    nccl.exchange([Message(1, full(3, 1.0))], [], "step 1", TIMEOUT)
     assert nccl.captures(torch.device("cuda", 0)) and not nccl.captures(torch.device("cpu"))
-    launch = nccl.capture(lambda: nccl.exchange([Message(1, full(2.0))], [], "step 2", TIMEOUT))
+    launch = nccl.capture(lambda: nccl.exchange([Message(1, full(3, 2.0))], [], "step 2", TIMEOUT))
     graphs, shutdown = nccl._graphs, FakeGroup.shutdown
     ended: list[bool] = []
 
@@ -218,11 +182,11 @@ def test_ranks_sum_by_the_library_that_the_sum_is_for(fake: FakeTorch) -> None:
 
     group = FakeGroup(fake, 5)
     nccl = NcclTransport(of(fake, 0), Cupy(FakeGroup(fake, 3)), timeout=TIMEOUT)  # type: ignore[arg-type]
-    nccl.all_reduce(full(1.0), group, "step 2", TIMEOUT)  # type: ignore[arg-type]
+    nccl.all_reduce(full(3, 1.0), group, "step 2", TIMEOUT)  # type: ignore[arg-type]
     assert "no answer from the other ranks in step 2" in str(told(nccl.check_streams))
     assert fake.aborted == {0, 5}
     with pytest.raises(TransportError, match="there is no library that sums"):
-        of(fake, 0).all_reduce(full(1.0), (0, 1), "step 3", TIMEOUT)
+        of(fake, 0).all_reduce(full(3, 1.0), (0, 1), "step 3", TIMEOUT)
 
 
 def ranks(fake: FakeTorch, size: int, work: Callable[[NcclTransport, int], Any]) -> list[Any]:
@@ -234,7 +198,7 @@ def test_messages_are_behind_and_before_the_callers_work(fake: FakeTorch) -> Non
     """What is sent is written late on the caller's stream; what came is there for it at once."""
 
     def work(nccl: NcclTransport, rank: int) -> torch.Tensor:
-        mine, got = full(-1.0), full(-1.0)
+        mine, got = full(3, -1.0), full(3, -1.0)
 
         def write() -> None:
             time.sleep(0.05)
@@ -245,7 +209,7 @@ def test_messages_are_behind_and_before_the_callers_work(fake: FakeTorch) -> Non
         fake.cuda.current_stream().put(write)
         nccl.exchange(sends, recvs, "step 0", 20.0)
         nccl.exchange([empty], [], "step 1", 20.0)
-        return read(fake, got)
+        return fake.cuda.read(got)
 
     assert [came.tolist() for came in ranks(fake, 2, work)] == [[1.0] * 3, [0.0] * 3]
 
@@ -253,7 +217,7 @@ def test_messages_are_behind_and_before_the_callers_work(fake: FakeTorch) -> Non
 def test_messages_posted_ahead_hold_up_only_who_waits_for_them(fake: FakeTorch) -> None:
     """What the caller does meanwhile runs beside them; the memory is kept as long as they need."""
     nccl = of(fake, 0)
-    got, meanwhile = full(-1.0), threading.Event()
+    got, meanwhile = full(3, -1.0), threading.Event()
     wait = nccl.post([], [Message(1, got)], "step 0, part 0 of 2", 20.0)
     fake.cuda.current_stream().put(meanwhile.set)
     assert meanwhile.wait(10.0)
@@ -261,7 +225,7 @@ def test_messages_posted_ahead_hold_up_only_who_waits_for_them(fake: FakeTorch) 
     assert [posted.step for posted in nccl._watcher.items] == ["step 0, part 0 of 2"]
     wait()
     fake.lines[1, 0].put(as_bytes(torch.ones(3)))
-    assert read(fake, got).tolist() == [1.0] * 3
+    assert fake.cuda.read(got).tolist() == [1.0] * 3
     nccl.post([], [], "nothing", TIMEOUT)()
     nccl.close()
 
@@ -269,10 +233,10 @@ def test_messages_posted_ahead_hold_up_only_who_waits_for_them(fake: FakeTorch) 
 def test_nothing_waits_in_a_capture(fake: FakeTorch) -> None:
     """The stand-in raises where an event is asked while a stream is captured."""
     nccl = of(fake, 0)
-    nccl.exchange([Message(1, full(4.0))], [], "step 0", TIMEOUT)
+    nccl.exchange([Message(1, full(3, 4.0))], [], "step 0", TIMEOUT)
     fake.lines[0, 1].get(timeout=20.0)
     graph = FakeGraph(fake.cuda.current_stream())
-    nccl.exchange([Message(1, full(4.0))], [], "step 1", TIMEOUT)
+    nccl.exchange([Message(1, full(3, 4.0))], [], "step 1", TIMEOUT)
     graph.end()
     assert fake.lines[0, 1].empty()
     graph.replay()
@@ -285,7 +249,7 @@ def test_messages_of_every_dtype_are_sent(fake: FakeTorch, dtype: torch.dtype) -
         mine = device_tensor(torch.full((3,), 7 + rank).to(dtype))
         got = device_tensor(torch.zeros(3, dtype=dtype))
         nccl.exchange([Message(1 - rank, mine)], [Message(1 - rank, got)], "step 0", 20.0)
-        return read(fake, got)
+        return fake.cuda.read(got)
 
     assert [came.tolist() for came in ranks(fake, 2, work)] == [[8] * 3, [7] * 3]
 

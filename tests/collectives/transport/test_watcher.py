@@ -21,8 +21,9 @@ from collectives.transport import Message
 from collectives.transport.nccl import transport as nccl
 from collectives.transport.nccl import watcher
 from collectives.work import CallQueue
+from tests.fakes.fake_cuda import full
 from tests.fakes.fake_nccl import FakeNccl
-from tests.fakes.nccl_machine import Machine, all_good, full, make_machine, swap, told
+from tests.fakes.nccl_machine import Machine, all_good, make_machine, swap, told
 
 TIMEOUT = 0.3
 
