@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.exc import Unsupported
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import adasum
 import kernels
 from collectives import Operands, Piece
 from tests.kernels.cases import random
+from tests.kernels.test_plans import PLANS
 
 
 class Noted(TorchDispatchMode):
@@ -60,55 +59,30 @@ def test_dispatch_mode_sees_an_operator_a_call() -> None:
     ]
 
 
-PLANS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "pack": lambda a, b: kernels.plan_pack([a, b]),
-    "unpack": lambda a, b: kernels.plan_unpack(torch.zeros(160), [a, b]),
-    "sum_n": lambda a, b: kernels.plan_sum_n([a, b]),
-    "scaled_add": kernels.plan_scaled_add,
-    "dot_and_norms": kernels.plan_dot_and_norms,
-    "combine": lambda a, b: kernels.plan_combine(a, b, torch.ones(1, 3, dtype=torch.float64)),
-    "adasum": kernels.plan_adasum,
-}
-
-
 @pytest.mark.parametrize("function", PLANS)
 def test_plan_is_neither_made_nor_bound_under_a_dispatch_mode(function: str) -> None:
-    a, b = pair()
-    plan = PLANS[function](a, b)
+    tensors, name = [*pair()], function.split()[-1]
+    plan = PLANS[function](tensors)
     with Noted():
-        for make in (lambda: PLANS[function](a, b), lambda: plan.rebind([a, b])):
-            with pytest.raises(RuntimeError, match=f"dispatch mode .*: call kernels.{function},"):
+        for make in (lambda: PLANS[function](tensors), lambda: plan.rebind(tensors)):
+            with pytest.raises(RuntimeError, match=f"dispatch mode .*: call kernels.{name},"):
                 make()
     plan()
-
-
-def test_plan_is_made_outside_graphs_of_compiled_code() -> None:
-    a, b = pair()
-
-    def made(a: Tensor, b: Tensor) -> Tensor:
-        return kernels.plan_adasum(a, b)()
-
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(made, backend="eager")(a, b), kernels.adasum(a, b))
-    torch._dynamo.reset()
-    with pytest.raises(Unsupported):
-        torch.compile(made, backend="eager", fullgraph=True)(a, b)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("function", PLANS)
 def test_plan_is_run_but_neither_made_nor_bound_in_a_capture(
     function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = pair()
-    plan: Any = PLANS[function](a, b)
+    tensors, name = [*pair()], function.split()[-1]
+    plan: Any = PLANS[function](tensors)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    for make in (lambda: PLANS[function](a, b), lambda: plan.rebind([a, b])):
-        with pytest.raises(RuntimeError, match=f"CUDA graph .* call kernels.{function}$"):
+    for make in (lambda: PLANS[function](tensors), lambda: plan.rebind(tensors)):
+        with pytest.raises(RuntimeError, match=f"CUDA graph .* call kernels.{name}$"):
             make()
     plan()
-    every_call(a, b)
+    every_call(*tensors)
 
 
 def test_adasum_is_bound_under_a_dispatch_mode_without_plans() -> None:

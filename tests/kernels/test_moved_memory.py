@@ -33,20 +33,6 @@ def emptied(tensor: Tensor) -> None:
     tensor.untyped_storage().resize_(0)
 
 
-@pytest.mark.parametrize("change", [resized, grown, replaced, set_to_another, emptied])
-@pytest.mark.parametrize(("place", "name"), [(0, "a"), (1, "b"), (2, "out"), (3, "found_inf")])
-def test_check_names_the_tensor_that_was_given_other_memory(
-    change: Callable[[Tensor], None], place: int, name: str
-) -> None:
-    a, b, out = torch.ones(70), torch.ones(70), torch.ones(70)
-    flag = torch.zeros(1)
-    plan = kernels.plan_scaled_add(a, b, out=out, found_inf=flag)
-    plan.check()
-    change([a, b, out, flag][place])
-    with pytest.raises(RuntimeError, match=f"^{name} was resized or given other memory"):
-        plan.check()
-
-
 def test_check_names_a_tensor_of_a_list() -> None:
     tensors = [torch.ones(5), torch.ones(6)]
     plan = kernels.plan_pack(tensors)
@@ -57,18 +43,21 @@ def test_check_names_a_tensor_of_a_list() -> None:
     plan.check()
 
 
-@pytest.mark.parametrize("change", [grown, replaced, set_to_another, emptied])
+@pytest.mark.parametrize("change", [resized, grown, replaced, set_to_another, emptied])
 @pytest.mark.parametrize(("place", "name"), [(0, "a"), (1, "b"), (2, "out"), (3, "found_inf")])
-def test_run_names_the_tensor_that_was_given_other_memory_and_writes_nothing(
+def test_check_and_run_name_the_tensor_that_was_given_other_memory_and_write_nothing(
     backend: Backend, change: Callable[[Tensor], None], place: int, name: str
 ) -> None:
     if backend.device != "cpu":
         pytest.skip("what changes is on a CPU")
     tensors = torch.ones(70), torch.full((70,), torch.inf), torch.zeros(70), torch.zeros(1)
     plan = kernels.plan_scaled_add(*tensors[:2], out=tensors[2], found_inf=tensors[3])
+    plan.check()
     change(tensors[place])
-    with pytest.raises(RuntimeError, match=f"^{name} was resized or given other memory"):
-        plan()
+    # A run compares addresses, which a smaller shape leaves.
+    for call in (plan.check,) if change is resized else (plan.check, plan):
+        with pytest.raises(RuntimeError, match=f"^{name} was resized or given other memory"):
+            call()
     written = [one for i, one in enumerate(tensors) if i >= 2 and i != place]
     assert not any(one.any() for one in written)
 

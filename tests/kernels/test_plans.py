@@ -27,6 +27,10 @@ def dots_of(a: Tensor, b: Tensor) -> Tensor:
     return kernels.dot_and_norms(a, b, CUTS)
 
 
+def factors_of(pair: list[Tensor]) -> Tensor:
+    return random((len(CUTS) - 1, 2), torch.float64, str(pair[0].device), 9)
+
+
 # Of a pair: the plan, and the direct call with the same scalars as each run.
 PLANS: dict[str, Callable[[list[Tensor]], kernels.Plan]] = {
     "pack": kernels.plan_pack,
@@ -34,7 +38,11 @@ PLANS: dict[str, Callable[[list[Tensor]], kernels.Plan]] = {
     "sum_n": kernels.plan_sum_n,
     "scaled_add": lambda pair: kernels.plan_scaled_add(*pair),
     "dot_and_norms": lambda pair: kernels.plan_dot_and_norms(*pair, CUTS),
+    "combine": lambda pair: kernels.plan_combine(*pair, dots_of(*pair), CUTS),
     "adasum": lambda pair: kernels.plan_adasum(*pair, CUTS),
+    "gram": lambda pair: kernels.plan_gram(pair, CUTS),
+    "precise gram": lambda pair: kernels.plan_gram(pair, CUTS, precise=True),
+    "weighted_sum": lambda pair: kernels.plan_weighted_sum(pair, factors_of(pair), CUTS),
 }
 DIRECT: dict[str, Callable[[list[Tensor], tuple[float, ...]], Tensor]] = {
     "pack": lambda pair, scalars: kernels.pack(pair, scale=scalars[0]),
@@ -44,6 +52,9 @@ DIRECT: dict[str, Callable[[list[Tensor], tuple[float, ...]], Tensor]] = {
     ),
     "dot_and_norms": lambda pair, scalars: dots_of(*pair),
     "adasum": lambda pair, scalars: kernels.adasum(*pair, CUTS),
+    "gram": lambda pair, scalars: kernels.gram(pair, CUTS),
+    "precise gram": lambda pair, scalars: kernels.gram(pair, CUTS, precise=True),
+    "weighted_sum": lambda pair, scalars: kernels.weighted_sum(pair, factors_of(pair), CUTS),
 }
 SCALARS = {"pack": 1, "sum_n": 1, "scaled_add": 2}
 
@@ -159,22 +170,22 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "negative": (negative, ValueError, "is a negative view"),
     "sparse": (lambda: torch.ones(6).to_sparse(), ValueError, "not dense"),
     "device": (lambda: torch.ones(6, device="meta"), ValueError, "is on meta"),
+    "gradient": (lambda: torch.ones(6, requires_grad=True), ValueError, "but autograd does not"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("function", ["pack", "sum_n", "unpack"])
-def test_plan_refuses_unequal_tensors_and_keeps_what_it_has(function: str, wrong: str) -> None:
-    tensors = [torch.ones(6), torch.ones(6)]
-    plan: Any
-    if function == "unpack":
-        plan = kernels.plan_unpack(torch.ones(32), tensors)
-    else:
-        plan = {"pack": kernels.plan_pack, "sum_n": kernels.plan_sum_n}[function](tensors)
+@pytest.mark.parametrize("count", [2, 20])
+def test_plan_refuses_unequal_tensors_and_keeps_what_it_has(
+    function: str, wrong: str, count: int
+) -> None:
+    tensors = [torch.ones(6) for _ in range(count)]
+    plan: Any = PLANS[function](tensors)
     make, error, words = WRONG[wrong]
     with pytest.raises(error, match=words):
-        plan.rebind([torch.ones(6), make()])
-    with pytest.raises(ValueError, match="tensors holds 1 but the plan was made for 2"):
+        plan.rebind([torch.ones(6), make(), *tensors[2:]])
+    with pytest.raises(ValueError, match=f"tensors holds 1 but the plan was made for {count}"):
         plan.rebind(tensors[:1])
     plan.check()
     plan()
@@ -207,12 +218,15 @@ def test_errors_of_rebind_name_its_own_arguments() -> None:
         unpack.rebind([a, b], out=buffer[1:])
 
 
-def test_plan_refuses_what_inference_mode_made() -> None:
-    plan = kernels.plan_unpack(torch.ones(32), [torch.ones(6), torch.ones(6)])
+def test_plan_reads_what_inference_mode_made_and_refuses_to_write_it() -> None:
     with torch.inference_mode():
         inside = [torch.ones(6), torch.ones(6)]
-    with pytest.raises(ValueError, match="inference mode"):
-        plan.rebind(inside)
+    unpack = kernels.plan_unpack(torch.ones(32), [torch.ones(6), torch.ones(6)])
+    with pytest.raises(ValueError, match=r"tensors\[0\] was made in inference mode"):
+        unpack.rebind(inside)
+    pack = kernels.plan_pack([torch.zeros(6), torch.zeros(6)])
+    pack.rebind(inside)
+    assert bits(pack()) == bits(kernels.pack(inside))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

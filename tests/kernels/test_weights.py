@@ -119,35 +119,18 @@ def test_weights_compile_no_kernel_anew(backend: Backend) -> None:
     assert [len(kernel._compiled) for kernel in kinds] == compiled
 
 
-@pytest.mark.parametrize(
-    ("weights", "error", "message"),
-    [
-        (2.0, TypeError, r"weights must be two numbers \(p, q\), not 2.0"),
-        ((1.0, 2.0, 3.0), TypeError, "weights must be two numbers"),
-        (torch.ones(2), TypeError, "weights must be two numbers"),
-        (("1", 2), TypeError, r"weights\[0\] must be a float, not str"),
-        ((1, True), TypeError, r"weights\[1\] must be a float, not bool"),
-        ((0, 1), ValueError, "weights must be positive and finite"),
-        ((1, -1), ValueError, "weights must be positive and finite"),
-        ((1.0, math.inf), ValueError, "weights must be positive and finite"),
-        ((math.nan, 1.0), ValueError, "weights must be positive and finite"),
-        ((1, 10**400), ValueError, r"weights\[1\] is an int that no float64 holds"),
-    ],
-)
-def test_weights_that_cannot_be_used_are_refused_before_a_write(
-    weights: object, error: type[Exception], message: str
-) -> None:
+def test_weights_that_cannot_be_used_are_refused_before_a_write() -> None:
     a, b = torch.ones(4), torch.ones(4)
     dots, out = kernels.dot_and_norms(a, b), torch.full((4,), math.nan)
     plans = kernels.plan_adasum(a, b, out=out), kernels.plan_combine(a, b, dots, out=out)
     for call in (
-        lambda: kernels.adasum(a, b, weights=weights, out=out),  # type: ignore[arg-type]
-        lambda: kernels.combine(a, b, dots, weights=weights, out=out),  # type: ignore[arg-type]
-        lambda: kernels.adasum_reference(a, b, weights=weights),  # type: ignore[arg-type]
-        lambda: kernels.combine_reference(a, b, dots, weights=weights),  # type: ignore[arg-type]
-        *(lambda plan=plan: plan(weights) for plan in plans),
+        lambda: kernels.adasum(a, b, weights=(0, 1), out=out),
+        lambda: kernels.combine(a, b, dots, weights=(0, 1), out=out),
+        lambda: kernels.adasum_reference(a, b, weights=(0, 1)),
+        lambda: kernels.combine_reference(a, b, dots, weights=(0, 1)),
+        *(lambda plan=plan: plan((0, 1)) for plan in plans),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match="weights must be positive and finite"):
             call()
     assert out.isnan().all()
 

@@ -387,6 +387,15 @@ def test_what_is_written_is_seen_by_autograd_and_not_by_others() -> None:
     one = kernels.layout_of(parts)
     kernels.unpack(torch.ones(one.numel), parts, layout=one)
     assert [part._version for part in parts] == [1, 1]
+    a, buffer = torch.ones(3), kernels.pack([torch.ones(3)])
+    for written, call in (
+        (a, lambda: kernels.scaled_add(a, parts[0], out=a)),
+        (a, lambda: kernels.adasum(a, parts[0], out=a)),
+        (buffer, lambda: kernels.pack([a], layout=kernels.layout_of([a]), out=buffer)),
+    ):
+        before = written._version
+        call()
+        assert written._version > before
 
 
 @pytest.mark.parametrize("numel", [8193, 100_003])

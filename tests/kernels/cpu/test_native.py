@@ -19,18 +19,6 @@ from tests.kernels.cases import DTYPES, bits, random
 from tests.kernels.cpu.cases import ROOT, need_compiled, works
 
 
-def test_torchs_zeros_without_memory_are_named() -> None:
-    zeros, ones = torch._efficientzerotensor(100), torch.ones(100)
-    assert zeros.data_ptr() == 0
-    for name, call in {
-        "a": lambda: kernels.scaled_add(zeros, ones),
-        "b": lambda: kernels.dot_and_norms(ones, zeros),
-        r"tensors\[0\]": lambda: kernels.pack([zeros, ones]),
-    }.items():
-        with pytest.raises(TypeError, match=rf"^{name} has no memory of its own"):
-            call()
-
-
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("system", "machine", "capability"),
@@ -117,24 +105,6 @@ def test_the_choice_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (works, kernels.backend_info):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_autograd_sees_what_is_written() -> None:
-    need_compiled()
-    a, b = (random(100, torch.float32, "cpu", seed) for seed in (1, 2))
-    layout = kernels.layout_of([a])
-    buffer = kernels.pack([a])
-    calls: list[tuple[Tensor, Callable[[], object]]] = [
-        (a, lambda: kernels.sum_n([a, b], out=a)),
-        (a, lambda: kernels.scaled_add(a, b, out=a)),
-        (a, lambda: kernels.adasum(a, b, out=a)),
-        (a, lambda: kernels.unpack(buffer, [a], layout=layout)),
-        (buffer, lambda: kernels.pack([a], layout=layout, out=buffer)),
-    ]
-    for written, call in calls:
-        before = written._version
-        call()
-        assert written._version > before
 
 
 def test_elementwise_bits_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from tests.ptx_emulator.driver import emulated
 
 SHAPES = [(5, 3), (7,), (), (0,), (2, 1, 2)]
 CUTS = (0, 0, 5, 36)
+TREE = [(0, 1, 1, 1), (0, 2, 2, 1)]
 F16, BF16, F32, F64 = DTYPES
 
 
@@ -85,6 +86,13 @@ def combined(a: Tensor, b: Tensor, **options: Any) -> Tensor:
     return kernels.combine(a, b, dots, CUTS, **options)
 
 
+def coefficients(*tensors: Tensor, precise: bool) -> Tensor:
+    spread = tensors[0].new_zeros(3, dtype=F64)
+    tables = kernels.gram(tensors, CUTS, precise=precise)[None]
+    factors = kernels.adasum_coefficients(tables, TREE, spread=spread)
+    return torch.cat([factors, spread[:, None]], 1)
+
+
 # name: (inputs, function of the inputs, operators in its graph)
 CASES: dict[str, tuple[Callable[..., list[Tensor]], Callable[..., Any], list[str]]] = {
     "pack": (several, lambda *t: kernels.pack(t), ["pack"]),
@@ -127,6 +135,19 @@ CASES: dict[str, tuple[Callable[..., list[Tensor]], Callable[..., Any], list[str
     "adasum of one": (pair, lambda a, b, c: kernels.adasum(a, a, out=a), ["adasum"]),
     "adasum into a view": (
         pair, lambda a, b, c: kernels.adasum(a[:3], b[3:6], out=a[3:6]), ["adasum"],
+    ),
+    "gram": (
+        pair, lambda *t: coefficients(*t, precise=False), ["gram", "adasum_coefficients"],
+    ),
+    "precise gram": (
+        pair, lambda *t: coefficients(*t, precise=True), ["gram", "adasum_coefficients"],
+    ),
+    "weighted_sum in place": (
+        pair,
+        lambda a, b, c: kernels.weighted_sum(
+            [a, b, c], a.new_full((3, 3), 0.3, dtype=F64), CUTS, out=b
+        ),
+        ["weighted_sum"],
     ),
     "amid torch": (
         pair,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,34 +15,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernels
 from kernels.call import FUNCTIONS
-from tests.kernels.cases import random
+from tests.kernels.cases import misaligned, random
 from tests.kernels.gpu import test_launches
+from tests.kernels.test_arguments import ERRORS
 from tests.kernels.torch_compile.cases import BF16, CUTS, F16, F32, F64, compiled, flat, pair
 
 # What torch itself deprecates in its compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled", "ignore:.*torch.jit")
 
 X = torch.ones(16)
-ERRORS: dict[str, tuple[Callable[[Tensor], Any], type[Exception]]] = {
-    "alpha must be a float, not str": (lambda x: kernels.scaled_add(x, x, alpha="1"), TypeError),
-    "b has shape (3,) but a has (16,)": (lambda x: kernels.adasum(x, x[:3]), ValueError),
-    "out has shape (3,)": (lambda x: kernels.adasum(x, x, out=x[:3]), ValueError),
-    "end at the 16 elements": (lambda x: kernels.dot_and_norms(x, x, (0, 3)), ValueError),
-    "must hold ints, not float": (lambda x: kernels.adasum(x, x, (0, 3.0, 16)), TypeError),
-    "tensors is empty": (lambda x: kernels.sum_n([]), ValueError),
-    "must be a list or tuple": (lambda x: kernels.sum_n(x), TypeError),
-    "tensors[1] has dtype torch.int32": (lambda x: kernels.pack([x, x.int()]), TypeError),
-    "tensors[1] is not contiguous": (lambda x: kernels.pack([x, x[::2]]), ValueError),
-    "layout holds 2 tensors": (
-        lambda x: kernels.pack([x], layout=kernels.layout_of([x, x])), ValueError,
-    ),
-    "pass one float32": (lambda x: kernels.sum_n([x], found_inf=x), TypeError),
-    "dots has shape (2, 3)": (
-        lambda x: kernels.combine(x, x, x.new_zeros(2, 3, dtype=F64)), ValueError,
-    ),
-}  # fmt: skip
-
-
 # One of each kind of argument is quick: all come from the checks that eager calls run.
 QUICK = ("alpha must be", "b has shape", "must hold ints", "tensors[1] is not", "layout holds")
 
@@ -58,9 +38,9 @@ QUICK = ("alpha must be", "b has shape", "must hold ints", "tensors[1] is not", 
 def test_errors_while_tracing(text):
     call, kind = ERRORS[text]
     with pytest.raises(kind) as eager:
-        call(X)
+        call(X[:8])
     with pytest.raises(kind) as traced:
-        torch.compile(call, backend="aot_eager")(X)
+        torch.compile(call, backend="aot_eager")(X[:8])
     assert text in str(eager.value) and str(traced.value) == str(eager.value)
 
 
@@ -94,6 +74,8 @@ def test_opcheck(flag):
     flags = (None, None) if flag is None else (flag, torch.zeros(()))
     double = (flag, None if flag is None else torch.zeros((), dtype=torch.float64))
     half, two = (0.5, None), (2.0, None)
+    tables, rows = kernels.gram([x, y], cuts)[None], torch.full((2, 2), 0.5, dtype=F64)
+    tree = [0.0, 1.0, 1.0, 1.0]
     for op, args in [
         (ops.pack_8, ([x, y[:5]], vector(4, F16, 32), slots, 64, *half, *flags)),
         (ops.pack_8, ([x, y[:5]], vector(4, F16, 32), slots, 64, 1.0, vector(5, F64, 1)[0])),
@@ -107,6 +89,9 @@ def test_opcheck(flag):
         (ops.dot_and_norms_8, ([x, y], dots.clone(), [5])),
         (ops.combine_8, ([x, y], out, dots, [5], 3.0, None, 1.5, None, *flags)),
         (ops.adasum_8, ([x, y], out, [5], *two, *two, *flags, False)),
+        (ops.gram_8, ([x, y], torch.zeros(2, 2, 2, dtype=F64), [5])),
+        (ops.adasum_coefficients_8, ([tables], rows.clone(), tree, rows[:, 0].clone())),
+        (ops.weighted_sum_8, ([x, y], misaligned(out), rows, [5], *flags)),
     ]:
         torch.library.opcheck(op.default, args)
 

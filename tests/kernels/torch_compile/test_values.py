@@ -56,19 +56,6 @@ def test_other_dtypes(device):
                 assert flat(call(*inputs)) == flat(fn(*inputs))
 
 
-def test_found_inf(device):
-    call, _ = compiled(lambda *t: kernels.pack(t[:-1], found_inf=t[-1]))
-    for path in paths(device):
-        flag = torch.zeros((), device=device)
-        tensors = several(F32, device, 1)
-        with path:
-            call(*tensors, flag)
-            assert flag.item() == 0
-            tensors[1][3] = float("inf")
-            call(*tensors, flag)
-            assert flag.item() == 1
-
-
 def test_out_is_returned_itself_and_marked_as_written(device):
     adasum, _ = compiled(lambda a, b: kernels.adasum(a, b, out=a))
     unpack, _ = compiled(kernels.unpack)
