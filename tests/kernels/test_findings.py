@@ -11,21 +11,34 @@ import torch
 from torch import Tensor
 
 import kernels
-from tests.kernels.cases import DTYPES, bits, random
+from tests.kernels.cases import DTYPES, bits, misaligned, random
 from tests.kernels.conftest import Backend
 
 CUTS = (0, 5, 5, 40, 70)
-# Given two tensors of 70 elements and the findings, what each function writes.
+# Given two tensors of at least 40 elements and the findings, what each function writes.
 CALLS: dict[str, Callable[..., list[Tensor]]] = {
     "pack": lambda a, b, **given: [kernels.pack([a, b], scale=0.7, **given)],
-    "unpack": lambda a, b, **given: kernels.unpack(kernels.pack([a, b]), [a, b], **given),
+    "unpack": lambda a, b, **given: kernels.unpack(
+        kernels.pack([a, b]), [a, b], scale=0.7, **given
+    ),
     "sum_n": lambda a, b, **given: [kernels.sum_n([a, b, a], scale=0.3, out=b, **given)],
-    "scaled_add": lambda a, b, **given: [kernels.scaled_add(a, b, alpha=-2.0, **given)],
+    "scaled_add": lambda a, b, **given: [kernels.scaled_add(a, b, alpha=-0.3, beta=0.7, **given)],
     "combine": lambda a, b, **given: [
-        kernels.combine(a, b, kernels.dot_and_norms(a, b, CUTS), CUTS, out=a, **given)
+        kernels.combine(a, b, kernels.dot_and_norms(a, b, cuts(a)), cuts(a), out=a, **given)
     ],
-    "adasum": lambda a, b, **given: [kernels.adasum(a, b, CUTS, **given)],
+    "adasum": lambda a, b, **given: [kernels.adasum(a, b, cuts(a), **given)],
+    "weighted_sum": lambda a, b, **given: [
+        kernels.weighted_sum([a, b], factors(a.device), cuts(a), **given)
+    ],
 }
+
+
+def cuts(tensor: Tensor) -> tuple[int, ...]:
+    return (*CUTS[:-1], tensor.numel())
+
+
+def factors(device: torch.device) -> Tensor:
+    return random((len(CUTS) - 1, 2), torch.float64, str(device), 9)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -34,26 +47,48 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 @pytest.mark.parametrize("function", CALLS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_max_abs_is_set_to_the_largest_magnitude_written(
-    backend: Backend, function: str, dtype: torch.dtype
+@pytest.mark.parametrize(("numel", "move"), [(70, False), (70_001, False), (70_001, True)])
+def test_findings_are_the_largest_magnitude_written_and_whether_all_is_finite(
+    backend: Backend, function: str, dtype: torch.dtype, numel: int, move: bool
 ) -> None:
+    # In the emulator a whole tile of every kernel, at most 1024 elements here, and a tail.
+    numel = min(numel, 1027) if backend.slow else numel
     largest = torch.full((1,), 1e30, dtype=wide(dtype), device=backend.device)
     found = torch.zeros((), device=backend.device)
-    specials = (
-        (None, -math.inf, math.nan) if backend.slow else (None, -math.inf, math.nan, math.inf)
-    )
-    for seed, special in enumerate(specials):
-        a, b = (random(70, dtype, backend.device, 2 * seed + i) for i in range(2))
+    # What is finite leaves a flag as it was. The emulator is slow.
+    cases = ((0.0, None), (0.0, math.inf), (1.0, None), (0.0, -math.inf), (0.0, math.nan))
+    for seed, (before, special) in enumerate(cases[: 3 if backend.slow and move else 5]):
+        a, b = (random(numel, dtype, backend.device, 2 * seed + i) for i in range(2))
+        if move:
+            a, b = misaligned(a), misaligned(b)
         if special is not None:
-            a[66] = special
-        found.zero_()
-        written = CALLS[function](a, b, found_inf=found, max_abs=largest)
+            # The last element lies in a tail of its own.
+            a[numel - 1] = special
+        found.fill_(before)
+        # Every second time there is one without the other.
+        both = seed % 2 == 0
+        written = CALLS[function](a, b, found_inf=found, max_abs=largest if both else None)
         expected = kernels.max_abs_reference(written)
         # Nothing is rounded: the largest of the values as they were written, NaN for NaN.
-        assert torch.equal(largest.double().cpu(), expected.reshape(1).cpu()) or (
-            expected.isnan() and largest.isnan()
+        assert (
+            not both
+            or torch.equal(largest.double().cpu(), expected.reshape(1).cpu())
+            or (expected.isnan() and largest.isnan())
         )
-        assert bool(found) == (not expected.isfinite())
+        assert found.item() == (before if expected.isfinite() else 1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_found_inf_is_of_what_is_written_and_not_of_sums_on_the_way(
+    backend: Backend, dtype: torch.dtype
+) -> None:
+    big = torch.full((70,), torch.finfo(dtype).max, dtype=dtype, device=backend.device)
+    found = torch.zeros((), device=backend.device)
+    kernels.sum_n([big, big], scale=0.25, found_inf=found)
+    # Twice the largest float16 is no trouble in float32; every other dtype has its wide range.
+    assert found.item() == (0.0 if dtype == torch.float16 else 1.0)
+    kernels.sum_n([big, big], found_inf=found.zero_())
+    assert found.item() == 1.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

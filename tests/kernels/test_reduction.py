@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -133,55 +132,3 @@ def _bound(source: torch.dtype, target: torch.dtype, backend: Backend, terms: in
     if source == torch.float64 and target != torch.float64:
         return tolerance(target, terms) + torch.finfo(torch.float32).eps
     return tolerance(target, terms)
-
-
-# In the emulator 1027: a whole tile of every kernel, at most 1024 elements here, and a tail.
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [pytest.param(5, marks=pytest.mark.slow), 70_001])
-@pytest.mark.parametrize("move", [False, True])
-def test_found_inf_says_what_left_the_dtype(backend, dtype, numel, move):
-    numel = min(numel, 1027) if backend.slow else numel
-    tensors = [random(numel, dtype, backend.device, seed) for seed in (1, 2)]
-    if move:
-        tensors = [misaligned(tensor) for tensor in tensors]
-    found = torch.zeros((), device=backend.device)
-    layout = kernels.layout_of(tensors)
-    dots = torch.empty(1, 3, dtype=torch.float64, device=backend.device)
-    buffer = torch.empty(layout.numel, dtype=dtype, device=backend.device)
-    calls = [
-        lambda: kernels.sum_n(tensors, found_inf=found),
-        lambda: kernels.scaled_add(*tensors, found_inf=found),
-        lambda: kernels.adasum(*tensors, found_inf=found),
-        lambda: kernels.combine(*tensors, dots, found_inf=found),
-        lambda: kernels.pack(tensors, layout=layout, out=buffer, found_inf=found),
-        # Of what was packed just before.
-        lambda: kernels.unpack(buffer, tensors, layout=layout, found_inf=found),
-    ]
-    # A factor that rounds: a product's rounding error is no sign of Inf.
-    rounded = [
-        lambda: kernels.sum_n(tensors, scale=0.3, found_inf=found),
-        lambda: kernels.scaled_add(*tensors, alpha=0.3, beta=0.7, found_inf=found),
-        lambda: kernels.pack(tensors, layout=layout, scale=0.3, found_inf=found),
-        lambda: kernels.unpack(buffer, tensors, scale=0.3, layout=layout, found_inf=found),
-    ]
-    dots.copy_(kernels.dot_and_norms_reference(*tensors))
-    # Whatever it was, values that are finite leave it.
-    for before, finite in ((0.0, calls), (1.0, rounded)):
-        for call in finite:
-            found.fill_(before)
-            call()
-            assert found.item() == before
-    for poison in (math.inf,) if backend.slow and move else (math.nan, math.inf, -math.inf):
-        # The last element lies in a tail of its own.
-        tensors[1][numel - 1] = poison
-        dots.copy_(kernels.dot_and_norms_reference(*tensors))
-        for call in calls:
-            found.zero_()
-            call()
-            assert found.item() == 1.0, call
-    big = torch.full((numel,), torch.finfo(dtype).max, dtype=dtype, device=backend.device)
-    kernels.sum_n([big, big], scale=0.25, found_inf=found.zero_())
-    # Twice the largest float16 is no trouble in float32; every other dtype has its wide range.
-    assert found.item() == (0.0 if dtype == torch.float16 else 1.0)
-    kernels.sum_n([big, big], found_inf=found.zero_())
-    assert found.item() == 1.0
