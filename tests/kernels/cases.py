@@ -12,6 +12,10 @@ from torch import Tensor
 # Elements whose dot products compiled code adds up on their own: lengths around it are worth a try.
 BLOCK = 8192
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SPECIAL = torch.tensor(
+    [math.nan, math.inf, -math.inf, 0.0, -0.0, -0.0, 1e-45, -1e-40, 6e-8, 65504.0, 3e38, 1e300],
+    dtype=torch.float64,
+)
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -77,6 +81,11 @@ def relative_l2(actual: Tensor, expected: Tensor) -> float:
 def bits(tensor: Tensor) -> bytes:
     """The raw bytes, so that equal NaNs are equal and 0 differs from -0."""
     return tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def canonical(tensor: Tensor) -> bytes:
+    """The bits, with one NaN for all: which one comes out is up to the processor."""
+    return bits(torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor))
 
 
 def cuts(numel: int) -> Iterator[tuple[int, ...] | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import kernels
 from kernels.arithmetic import CANCELLED
 from tests.kernels.cases import DTYPES, bits, cuts, misaligned, poisoned, random, relative_l2
 from tests.kernels.conftest import Backend
+from tests.kernels.trees import adasum_of, balanced, distance, dot, exactly, length
 
 NUMEL = 2011
 EPS = torch.finfo(torch.float32).eps
@@ -67,24 +67,17 @@ def test_adasum_of_nearly_opposed_vectors_is_within_its_bound(
     assert (got.double() - expected).norm().item() <= bound
 
 
-def exact_adasum(a: torch.Tensor, b: torch.Tensor) -> tuple[list[Fraction], float]:
-    """Adasum without any rounding, and the lengths |alpha a| + |beta b| of which it is the sum."""
-    x, y = ([Fraction(value) for value in one.tolist()] for one in (a, b))
-    dot, norm_a, norm_b = (sum(map(Fraction.__mul__, *p)) for p in ((x, y), (x, x), (y, y)))
-    alpha, beta = 1 - dot / (2 * norm_a), 1 - dot / (2 * norm_b)
-    lengths = abs(float(alpha)) * math.sqrt(norm_a) + abs(float(beta)) * math.sqrt(norm_b)
-    return [alpha * u + beta * v for u, v in zip(x, y, strict=True)], lengths
-
-
 def assert_within_what_cancels(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """|got - v| <= 100 eps (|alpha a| + |beta b|), as promised of float64: of every single pair.
 
     Of orthogonal vectors the right side is 100 sqrt(2) eps |v|.
     """
-    expected, lengths = exact_adasum(a, b)
-    pairs = zip(got.tolist(), expected, strict=True)
-    error = math.sqrt(sum((Fraction(value) - want) ** 2 for value, want in pairs))
-    assert error <= 100 * torch.finfo(torch.float64).eps * lengths
+    x, y = exactly(a), exactly(b)
+    product, reach = float(dot(x, y)), 0.0
+    for vector in (x, y):
+        reach += abs(1 - product / (2 * length(vector) ** 2)) * length(vector)
+    error = distance(got, adasum_of([a, b], balanced(2), (0, a.numel())))
+    assert error <= 100 * torch.finfo(torch.float64).eps * reach
 
 
 @pytest.mark.parametrize("apart", [1.0, 1e-1, 1e-3, 1e-5, 1e-7])

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import inspect
 import itertools
-import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,17 +13,17 @@ from torch import Tensor
 import kernels
 from collectives.schedules.algorithm import Order
 from collectives.schedules.halving import balanced_tree
-from kernels import arithmetic, binding
 from kernels.arithmetic import joined
-from kernels.cpu import dispatch, native, torch_fallback
-from tests.kernels.cases import DTYPES, bits, misaligned, poisoned, random
-from tests.kernels.conftest import choose_cpu
-from tests.kernels.cpu.cases import ROOT, compile_changed, need_compiled
-
-SPECIAL = torch.tensor(
-    [math.nan, math.inf, -math.inf, 0.0, -0.0, -0.0, 1e-45, -1e-40, 6e-8, 65504.0, 3e38, 1e300],
-    dtype=torch.float64,
+from tests.kernels.cases import (
+    DTYPES,
+    SPECIAL,
+    bits,
+    canonical,
+    misaligned,
+    poisoned,
+    random,
 )
+
 # Without and with pairs, and deeper than what is unrolled. The emulator takes a second for each
 # kernel that is compiled.
 COUNTS = [1, 3, 4, 11]
@@ -46,11 +41,6 @@ def values(count: int, numel: int, dtype: torch.dtype, device: str = "cpu") -> l
             tensor[len(SPECIAL) : 2 * len(SPECIAL)] = SPECIAL
         made.append(tensor.to(dtype).to(device))
     return made
-
-
-def canonical(tensor: Tensor) -> bytes:
-    """The bits, with one NaN for all."""
-    return bits(torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor))
 
 
 def added(expression: Any, tensors: list[Tensor]) -> Tensor:
@@ -192,81 +182,6 @@ def test_a_plan_keeps_the_order():
     assert canonical(plan()) == canonical(wanted)
     plan.rebind(tensors[::-1])
     assert canonical(plan()) == canonical(expected(tensors[::-1], balanced(5), torch.float16))
-
-
-# What becomes of which text: of every four leaves the second and the third change places.
-SWAPS = {
-    "cpu_torch": {
-        "if leaf < extra:": "leaf ^= 3 if leaf % 4 in (1, 2) else 0\n        if leaf < extra:"
-    },
-    "cpu": {
-        "int64_t first = leaf": "leaf ^= leaf % 4 % 3 ? 3 : 0;\n        int64_t first = leaf",
-        "(a[i] + b[i]) + (c[i] + d[i])": "(a[i] + c[i]) + (b[i] + d[i])",
-    },
-    "emulator": {"    if PAIRS:": "    j ^= tl.where(j % 4 % 3 > 0, 3, 0)\n    if PAIRS:"},
-}
-
-
-def swap_in_torch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {**vars(arithmetic)}
-    exec(swapped("cpu_torch", inspect.getsource(joined)), names)
-    monkeypatch.setattr(torch_fallback, "joined", names["joined"])
-
-
-def swap_in_c(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    need_compiled()
-
-    def change(name: str, text: str) -> str:
-        return swapped("cpu", text) if name == "real.h" else text
-
-    library = native.Library(compile_changed(path, change))
-    monkeypatch.setattr(dispatch, "library", lambda: library)
-
-
-def swap_in_triton(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = ROOT / "kernels" / "gpu"
-    tree, sums = ((folder / f"{one}.py").read_text() for one in ("balanced_tree", "sum_kernels"))
-    (path / "swapped_tree.py").write_text(swapped("emulator", tree))
-    (path / "swapped_sums.py").write_text(sums.replace("kernels.gpu.balanced_tree", "swapped_tree"))
-    monkeypatch.syspath_prepend(path)
-    found = importlib.import_module("swapped_sums")
-    monkeypatch.setitem(binding._LISTS_ON_TRITON, "sum_n", found.sum_n)
-
-
-def swapped(where: str, text: str) -> str:
-    for old, new in SWAPS[where].items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    return text
-
-
-@pytest.mark.parametrize(
-    ("where", "swap"),
-    [
-        ("cpu_torch", swap_in_torch),
-        pytest.param("cpu", swap_in_c, marks=pytest.mark.slow),
-        pytest.param("emulator", swap_in_triton, marks=pytest.mark.slow),
-    ],
-)
-def test_a_tree_that_joins_others_is_found(
-    where: str,
-    swap: Callable[[Path, pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    with contextlib.ExitStack() as stack:
-        if where == "emulator":
-            pytest.importorskip("triton")
-            from tests.ptx_emulator.driver import emulated
-
-            stack.enter_context(emulated())
-        else:
-            choose_cpu(where, monkeypatch)
-        check_orders([4, 5], 75, torch.float32, "cpu")
-        swap(tmp_path, monkeypatch)
-        for count in (4, 5, 8):
-            with pytest.raises(AssertionError, match=f"\\({count}, "):
-                check_orders([count], 75, torch.float32, "cpu")
 
 
 F32 = torch.float32

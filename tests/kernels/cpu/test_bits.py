@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 import kernels
-from tests.kernels.cases import BLOCK, DTYPES, bits, poisoned, random
+from tests.kernels.cases import BLOCK, DTYPES, SPECIAL, bits, canonical, poisoned, random
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
 SCALES = [1.0, 1 / 3, 0.0, -0.0, -1 / 3, 1.5, 1e39, math.inf, math.nan]
-SPECIAL = torch.tensor(
-    [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 6e-8, 65504.0, 3e38, 1e300],
-    dtype=torch.float64,
-)
 # A few to copy in one piece, and one of more than its share of a piece.
 LISTS = [((7,), (0,), (3, 5), (), (64,)), ((16,), (64,)), ((40_000,), (5,))]
 
@@ -32,11 +28,6 @@ def values(shape: int | tuple[int, ...], dtype: torch.dtype, seed: int, special:
 
 def wide_of(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
-def canonical(tensor: Tensor) -> bytes:
-    """The bits, with one NaN for all: which one comes out is up to the processor."""
-    return bits(torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor))
 
 
 def flag_of(*tensors: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -116,3 +116,34 @@ class Ranks:
         for buffer in self._buffers:
             assert (buffer[:GUARD] == 0xFF).all()
             assert (buffer[GUARD + self.numel * self.dtype.itemsize :] == 0xFF).all()
+
+
+def interleave(
+    emulator: Emulator,
+    size: int,
+    count: int,
+    nodes: int,
+    delay: int,
+    make: Callable[[int, int], tuple[Ranks, str]],
+    check: Callable[[Ranks, str], None],
+) -> None:
+    """Run interleavings of several launches a rank, ranks late among them.
+
+    Args:
+        emulator: Where.
+        size: Ranks.
+        count: How many, each of other numbers and in another order.
+        nodes: How many run at once, which share nothing but the emulator's steps.
+        delay: Nanoseconds by which every fourth rank is late.
+        make: Returns the ranks of a batch with this number, and the kinds of launches of the batch.
+        check: Looks at what each node's ranks have then.
+    """
+    for first in range(0, count, nodes):
+        some = [make(first // nodes, k) for k in range(first, min(first + nodes, count))]
+        emulator.seed = first
+        late = [(seed + rank) % 4 == 0 for seed in range(len(some)) for rank in range(size)]
+        with emulator.together([delay * one for one in late]):
+            for k, (ranks, kinds) in enumerate(some):
+                ranks.put(emulator, kinds, number=k)
+        for ranks, kinds in some:
+            check(ranks, kinds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,16 +14,12 @@ pytest.importorskip("triton")
 
 import kernels
 from collectives.schedules.schedule import split_bounds
-from kernels.gpu import launcher, node_adasum, node_kernels
-from kernels.gpu.launcher import tl
+from kernels.gpu import node_adasum, node_kernels
 from kernels.gpu.node_slices import slice_of
 from tests.kernels.cases import bits, random, rounding
-from tests.kernels.gpu.node_memory import Ranks
+from tests.kernels.gpu.node_memory import Ranks, interleave
 from tests.kernels.trees import adasum_of, balanced, distance, length, unweighted
-from tests.ptx_emulator import driver
-from tests.ptx_emulator.driver import Emulator, emulated
-from tests.ptx_emulator.parse import Program
-from tests.ptx_emulator.races import RaceError
+from tests.ptx_emulator.driver import emulated
 
 slow = pytest.mark.slow
 
@@ -88,6 +83,8 @@ def held(ranks: Ranks) -> list[Tensor]:
 # Segments cut by slices and not, empty ones, of one element; several programs and one.
 CASES = [
     (2, 2064, torch.float32, (0, 0, 3, 700, 700, 701, 1900, 2064, 2064)),
+    # Two programs a rank, which share a segment with those of the other.
+    (2, 2064, torch.float32, None),
     *[pytest.param(*case, marks=slow) for case in (
         (3, 1000, torch.float16, None),
         (2, 5, torch.bfloat16, (0, 2, 5)),
@@ -173,39 +170,22 @@ def test_no_element_and_one_rank_are_no_launch():
     assert not emulator.launches
 
 
-def interleave(emulator: Emulator, size: int, numbers: range, nodes: int) -> None:
-    """Run interleavings of several launches a rank, ranks late among them.
-
-    Args:
-        emulator: Where.
-        size: Ranks.
-        numbers: Which, each of other numbers and in another order.
-        nodes: How many run at once, which share nothing but the emulator's steps.
-    """
+def test_launches_in_any_interleaving_give_the_answer():
     kinds = ("fill adasum read", "fill adasum fill adasum read", "one fill adasum read fill two")
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    for first in numbers[::nodes]:
-        batch = first // nodes
+
+    def make(batch: int, number: int) -> tuple[Ranks, str]:
         # Of one segment a rank has one program, of several some.
-        numel, dtype = 5 + 4 * size * (batch % 3), dtypes[batch // 6 % 3]
+        numel = 5 + 8 * (batch % 3)
         cuts = (0, numel) if batch % 2 else (0, 2, numel // 2, numel - 1, numel)
-        some = [
-            Ranks(size, numel, dtype, k, segments=cuts)
-            for k in range(first, first + nodes)
-            if k in numbers
-        ]
-        emulator.seed = first
-        late = [(seed + rank) % 4 == 0 for seed in range(len(some)) for rank in range(size)]
-        with emulator.together([300 * one for one in late]):
-            for k, ranks in enumerate(some):
-                ranks.put(emulator, kinds[batch % 3], number=k)
-        for ranks in some:
-            expect_adasum(ranks, ranks.results)
+        ranks = Ranks(2, numel, dtypes[batch // 6 % 3], number, segments=cuts)
+        return ranks, kinds[batch % 3]
 
+    def check(ranks: Ranks, _: str) -> None:
+        expect_adasum(ranks, ranks.results)
 
-def test_launches_in_any_interleaving_give_the_answer():
     with emulated() as emulator:
-        interleave(emulator, 2, range(6), 2)
+        interleave(emulator, 2, 6, 2, 300, make, check)
 
 
 @pytest.mark.parametrize(("size", "absent"), [(2, 1), pytest.param(3, 0, marks=slow)])
@@ -223,72 +203,6 @@ def test_rank_that_never_comes_is_an_error_on_the_others_and_no_hang(size, absen
         ranks.run(emulator, "adasum", absent=others)
         with pytest.raises(TimeoutError, match=f"{', '.join(map(str, others))} did its part"):
             ranks.nodes[absent].check()
-
-
-# In the compiled code: what it says, and what it is made to say.
-FAULTS = {
-    "signals release nothing": ("st.release.sys.", "st.relaxed.sys."),
-    "waits acquire nothing": (".sys.acquire.", ".sys.relaxed."),
-    "signals reach one GPU": ("st.release.sys.", "st.release.gpu."),
-    "partial sums are counted in no order": (".gpu.acq_rel.", ".gpu.relaxed."),
-    "the barrier releases nothing": (".gpu.release.", ".gpu.relaxed."),
-    "the barrier acquires nothing": (".gpu.acquire.", ".gpu.relaxed."),
-}
-
-
-@pytest.fixture
-def _as_compiled() -> Iterator[None]:
-    """Whoever binds the kernels afterwards reads their code anew."""
-    yield
-    for compiled, _ in node_adasum._adasum_kernel._compiled.values():
-        compiled._run = None
-
-
-@pytest.mark.usefixtures("_as_compiled")
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(one, marks=() if "counted" in one else slow)
-        for one in (*FAULTS, "nobody waits")
-    ],
-)
-def test_fault_in_the_protocol_is_found_as_a_race(fault, monkeypatch):
-    # Two programs a rank, which share a segment with those of the other.
-    ranks = Ranks(2, 2064, torch.float32)
-    if fault in FAULTS:
-        plain, (right, wrong) = driver._parse, FAULTS[fault]
-
-        def parse(text: str) -> Program:
-            if "_adasum_kernel" in text:
-                assert right in text
-                text = text.replace(right, wrong)
-            return plain(text)
-
-        monkeypatch.setattr(driver, "_parse", parse)
-        for compiled, _ in node_adasum._adasum_kernel._compiled.values():
-            compiled._run = None
-    else:
-        for pad in ranks.pads:
-            pad[: 64 * 2 * 8].view(torch.int64).fill_(7)
-    with emulated() as emulator, pytest.raises(RaceError, match="nothing orders the two"):
-        ranks.run(emulator, "fill adasum read")
-
-
-@launcher.jit
-def _no_barrier(state, rank, limit, SPINS: tl.constexpr):
-    return tl.full([], 1, tl.int1)
-
-
-@slow
-def test_barrier_that_is_left_out_is_found_as_a_race(monkeypatch):
-    monkeypatch.setattr(node_adasum, "grid_barrier", _no_barrier)
-    function = node_adasum._adasum_kernel.function.fn
-    for name in ("_multiply_precisely",):
-        monkeypatch.setattr(node_adasum, name, launcher.jit(getattr(node_adasum, name).fn))
-    monkeypatch.setattr(node_adasum, "_adasum_kernel", launcher.Kernel(function))
-    ranks = Ranks(2, 2064, torch.float32)
-    with emulated() as emulator, pytest.raises(RaceError, match="nothing orders the two"):
-        ranks.run(emulator, "fill adasum")
 
 
 def test_each_rank_reads_its_slice_once_from_the_peers_and_once_from_copies():

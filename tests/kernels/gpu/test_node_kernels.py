@@ -14,11 +14,8 @@ from kernels.gpu import node_kernels
 from kernels.gpu.node_kernels import Node
 from kernels.gpu.node_slices import slice_of
 from tests.kernels.cases import DTYPES, assert_close, bits, tolerance
-from tests.kernels.gpu.node_memory import GUARD, Ranks
-from tests.ptx_emulator import driver
-from tests.ptx_emulator.driver import Emulator, emulated
-from tests.ptx_emulator.parse import Program
-from tests.ptx_emulator.races import RaceError
+from tests.kernels.gpu.node_memory import Ranks, interleave
+from tests.ptx_emulator.driver import emulated
 
 
 @pytest.fixture(autouse=True)
@@ -101,39 +98,25 @@ def test_slices_stay_with_their_ranks_until_they_are_gathered(size, numel):
         expect_sum(ranks, "two", 1.0)
 
 
-def interleave(emulator: Emulator, size: int, numbers: range, nodes: int) -> None:
-    """Run interleavings of several launches a rank, ranks late among them.
-
-    Args:
-        emulator: Where.
-        size: Ranks.
-        numbers: Which, each of other numbers and in another order.
-        nodes: How many run at once, which share nothing but the emulator's steps.
-    """
-    kinds = ("one one one", "fill two read fill two", "one fill two one", "fill scatter gather one")
-    for first in numbers[::nodes]:
-        batch = first // nodes
-        numel, wanted, dtype = 5 + 4 * size * (batch % 3), kinds[batch % 4], DTYPES[batch // 4 % 4]
-        some = [Ranks(size, numel, dtype, k) for k in range(first, first + nodes) if k in numbers]
-        emulator.seed = first
-        late = [(seed + rank) % 4 == 0 for seed in range(len(some)) for rank in range(size)]
-        with emulator.together([150 * one for one in late]):
-            for k, ranks in enumerate(some):
-                ranks.put(emulator, wanted, number=k)
-        for ranks in some:
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            expected = bits(reduce(torch.add, [x.to(wide) for x in ranks.vectors]).to(dtype))
-            for rank in range(size):
-                assert bits(ranks.results[rank]) == expected
-                assert "fill" not in wanted or bits(ranks.held(rank)) == expected
-                ranks.nodes[rank].check()
-            ranks.check_guards()
-
-
 @pytest.mark.parametrize(("size", "count"), [(2, 30), (4, 6), (8, 2)])
 def test_launches_in_any_interleaving_give_the_sum(size, count):
+    kinds = ("one one one", "fill two read fill two", "one fill two one", "fill scatter gather one")
+
+    def make(batch: int, number: int) -> tuple[Ranks, str]:
+        ranks = Ranks(size, 5 + 4 * size * (batch % 3), DTYPES[batch // 4 % 4], number)
+        return ranks, kinds[batch % 4]
+
+    def check(ranks: Ranks, wanted: str) -> None:
+        wide = torch.float64 if ranks.dtype == torch.float64 else torch.float32
+        total = reduce(torch.add, [x.to(wide) for x in ranks.vectors]).to(ranks.dtype)
+        for rank in range(size):
+            assert bits(ranks.results[rank]) == bits(total)
+            assert "fill" not in wanted or bits(ranks.held(rank)) == bits(total)
+            ranks.nodes[rank].check()
+        ranks.check_guards()
+
     with emulated() as emulator:
-        interleave(emulator, size, range(count), 60 // size)
+        interleave(emulator, size, count, 60 // size, 150, make, check)
 
 
 @pytest.mark.parametrize("absent", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -166,40 +149,6 @@ def test_host_that_gives_up_ends_what_waits_and_what_is_behind():
         ranks.nodes[0].check()
     assert bits(ranks.held(0)) == bits(ranks.vectors[0])
     assert ranks.results[0].isnan().all()
-
-
-FAULTS = {
-    "signals release nothing": ("st.release.sys.", "st.relaxed.sys."),
-    "waits acquire nothing": (".sys.acquire.", ".sys.relaxed."),
-    "signals reach one GPU": ("st.release.sys.", "st.release.gpu."),
-}
-
-
-@pytest.mark.parametrize("kinds", ["fill two", "two read", "scatter gather read", "one", "one one"])
-@pytest.mark.parametrize("fault", [*FAULTS, "nobody waits"])
-def test_fault_in_the_protocol_is_found_as_a_race(kinds, fault, monkeypatch):
-    ranks = Ranks(2, 100, torch.float32)
-    if fault in FAULTS:
-        with emulated():
-            ranks.nodes[0].bind_two_shot(100, torch.float32, GUARD)
-            ranks.nodes[0].bind_one_shot(ranks.vectors[0], ranks.results[0])
-        plain, (right, wrong) = driver._parse, FAULTS[fault]
-
-        def parse(text: str) -> Program:
-            # The other kernels signal nothing.
-            assert right in text or "_sum_kernel" in text
-            return plain(text.replace(right, wrong))
-
-        monkeypatch.setattr(driver, "_parse", parse)
-        for kernel in (node_kernels._two_shot_kernel, node_kernels._one_shot_kernel):
-            for compiled, _ in kernel._compiled.values():
-                # It is read anew, when it is bound.
-                monkeypatch.setattr(compiled, "_run", None)
-    else:
-        for pad in ranks.pads:
-            pad[: 64 * 2 * 8].view(torch.int64).fill_(7)
-    with emulated() as emulator, pytest.raises(RaceError, match="nothing orders the two"):
-        ranks.run(emulator, kinds)
 
 
 def test_each_rank_reads_its_slice_once_and_writes_it_to_all():
