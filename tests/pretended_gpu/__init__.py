@@ -7,7 +7,7 @@
     device.py      the device: its clock, captures and launches
     torch_cuda.py  torch.cuda on it, and the operations on its tensors
     pretend.py     gives a process all of it, and compares each launch with what was asked for
-    rehearsal.py   the parts of the day, and faults in them
+    rehearsal.py   the parts of the day
 
 Real are torch's Python above its C part, its tensors (on `cuda:0`) and dispatcher, Triton with its
 compiler and launcher, cupy's wheel, and all of this project. A launch's grid, block, arguments and

@@ -1,7 +1,6 @@
 """The parts of the first GPU day, each in a process that has the pretended GPU.
 
-A part raises where something is not as it should be on a real one. `fault` puts a seeded fault into
-the loaded sources first.
+A part raises where something is not as it should be on a real one.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +50,19 @@ def checks(device: Device, names: Sequence[str] = (), emulated: Sequence[str] = 
     from tests.kernels.gpu import sweep
 
     listed.NUMEL = SIZES[1]
-    known = {**sweep.KERNELS, "graph replay": sweep.replayed, "two streams": sweep.two_streams}
     of_check = listed.checks()
     assert [*of_check] == ["two ranks", "kernels", "NCCL of torch", "NCCL of cupy"]
-    for name in names or [*known, *[*of_check][1:]]:
+    for name in names or [*sweep.KERNELS, *[*of_check][1:]]:
         device.emulated = name in emulated
         device.dtypes.clear()
         before = len(device.launches)
         if name in of_check:
             of_check[name].run()
         else:
-            known[name]("cuda", SIZES)
+            sweep.KERNELS[name]("cuda", SIZES)
         launched = len(device.launches) > before
         assert launched or "NCCL" in name, f"{name}: nothing was launched"
-        if name in sweep.KERNELS and name != "plans":
+        if name in sweep.KERNELS:
             missing = sorted(DTYPES - device.dtypes)
             assert not missing, f"{name}: nothing was launched on {', '.join(missing)}"
     names_seen = {each.name for each in device.launches}
@@ -79,25 +75,36 @@ def checks(device: Device, names: Sequence[str] = (), emulated: Sequence[str] = 
 
 def plans(device: Device) -> None:
     """A planned run is its launches and nothing else: no copy, no memset, no wait."""
-    from tests.kernels.gpu import sweep
+    from tests.kernels.conftest import Backend
+    from tests.kernels.test_plans import PLANS, pair
 
     device.emulated = False
-    flat, layout = sweep._pair(SIZES[1], "cuda")
     asked: list[int] = []
     primitive = torch._C._cuda_getDevice
     torch._C._cuda_getDevice = lambda: (asked.append(1), primitive())[1]
-    for name, planned in sweep._plans(flat, layout):
-        planned.run()
+    for name, make in PLANS.items():
+        plan: Any = make(pair(Backend("cuda", launches=True), 1))
+        plan()
         asked.clear()
         clock, launches = device.clock, len(device.launches)
-        planned.run()
+        plan()
         steps = round((device.clock - clock) / STEP)
         launches = len(device.launches) - launches
-        assert (steps, launches) == (1, 1), f"{name}: {steps} steps, {launches} launches"
+        wanted = 2 if name == "precise gram" else 1
+        assert (steps, launches) == (wanted, wanted), f"{name}: {steps} steps, {launches} launches"
         # One with scratch asks for its tensors' device and for the stream, too.
-        most = 3 if name.startswith(("dot_and_norms", "adasum", "gram")) else 1
-        most = 1 if name == "adasum_coefficients" else most
+        most = wanted * (3 if name in ("dot_and_norms", "adasum", "gram", "precise gram") else 1)
         assert len(asked) <= most, f"{name}: asked {len(asked)} times for the current device"
+
+
+def streams(device: Device) -> None:
+    """Tests of streams and of CUDA graphs, as far as one stream shows them."""
+    import pytest
+
+    device.emulated = False
+    words = ["-m", "gpu", "-k", "streams_that_overlap or captured", "-q", "--no-header"]
+    status = pytest.main(["tests/kernels/gpu/test_on_a_gpu.py", *words])
+    assert status == 0, f"pytest ended with {status}"
 
 
 def rows(device: Device, parts: Sequence[str] = tuple(ROWS)) -> None:
@@ -183,45 +190,16 @@ def host(device: Device) -> None:
 
 
 PARTS: dict[str, Callable[..., object]] = {
-    each.__name__: each for each in (facts, checks, plans, rows, node, ranks, host)
+    each.__name__: each for each in (facts, checks, plans, streams, rows, node, ranks, host)
 }
 
 
-def fault(module: str, old: str, new: str) -> None:
-    """Put `new` in the place of `old` in a module's source, and its functions in their places."""
-    loaded = import_module(module)
-    assert loaded.__file__ is not None
-    text = Path(loaded.__file__).read_text()
-    assert text.count(old) == 1, f"{module} has {old!r} {text.count(old)} times"
-    # In a file, from which Triton reads kernels.
-    path = Path(tempfile.mkdtemp()) / "with_a_fault.py"
-    path.write_text(text.replace(old, new))
-    made = dict(vars(loaded))
-    exec(compile(path.read_text(), str(path), "exec"), made)
-    _replace(vars(loaded), made, str(path))
-
-
-def _replace(there: Mapping[str, Any], made: Mapping[str, Any], path: str) -> None:
-    for name, value in made.items():
-        now = there.get(name)
-        if isinstance(value, types.FunctionType) and isinstance(now, types.FunctionType):
-            if value.__code__.co_filename == path:
-                now.__code__ = value.__code__
-        elif isinstance(value, type) and isinstance(now, type) and now is not value:
-            _replace(vars(now), vars(value), path)
-        elif isinstance(value, dict) and isinstance(now, dict) and now != value:
-            now.clear()
-            now.update(value)
-
-
 def rehearse(given: Mapping[str, Any]) -> None:
-    """Run parts in this process; given: `parts` and, where one is seeded, `fault`."""
+    """Run `parts` of `given`, each with its options, in this process."""
     # Of the tests that started this: they would tell pytest-benchmark that nothing can be timed.
     for variable in [each for each in os.environ if each.startswith("PYTEST_XDIST_")]:
         del os.environ[variable]
     device = pretend.install({pretend.COUNTED: "0"})
-    if given.get("fault"):
-        fault(*given["fault"])
     try:
         for name, options in given["parts"].items():
             PARTS[name](device, **options)

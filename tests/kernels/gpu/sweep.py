@@ -1,4 +1,4 @@
-"""Checks of a device: kernels, plans, graphs and streams, in three sizes.
+"""Checks of a device's kernels, in three sizes.
 
     python -m tests.kernels.gpu.sweep [--sizes 1 5003 70001]     # KERNELS, as under a sanitizer
 
@@ -13,7 +13,6 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,112 +158,13 @@ def _weighted_sum(a: Tensor, b: Tensor, out: Tensor, cuts: tuple[int, ...]) -> F
         yield out, want, magnitudes(a, b, dots, segments), bound
 
 
-class _Planned(NamedTuple):
-    """A planned run, what it writes, and the direct call that must give the same bits."""
-
-    run: Callable[[], object]
-    written: Sequence[Tensor]
-    direct: Callable[[], Tensor | Sequence[Tensor]]
-
-
-def _plans(flat: Tensor, layout: kernels.Layout) -> Iterator[tuple[str, _Planned]]:
-    """Yield a plan of each kernel, by name, that reads a buffer of two equal tensors."""
-    a, b = layout.views(flat)
-    targets = [torch.empty_like(a) for _ in range(2)]
-    dots, cuts = kernels.dot_and_norms_reference(a, b), (0, a.numel() // 3, a.numel())
-    unpack = kernels.plan_unpack(flat, targets, layout=layout)
-    yield "unpack", _Planned(unpack, targets, lambda: (a, b))
-    given: dict[str, tuple[Any, ...]] = {
-        "pack": ([b, a],),
-        "sum_n": ([a, b, a],),
-        "scaled_add": (a, b),
-        "dot_and_norms": (a, b, cuts),
-        "combine": (a, b, dots),
-        "adasum": (a, b),
-        "adasum in segments": (a, b, cuts),
-        "gram": ([a, b, a], cuts),
-        "adasum_coefficients": (kernels.gram_reference([a, b])[None], ((0, 1, 1, 1),)),
-        "weighted_sum": ([a, b], torch.full((1, 2), 0.3, dtype=torch.float64, device=a.device)),
-    }
-    for name, arguments in given.items():
-        function = name.partition(" ")[0]
-        plan = getattr(kernels, f"plan_{function}")(*arguments)
-        yield name, _Planned(plan, [plan.out], partial(getattr(kernels, function), *arguments))
-
-
-def _pair(numel: int, device: str) -> tuple[Tensor, kernels.Layout]:
-    """Return a buffer of two float32 tensors, with padding of zeros, and its layout."""
-    layout = kernels.layout_of([torch.empty(numel, device=device) for _ in range(2)])
-    return torch.zeros(layout.numel, device=device), layout
-
-
-def _run_afresh(name: str, planned: _Planned, run: Callable[[], object], flat: Tensor) -> None:
-    """Run on new numbers, into NaN, and compare with the direct call."""
-    flat.copy_(torch.randn(flat.numel(), device=flat.device))
-    for tensor in planned.written:
-        tensor.fill_(math.nan)
-    run()
-    wanted = planned.direct()
-    wanted = [wanted] if isinstance(wanted, Tensor) else wanted
-    for got, want in zip(planned.written, wanted, strict=True):
-        _same(name, got, want)
-
-
-def _same(name: str, got: Tensor, want: Tensor) -> None:
-    if not torch.equal(got, want):
-        raise AssertionError(f"{name}: {int((got != want).sum())} elements have other bits")
-
-
-def _planned(device: str, sizes: Sequence[int]) -> None:
-    flat, layout = _pair(sizes[1], device)
-    for name, planned in _plans(flat, layout):
-        for _ in range(2):
-            _run_afresh(name, planned, planned.run, flat)
-
-
-def replayed(device: str, sizes: Sequence[int]) -> None:
-    """Replay planned runs from CUDA graphs on what the inputs then hold."""
-    flat, layout = _pair(sizes[1], device)
-    for name, planned in _plans(flat, layout):
-        planned.run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            planned.run()
-        for _ in range(2):
-            _run_afresh(name, planned, graph.replay, flat)
-
-
-def two_streams(device: str, sizes: Sequence[int]) -> None:
-    """Run adasum on two streams at once: neither waits for ever, both have the bits of one."""
-    pairs = [
-        [_normal(numel, torch.float32, device) for _ in range(2)] for numel in (sizes[1], sizes[2])
-    ]
-    wanted = [kernels.adasum(a, b) for a, b in pairs]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in pairs]
-    outs = []
-    for _ in range(20):
-        for stream, (a, b) in zip(streams, pairs, strict=True):
-            with torch.cuda.stream(stream):
-                outs.append(kernels.adasum(a, b))
-    torch.cuda.synchronize()
-    for i, out in enumerate(outs):
-        _same(f"run {i}", out, wanted[i % 2])
-
-
-def second_gpu(device: str, sizes: Sequence[int]) -> None:
-    """Run adasum on tensors of a GPU that is not the current one."""
-    _check_all(_adasum, "cuda:1", sizes[:2])
-
-
 KERNELS: dict[str, Check] = {
     kernel.__name__[1:]: partial(_check_all, kernel)
     for kernel in (
         *(_pack, _unpack, _sum_n, _scaled_add, _dot_and_norms, _combine, _adasum),
         *(_gram, _weighted_sum),
     )
-} | {"plans": _planned}
+}
 
 
 def main() -> None:

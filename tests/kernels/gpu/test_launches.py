@@ -123,10 +123,9 @@ def test_one_launch_or_two(on_triton, monkeypatch, chip, segments, expected):
     assert ((out - reference).abs() <= 8 * torch.finfo(a.dtype).eps * (a.abs() + b.abs())).all()
 
 
-@pytest.mark.parametrize("cooperative", [True, False])
-def test_chunks_past_2_31_elements(monkeypatch, cooperative):
-    """The last chunks of a buffer of 4 GiB, most of which no memory stands behind."""
-    base, numel, cut = 1 << 31, (1 << 31) + 4099, chunking.cut
+def keep_last_chunks(monkeypatch: pytest.MonkeyPatch, base: int) -> None:
+    """Launch the last chunks of a buffer alone: no memory stands behind most of it."""
+    cut = chunking.cut
 
     def last(bounds: tuple[int, ...], block: int, vector: int, tiles: int) -> Any:
         rows, shares = cut((5, bounds[-1] - base), 1024, vector, tiles)
@@ -134,6 +133,13 @@ def test_chunks_past_2_31_elements(monkeypatch, cooperative):
 
     monkeypatch.setattr(chunking, "cut", last)
     monkeypatch.setattr(chunking, "_tiles", lambda *_: 1)
+
+
+@pytest.mark.parametrize("cooperative", [True, False])
+def test_chunks_past_2_31_elements(monkeypatch, cooperative):
+    """The last chunks of a buffer of 4 GiB, most of which no memory stands behind."""
+    base, numel = 1 << 31, (1 << 31) + 4099
+    keep_last_chunks(monkeypatch, base)
     tensors = [reserved(2 * numel).view(torch.bfloat16) for _ in range(3)]
     a, b, out = (tensor[base + 5 :] for tensor in tensors)
     for tensor, seed in ((a, 1), (b, 2)):
@@ -148,14 +154,8 @@ def test_chunks_past_2_31_elements(monkeypatch, cooperative):
 
 def test_sums_of_chunks_past_2_31_elements(monkeypatch):
     """As above, where the element behind the chunks lies in a vector that they share."""
-    base, numel, cut = 1 << 31, (1 << 31) + 2051, chunking.cut
-
-    def last(bounds: tuple[int, ...], block: int, vector: int, tiles: int) -> Any:
-        rows, shares = cut((5, bounds[-1] - base), 1024, vector, tiles)
-        return np.add(rows, (base, 0, 0)), shares
-
-    monkeypatch.setattr(chunking, "cut", last)
-    monkeypatch.setattr(chunking, "_tiles", lambda *_: 1)
+    base, numel = 1 << 31, (1 << 31) + 2051
+    keep_last_chunks(monkeypatch, base)
     whole = [reserved(2 * numel).view(torch.bfloat16) for _ in range(2)]
     tensors = [one[base + 5 :] for one in whole]
     for seed, tensor in enumerate(tensors):
