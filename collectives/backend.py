@@ -32,6 +32,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
+from collectives.bootstrap.rendezvous import wait_for_ranks
 from collectives.call import Call
 from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError, TransportError
 from collectives.group import Group
@@ -200,11 +201,16 @@ class AdasumProcessGroup(dist.ProcessGroup):
         self._made: Group | None = None
         self._kept: deque[BackendWork] = deque(maxlen=64)
         self._own_devices: frozenset[str] = frozenset()
-        self._inner = dist.ProcessGroup(dist.PrefixStore("inner", place.store), rank, size)
-        kinds, store = dist.ProcessGroup.BackendType, dist.PrefixStore("gloo", place.store)
+        # torchrun keeps its store over restarts, with the addresses of gloo's and NCCL's earlier
+        # ranks. Files and other simple stores do not outlive a job.
+        shared = place.store
+        if shared.has_extended_api():
+            shared = wait_for_ranks(shared, rank, size, timeout.total_seconds())
+        self._inner = dist.ProcessGroup(dist.PrefixStore("inner", shared), rank, size)
+        kinds, store = dist.ProcessGroup.BackendType, dist.PrefixStore("gloo", shared)
         backends: dict[str, Any] = {"cpu": dist.ProcessGroupGloo(store, rank, size, timeout)}
         if torch.cuda.is_available() and dist.is_nccl_available():
-            store = dist.PrefixStore("nccl", place.store)
+            store = dist.PrefixStore("nccl", shared)
             members = place.global_ranks_in_group
             backends["cuda"] = new_nccl(store, rank, size, timeout, place.group_id, members)
         # On this group too: torch asks it for its devices and its name, and runs methods that are

@@ -93,6 +93,10 @@ def subgroup(
     except RuntimeError as error:
         said = f"rank {dist.get_rank()} could not make a group with ranks {names}"
         raise failed(said, error) from error
+    if made.name() == "undefined":
+        # torch sets no default if another backend is registered, as ours is, and then warns of it
+        # when the group is destroyed.
+        made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     _c10d._world.pg_group_ranks[made] = {name: rank for rank, name in enumerate(names)}
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -248,6 +249,23 @@ def test_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADASUM_BACKEND_ORDER", "line")
     with pytest.raises(ValueError, match="ADASUM_BACKEND_ORDER must be 'tree' or empty"):
         BackendOptions()
+
+
+def _start_twice(rank: int) -> None:
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("localhost", port, is_master=rank == 0, multi_tenant=True)
+    for start in range(2):
+        # Rank 1 comes first the second time, and finds only what the first start has written.
+        time.sleep(0.5 * start * (rank == 0))
+        dist.init_process_group("adasum", store=store, rank=rank, world_size=2)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 2
+        dist.destroy_process_group()
+
+
+def test_start_does_not_use_the_addresses_that_an_earlier_one_left_in_the_store() -> None:
+    run_ranks(2, _start_twice)
 
 
 def _loses_rank_1(rank: int) -> None:
