@@ -300,7 +300,8 @@ def report(found: Analysis, dumps: Mapping[int, Dump]) -> Iterator[str]:
     world = {*dumps}.union(*(each.ranks for each in groups))
     written = sorted(dump.written for dump in dumps.values())
     first, last = (time.strftime("%H:%M:%S", time.localtime(written[at])) for at in (0, -1))
-    yield f"{len(dumps)} of {len(world)} ranks' files, {first} to {last}"
+    job = next(iter(dumps.values())).job
+    yield f"{len(dumps)} of {len(world)} ranks' files of job {job}, {first} to {last}"
     for rank, why, _ in found.culprits[:_CULPRITS]:
         dump = dumps.get(rank)
         yield f"CULPRIT: rank {rank}{f' on {dump.host}' if dump else ''} {why}"
@@ -324,7 +325,7 @@ def report(found: Analysis, dumps: Mapping[int, Dump]) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m collectives.flight", description=_ABOUT)
-    parser.add_argument("files", nargs="+", help="the ranks' files, or their folder")
+    parser.add_argument("files", nargs="+", help="the ranks' files, or a folder: its latest job's")
     try:
         dumps = read(parser.parse_args(arguments).files)
         found = Analysis(dumps)

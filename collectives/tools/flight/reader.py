@@ -73,10 +73,10 @@ class BadInput(Exception):
 
 
 def read(paths: Sequence[str]) -> dict[int, Dump]:
-    """Read one job's files, or all files in folders, by rank; raise BadInput for others."""
+    """Read one job's files, or the latest job's in folders, by rank; raise BadInput for others."""
     dumps: dict[int, Dump] = {}
     for given in map(Path, paths):
-        for path in sorted(given.glob("flight-*.json")) if given.is_dir() else [given]:
+        for path in _of_latest_job(given) if given.is_dir() else [given]:
             dump = _read(path)
             job = next(iter(dumps.values()), dump).job
             if dump.job != job:
@@ -89,6 +89,15 @@ def read(paths: Sequence[str]) -> dict[int, Dump]:
     if not dumps:
         raise BadInput(f"there are no flight records in {', '.join(paths)}")
     return dumps
+
+
+def _of_latest_job(folder: Path) -> list[Path]:
+    """Return the files in a folder whose job wrote last: it keeps the files of earlier jobs."""
+    jobs: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("flight-*.json")):
+        jobs.setdefault(path.name.rpartition("-rank")[0], []).append(path)
+    written = [(max(path.lstat().st_mtime for path in files), files) for files in jobs.values()]
+    return max(written, default=(0.0, []))[1]
 
 
 def _read(path: Path) -> Dump:

@@ -128,7 +128,7 @@ def call_failed(group: GroupRecord, call: Any, error: BaseException) -> None:
         _logger.warning(
             "rank %s failed in a collective, and wrote what it did last to %s: "
             "python -m collectives.flight %s names the rank at fault, once all have",
-            *(group.recorder.rank, path, os.path.join(os.path.dirname(path), "*.json")),
+            *(group.recorder.rank, path, f"{path.rpartition('-rank')[0]}-rank*.json"),
         )
     if isinstance(error, CollectiveTimeoutError):
         alarm.finish(said)

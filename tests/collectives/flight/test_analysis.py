@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ EMPTY: dict[str, Any] = {
 def write(folder: Path, rank: int, calls: list[Any], groups: list[Any], **more: Any) -> None:
     """One rank's file."""
     text = json.dumps({**EMPTY, "rank": rank, "calls": calls, "groups": groups, **more})
-    (folder / f"flight-j-rank{rank}.json").write_text(text)
+    (folder / f"flight-{more.get('job', 'j')}-rank{rank}.json").write_text(text)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> tuple[int, str, str]:
@@ -108,10 +109,20 @@ def test_files_of_two_jobs_none_and_a_second_one_of_a_rank_are_status_2(
     assert run(capsys, tmp_path)[0] == 2
     write(tmp_path, 0, [], [])
     write(tmp_path, 1, [], [], job="k")
-    status, _, err = run(capsys, tmp_path)
+    status, _, err = run(capsys, *sorted(tmp_path.iterdir()))
     assert status == 2 and "of job k" in err
     status, _, err = run(capsys, *[tmp_path / "flight-j-rank0.json"] * 2)
     assert status == 2 and "second file of rank 0" in err
+
+
+def test_folder_of_several_jobs_gives_the_one_that_wrote_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for at, job in enumerate(("m", "k", "l")):
+        write(tmp_path, 0, [], [], job=job)
+        os.utime(tmp_path / f"flight-{job}-rank0.json", (0, (5, 9, 7)[at]))
+    status, out, _ = run(capsys, tmp_path)
+    assert status == 1 and "of job k," in out
 
 
 def test_wait_is_followed_through_groups_to_the_rank_that_waits_for_nobody(
