@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from functools import reduce
 from typing import Any, Literal, TypeAlias
 
+from collectives.errors import compact
 from collectives.schedules.algorithm import Order
 from collectives.schedules.schedule import Action, Step, Transfer, Tree
 
@@ -40,6 +41,10 @@ class Expressions:
         self._ids: dict[Hashable, int] = {}
         self._operands: list[tuple[int, int] | None] = [None] * inputs
 
+    def missing(self, node: int) -> str:
+        """Return a text for the inputs that the node lacks, such as "rank 0, 2"; "" if none."""
+        return _ranks_of(~self.ranks[node] & ((1 << len(self._inputs)) - 1))
+
     def see(self, operands: Sequence[int]) -> None:
         """Note the operands of one reduction, for `all_at_once`."""
         self.all_at_once &= operands == self._inputs
@@ -52,8 +57,8 @@ class Expressions:
         node = self._nodes.get((left, right, phase))
         if node is not None:
             return node
-        if self.ranks[left] & self.ranks[right]:
-            raise ScheduleError(f"{where}: a rank's contribution is counted twice")
+        if twice := self.ranks[left] & self.ranks[right]:
+            raise ScheduleError(f"{where}: the contribution of {_ranks_of(twice)} is counted twice")
         if max(self.phase[left], self.phase[right]) > phase:
             raise ScheduleError(f"{where}: phase {phase} reduces the result of a later phase")
         node = self._nodes[left, right, phase] = len(self.ranks)
@@ -78,6 +83,11 @@ class Expressions:
 
     def _id(self, key: Hashable) -> int:
         return self._ids.setdefault(key, len(self._ids))
+
+
+def _ranks_of(bits: int) -> str:
+    ranks = [rank for rank in range(bits.bit_length()) if bits >> rank & 1]
+    return f"rank {compact(ranks)}" if ranks else ""
 
 
 # By rank and chunk: the node in it, None before it is written.
@@ -107,7 +117,6 @@ def run_step(
         operands: _Operands = {}
         counted: list[Leaves] = []
         for recv in step.recvs:
-            _check_transfer(rank, recv, len(steps), chunks, where)
             values = _receive(rank, recv, mail, where)
             mine = state[rank][recv.start : recv.stop]
             reduces = recv.action is not Action.COPY
@@ -138,7 +147,7 @@ def run_step(
 def _send(steps: Sequence[Step], state: State, chunks: int, where: str) -> _Mail:
     """Return all ranks' messages of one step, with the values before the step.
 
-    Also checks that no rank receives by COPY into chunks that it sends.
+    Also checks every transfer, and that no rank receives by COPY into chunks that it sends.
     """
     mail: _Mail = {}
     for rank, step in enumerate(steps):
@@ -150,6 +159,7 @@ def _send(steps: Sequence[Step], state: State, chunks: int, where: str) -> _Mail
             mail.setdefault((rank, send.peer), deque()).append((send.start, send.stop, values))
         sent = {chunk for send in step.sends for chunk in range(send.start, send.stop)}
         for recv in step.recvs:
+            _check_transfer(rank, recv, len(steps), chunks, where)
             if recv.action is Action.COPY and not sent.isdisjoint(range(recv.start, recv.stop)):
                 raise ScheduleError(f"{where}: rank {rank} receives into chunks it is sending")
     return mail
@@ -243,6 +253,11 @@ def _leaves(
 
 
 def _check_transfer(rank: int, transfer: Transfer, size: int, chunks: int, where: str) -> None:
+    if not isinstance(transfer, Transfer) or not isinstance(transfer.action, Action):
+        raise ScheduleError(
+            f"{where}: rank {rank} must send and receive tuples of Transfers, each with an Action, "
+            f"got {transfer!r}"
+        )
     peer, start, stop, *_ = transfer
     if not 0 <= peer < size or peer == rank:
         raise ScheduleError(f"{where}: rank {rank} names rank {peer} as its peer")

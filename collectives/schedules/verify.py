@@ -104,6 +104,10 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
         where = f"{schedule.name} of {size}, step {count - 1}"
         if None in steps:
             raise ScheduleError(f"{where}: rank {steps.index(None)} has no step while others do")
+        for rank, step in enumerate(steps):
+            if not isinstance(step, Step):
+                kind = type(step).__name__
+                raise ScheduleError(f"{where}: rank {rank} must yield a Step, got {kind}")
         reductions = run_step(steps, state, expressions, chunks, leaves, where, joins)
         _check_ranges(steps, where)
         _check_groups(steps, reductions, schedule, where)
@@ -233,7 +237,6 @@ def _check_groups(
 def _results(schedule: Schedule, state: State, expressions: Expressions) -> set[int]:
     """Check every rank's final chunks; return the distinct expressions of the reduced ones."""
     size, chunks, collective = schedule.size, schedule.chunks, schedule.collective
-    everyone = (1 << size // schedule.replicas) - 1
     results: set[int] = set()
     if collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER) and chunks != size:
         raise ScheduleError(f"{schedule.name}: {collective.value} has one chunk a rank")
@@ -251,8 +254,8 @@ def _results(schedule: Schedule, state: State, expressions: Expressions) -> set[
                 if value != owner:
                     raise ScheduleError(f"{where} is not rank {owner}'s")
                 continue
-            if expressions.ranks[value] != everyone:
-                raise ScheduleError(f"{where} misses a rank's contribution")
+            if missing := expressions.missing(value):
+                raise ScheduleError(f"{where} misses the contribution of {missing}")
             results.add(value)
             if collective is Collective.ALL_REDUCE and value != state[0][chunk]:
                 raise ScheduleError(f"{where} was computed in another order than on rank 0")

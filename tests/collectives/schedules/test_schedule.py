@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -88,14 +89,14 @@ def test_wrong_group_is_found() -> None:
         verify(with_step(schedule, 0, 0, step._replace(group=(0,))))
 
 
-def _pair(steps: dict[int, list[Step]], chunks: int = 1) -> Schedule:
+def _pair(steps: dict[int, list[Any]], chunks: int = 1) -> Schedule:
     return Schedule("made up", 2, chunks, Collective.ALL_REDUCE, lambda rank: steps[rank])
 
 
 @pytest.mark.parametrize(
     ("steps", "chunks", "message"),
     [
-        ({0: [IDLE], 1: [IDLE]}, 1, "misses a rank's contribution"),
+        ({0: [IDLE], 1: [IDLE]}, 1, "misses the contribution of rank 1"),
         ({0: [IDLE], 1: []}, 1, "rank 1 has no step"),
         ({0: [Step(sends=(Transfer(0, 0, 1),))], 1: [IDLE]}, 1, "as its peer"),
         ({0: [Step(sends=(Transfer(1, 0, 2),))], 1: [IDLE]}, 1, r"chunks \[0, 2\) of 1"),
@@ -142,11 +143,18 @@ def _pair(steps: dict[int, list[Step]], chunks: int = 1) -> Schedule:
                 for r in range(2)
             },
             1,
-            "counted twice",
+            "the contribution of rank 0-1 is counted twice",
+        ),
+        ({0: [(Transfer(1, 0, 1),)], 1: [IDLE]}, 1, "rank 0 must yield a Step, got tuple"),
+        ({0: [IDLE], 1: [Step(recvs=[0])]}, 1, "rank 1 must send and receive .* got 0"),
+        (
+            {0: [Step((Transfer(1, 0, 1),))], 1: [Step((), (Transfer(0, 0, 1, "copy"),))]},
+            1,
+            "must send and receive tuples of Transfers, each with an Action, got .*'copy'",
         ),
     ],
 )
-def test_faults_are_named(steps: dict[int, list[Step]], chunks: int, message: str) -> None:
+def test_faults_are_named(steps: dict[int, list[Any]], chunks: int, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         verify(_pair(steps, chunks))
 
