@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 import kernels
+from adasum.compression import Compression
 from adasum.optimizer.distributed_optimizer import DistributedOptimizer
 from adasum.optimizer.local_step import parameters_of
 from collectives import validation
@@ -51,11 +52,12 @@ def _reduction(optimizer: DistributedOptimizer) -> Facts:
     settings, passes = optimizer._adasum.settings, optimizer.backward_passes_per_step
     reducer = settings.reducer
     size = 1 if settings.one_rank else reducer.group.size
+    compressions = {getattr(Compression, name): name for name in ("none", "fp16", "bf16")}
     found = {
         "op": str(settings.op),
         "dtypes": ", ".join(sorted({str(p.dtype) for p in parameters_of(optimizer)})),
-        "compression": reducer.compression.__name__,
-        "reduced": f"by {type(optimizer._adasum).__name__}",
+        "compression": compressions.get(reducer.compression, reducer.compression.__name__),
+        "method": type(optimizer._adasum).__name__.removesuffix("Method").lower(),
     }
     if not reducer.op.ordered:
         return {

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         bits = json.loads(given.file.read_text())
     except (OSError, ValueError) as error:
-        parser.error(f"{given.file} is no JSON that can be read: {error}")
+        parser.error(f"cannot read {given.file}: {error}")
     if not isinstance(bits, dict) or not {"reduction", "torch"} <= bits.keys():
         parser.error(f"{given.file} is not what bits_of returned: write json.dumps of that")
     lines = lines_of(bits)

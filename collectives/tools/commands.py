@@ -176,8 +176,9 @@ def costs(
 ) -> list[str]:
     """Return the lines of a Markdown table, by operator, with the fastest algorithm first."""
     lines = [
-        f"{topology.num_nodes} nodes of {topology.local_size} ranks, {_bytes(nbytes)} a rank",
-        f"{'assumed' if rates == ASSUMED else 'given'} rates: {rates}",
+        f"{topology.num_nodes} node{'' if topology.num_nodes == 1 else 's'} of "
+        f"{topology.local_size} ranks, {_bytes(nbytes)} a rank",
+        f"{'assumed' if rates == ASSUMED else 'given'} rates: {_rates_text(rates)}",
         "",
         "| op | algorithm | time | steps | between nodes | busiest node | peak memory |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
@@ -198,6 +199,18 @@ def costs(
             lines.append(f"| {' | '.join(cells)} |")
     chosen = [f"{op} by {default_of(op, nbytes, topology, device)}" for op in ops]
     return [*lines, "", f"By default: {', '.join(chosen)}."]
+
+
+def _rates_text(rates: LinkRates) -> str:
+    """Return alpha and beta of messages and reductions, and the host's time per step."""
+    named = {
+        "messages in a node": rates.intra,
+        "between nodes": rates.inter,
+        "sums": rates.sum,
+        "Adasum": rates.adasum,
+    }
+    said = [f"{name} {each.alpha:.3g} s + {each.beta:.3g} s/byte" for name, each in named.items()]
+    return f"{', '.join(said)}, host {rates.host:.3g} s a step"
 
 
 def _algorithms(op: str, topology: Topology) -> list[str]:
