@@ -75,7 +75,7 @@ def train(digits: Digits, directory: Path, *, seed: int, steps: int, every: int)
     torch.manual_seed(seed)
     model = LeNet()
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
         named_parameters=model.named_parameters(),
         op=hvd.Adasum,
     )
