@@ -29,7 +29,7 @@ def require_compressor(compression: Any) -> None:
     """Raise TypeError unless the object has both methods of a Compressor."""
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise TypeError(
-            f"compression must have compress and decompress, not {compression!r}: pass "
+            f"compression must have compress and decompress, got {compression!r}: pass "
             "Compression.none, Compression.fp16 or Compression.bf16"
         )
 

@@ -96,7 +96,7 @@ class HookState:
     ) -> None:
         op = from_torch("op", op)
         if not isinstance(op, Reducer):
-            raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
+            raise TypeError(f"op must be Sum, Average or Adasum, got {op!r}")
         require_declared(op)
         if algorithm is not None:
             collectives.parse_all_reduce_spec(algorithm)
@@ -212,7 +212,7 @@ class HookState:
 def require_state(state: object) -> None:
     """Raise TypeError unless it is a HookState."""
     if not isinstance(state, HookState):
-        raise TypeError(f"state must be a HookState, not {type(state).__name__}")
+        raise TypeError(f"state must be a HookState, got {type(state).__name__}")
 
 
 @outside_modes()

@@ -120,7 +120,7 @@ def _groups_of(
 ) -> list[tuple[Any, Any, Any]]:
     """Return (unit, group of parameters, mesh) for each group that FSDP reduces; or raise."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if state.process_group is None and not (ordered and isinstance(state.op, SumReducer)):
         raise ValueError(
             'state needs process_group, the replicas of a shard: mesh.get_group("replicate"); or, '

@@ -113,7 +113,8 @@ def require_observer(observer: object) -> None:
     """Raise TypeError unless it is None or has the two methods of an Observer."""
     if not isinstance(observer, Observer | None):
         raise TypeError(
-            f"observer must have before_reduction and after_reduction, not {type(observer)}"
+            f"observer must have before_reduction and after_reduction, got "
+            f"{type(observer).__name__}"
         )
 
 

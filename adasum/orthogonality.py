@@ -124,10 +124,10 @@ class Recorder:
         self, every: int = 10, *, group: Group | None = None, copies: bool = False
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be an int >= 1, not {every!r}")
+            raise ValueError(f"every must be an int >= 1, got {every!r}")
         self.every = every
         if group is not None and not isinstance(group, Group):
-            raise TypeError(f"group must be a collectives.Group or None, not {group!r}")
+            raise TypeError(f"group must be a collectives.Group or None, got {group!r}")
         self._group = group
         self._copies = copies
         self._reductions: Counter[str] = Counter()

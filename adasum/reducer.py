@@ -76,7 +76,7 @@ class AdasumReducer(Reducer):
 
     def __init__(self, *, weighted: bool = True) -> None:
         if not isinstance(weighted, bool):
-            raise TypeError(f"weighted must be a bool, not {type(weighted).__name__}")
+            raise TypeError(f"weighted must be a bool, got {type(weighted).__name__}")
         self.weighted = weighted
         if not weighted:
             self.name = f"{self.name}(weighted=False)"
@@ -109,7 +109,7 @@ class AdasumReducer(Reducer):
         """Raise TypeError, naming the dtype, unless the kernels support its reals."""
         if real_dtype(dtype) not in kernels.DTYPES:
             raise TypeError(
-                "Adasum reduces float16, bfloat16, float32, float64 and complex tensors, not "
+                "Adasum reduces float16, bfloat16, float32, float64 and complex tensors, got "
                 f"{dtype}"
             )
 
@@ -295,9 +295,9 @@ def require_declared(op: Reducer) -> None:
     """Raise ValueError for a reducer that does not say whether it averages, such as Max."""
     if not isinstance(op.averages, bool):
         raise ValueError(
-            f"op must be Sum, Average or Adasum, not {op!r}, or a Reducer that says whether it "
-            "averages: set its `averages` to True where equal gradients on all ranks give that "
-            "gradient, as Average does, else to False"
+            "op must be Sum, Average, Adasum or a Reducer that says whether it averages, got "
+            f"{op!r}: set its `averages` to True if equal gradients on all ranks give that "
+            "gradient, as with Average, otherwise to False"
         )
 
 

@@ -31,7 +31,7 @@ def sparse_all_reduce_async(
     """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"tensor must be a sparse COO tensor, not {what}")
+        raise TypeError(f"tensor must be a sparse COO tensor, got {what}")
     if op not in (Sum, Average):
         asked, fix = f"op={op}", "use Sum or Average"
         if isinstance(op, Reducer) and op.ordered:
@@ -40,7 +40,7 @@ def sparse_all_reduce_async(
             f"{asked} of sparse tensors is not supported: {fix}, or tensor.to_dense()"
         )
     if name is not None and not isinstance(name, str):
-        raise TypeError(f"name must be a str or None, not {type(name).__name__}")
+        raise TypeError(f"name must be a str or None, got {type(name).__name__}")
     op.check(tensor.dtype)
     tensor = tensor.detach().coalesce()
     indices = tensor.indices().t()

@@ -166,7 +166,7 @@ def check(
 def check_order(order: object) -> None:
     """Raise ValueError unless this is an order of `sum_n`."""
     if not (isinstance(order, str) and order in ORDERS):
-        raise ValueError(f"order must be 'list' or 'tree', not {order!r}")
+        raise ValueError(f"order must be 'list' or 'tree', got {order!r}")
 
 
 def check_accumulate(accumulate: object, dtype: torch.dtype) -> None:
@@ -176,8 +176,8 @@ def check_accumulate(accumulate: object, dtype: torch.dtype) -> None:
         return
     names = " or ".join(map(str, dict.fromkeys(allowed)))
     raise TypeError(
-        f"accumulate is {accumulate!r}, to which sums of {dtype} tensors are not rounded: "
-        f"pass {names}, or None for the dtype in which they are computed"
+        f"accumulate of {dtype} tensors must be {names}, or None for the dtype in which sums are "
+        f"computed, got {accumulate!r}"
     )
 
 

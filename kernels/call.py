@@ -164,16 +164,16 @@ def check_tree(tree: object, count: int) -> Tree:
     all vectors, each once, or if a weight is not positive and finite.
     """
     if isinstance(tree, (str, Tensor)) or not isinstance(tree, Sequence):
-        raise TypeError(f"tree must be a list or tuple of rows, not {type(tree).__name__}")
+        raise TypeError(f"tree must be a list or tuple of rows, got {type(tree).__name__}")
     standing, rows, left = set(range(count)), [], 0
     for i, row in enumerate(tree):
         if not isinstance(row, (tuple, list)) or len(row) != 4:
-            raise TypeError(f"tree[{i}] must be four numbers (left, right, p, q), not {row!r}")
+            raise TypeError(f"tree[{i}] must be four numbers (left, right, p, q), got {row!r}")
         left, right = row[:2]
         p, q = (check_scalar(f"tree[{i}][{at}]", row[at]) for at in (2, 3))
         for one in (left, right):
             if type(one) is not int:
-                raise TypeError(f"tree[{i}] must name vectors by ints, not {type(one).__name__}")
+                raise TypeError(f"tree[{i}] must name vectors by ints, got {type(one).__name__}")
             if one not in standing:
                 raise ValueError(
                     f"tree[{i}] joins vector {one}, which is none of the {count}, or was joined to "
@@ -187,7 +187,7 @@ def check_tree(tree: object, count: int) -> Tree:
         rows.append((left, right, p, q))
     if standing != {left}:
         raise ValueError(
-            f"tree joins {len(rows)} pairs of {count} vectors: {count - 1} make them one, the left "
-            "one of the last"
+            f"tree must join {count} vectors into one by {count - 1} rows, of which the last row's "
+            f"left vector is the result, got {len(rows)} rows"
         )
     return tuple(rows)

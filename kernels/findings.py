@@ -53,13 +53,13 @@ class Findings(NamedTuple):
         """
         for name, tensor in self.given():
             dtype = compute_dtype(*written) if name == "max_abs" else torch.float32
-            check_tensor(name, tensor)
-            if tensor.dtype != dtype or tensor.numel() != 1:
+            if isinstance(tensor, Tensor) and (tensor.dtype != dtype or tensor.numel() != 1):
                 kind = str(dtype).removeprefix("torch.")
                 raise TypeError(
-                    f"{name} is {tuple(tensor.shape)} {tensor.dtype}: pass one {kind}, "
-                    f"torch.zeros((), dtype={dtype}, device=...)"
+                    f"{name} must be one {kind}, torch.zeros((), dtype={dtype}, device=...), got "
+                    f"shape {tuple(tensor.shape)} {tensor.dtype}"
                 )
+            check_tensor(name, tensor)
             if tensor.device != device:
                 raise ValueError(f"{name} is on {tensor.device} but the tensors are on {device}")
             check_writable(name, tensor)

@@ -234,7 +234,7 @@ def _checked_layout(
 def check_layout(layout: object) -> None:
     """Raise TypeError if this is not a Layout, ValueError if it is not `sound`."""
     if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a kernels.Layout, not {type(layout).__name__}")
+        raise TypeError(f"layout must be a kernels.Layout, got {type(layout).__name__}")
     if not tracing() and not layout.sound:
         raise ValueError("layout's fields contradict each other: make it with kernels.layout_of")
 

@@ -36,9 +36,8 @@ def pack(
         out: The buffer to write: 1-D, `layout.numel` elements of `layout.dtype`, which shares no
             memory with the tensors. None makes one.
         scale: The factor of every element: a float, or a 0-d tensor of any supported dtype. If it
-        is
-            on the tensors' GPU, it is read there, so the host does not wait and a CUDA graph reads
-            the new value at each replay.
+            is on the tensors' GPU, it is read there, so the host does not wait and a CUDA graph
+            reads the new value at each replay.
         found_inf: float32 of one element, set to 1 if an element written is not finite, otherwise
             not changed.
         max_abs: One element, float64 if the buffer is, otherwise float32; set to the largest

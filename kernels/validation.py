@@ -71,7 +71,7 @@ def check_tensor(name: str, tensor: object) -> Tensor:
 def _not_plain(argument: str, tensor: object) -> str:
     kind = type(tensor).__name__
     if not isinstance(tensor, Tensor):
-        return f"{argument} must be a torch.Tensor, not {kind}"
+        return f"{argument} must be a torch.Tensor, got {kind}"
     return (
         f"{argument} is a {kind}, whose values its memory need not hold: pass the plain tensor "
         "behind it, .to_local() of a DTensor or .as_subclass(torch.Tensor) of one that only adds "
@@ -93,8 +93,8 @@ def check_memory_of(name: str, tensor: Tensor) -> None:
         _, held = storage.data_ptr(), storage.nbytes()
     except (NotImplementedError, RuntimeError):
         raise TypeError(
-            f"{name} has no memory of its own, as tensors inside vmap, grad, jvp and functionalize "
-            "of torch.func: make the call outside of them"
+            f"{name} has no memory of its own, like every tensor inside torch.func's transforms "
+            "(vmap, grad, jvp, functionalize): make the call outside of them"
         ) from None
     reach = tensor.numel()
     if reach and not tensor.is_contiguous():
@@ -114,7 +114,7 @@ def check_sized(name: str, tensor: object) -> Tensor:
     (layout).
     """
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     check_dtype(name, tensor.dtype)
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise ValueError(f"{name} is not dense: call .to_dense() first")
@@ -132,7 +132,7 @@ def read_list(name: str, tensors: object) -> list[Any]:
         isinstance(tensors, (Tensor, Set)) or not isinstance(tensors, Iterable)
     ):
         kind = type(tensors).__name__
-        raise TypeError(f"{name} must be a list or tuple of tensors, not {kind}")
+        raise TypeError(f"{name} must be a list or tuple of tensors, got {kind}")
     return list(tensors)
 
 
@@ -190,7 +190,7 @@ def check_segments(segments: object, numel: int) -> tuple[int, ...]:
         return (0, numel)
     if isinstance(segments, Tensor) or not isinstance(segments, Sequence):
         raise TypeError(
-            f"segments must be a list or tuple of ints, not {type(segments).__name__}: "
+            f"segments must be a list or tuple of ints, got {type(segments).__name__}: "
             "pass tensor.tolist()"
         )
     bounds = tuple(segments)
@@ -198,11 +198,11 @@ def check_segments(segments: object, numel: int) -> tuple[int, ...]:
         return bounds
     if not all(type(bound) is int for bound in bounds):
         bad = next(bound for bound in bounds if type(bound) is not int)
-        raise TypeError(f"segments must hold ints, not {type(bad).__name__}")
+        raise TypeError(f"segments must hold ints, got {type(bad).__name__}")
     if not bounds or bounds[0] != 0 or bounds[-1] != numel:
         ends = f"{bounds[0]} and {bounds[-1]}" if bounds else "nothing"
         raise ValueError(
-            f"segments must start at 0 and end at the {numel} elements of a tensor, not {ends}"
+            f"segments must start at 0 and end at the {numel} elements of a tensor, got {ends}"
         )
     for i, (low, high) in enumerate(itertools.pairwise(bounds)):
         if high < low:
@@ -216,7 +216,7 @@ def check_scalar(name: str, value: object) -> float:
         return value
     # NumPy's numbers are real, too.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a float, not {type(value).__name__}")
+        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
     try:
         return float(value)
     except OverflowError:
@@ -229,7 +229,7 @@ def check_flag(name: str, value: object) -> bool:
         return bool(value)
     except (RuntimeError, TypeError, ValueError):
         kind = type(value).__name__
-        raise TypeError(f"{name} must be a bool, not {kind}: pass True or False") from None
+        raise TypeError(f"{name} must be a bool, got {kind}: pass True or False") from None
 
 
 def check_factor(name: str, value: object) -> float | Tensor:
@@ -262,10 +262,10 @@ def check_weights(weights: object) -> tuple[float, float]:
     if not is_compiling() and weights is EQUAL:
         return 2.0, 2.0
     if not isinstance(weights, (tuple, list)) or len(weights) != 2:
-        raise TypeError(f"weights must be two numbers (p, q), not {weights!r}")
+        raise TypeError(f"weights must be two numbers (p, q), got {weights!r}")
     p, q = check_scalar("weights[0]", weights[0]), check_scalar("weights[1]", weights[1])
     if not (0.0 < p < math.inf and 0.0 < q < math.inf):
-        raise ValueError(f"weights must be positive and finite, not {weights!r}: pass ranks, say")
+        raise ValueError(f"weights must be positive and finite, got {weights!r}")
     return 1.0 + q / p, 1.0 + p / q
 
 

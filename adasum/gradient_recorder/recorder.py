@@ -115,9 +115,9 @@ class GradientRecorder:
         validation.instance("factor", factor, int | float, "a number above 1")
         validation.instance("group", group, Group | None, "a collectives.Group or None")
         if not factor > 1:
-            raise ValueError(f"factor must be a number above 1, not {factor!r}")
+            raise ValueError(f"factor must be a number above 1, got {factor!r}")
         if not (on_step is None or callable(on_step)):
-            raise TypeError(f"on_step must be a function of a RecordedStep, not {on_step!r}")
+            raise TypeError(f"on_step must be a function of a RecordedStep, got {on_step!r}")
         # Whether the tensors are differences of parameters; `set_observer` sets it.
         self.differences = False
         self._every, self._factor, self._group, self._on_step = every, factor, group, on_step

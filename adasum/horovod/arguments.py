@@ -76,26 +76,26 @@ def require(argument: str, value: object, *types: type) -> None:
     """Raise TypeError unless the value has one of the types; a bool is not an int."""
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         names = " or ".join(each.__name__ for each in types)
-        raise TypeError(f"{argument} must be of type {names}, not {type(value).__name__}")
+        raise TypeError(f"{argument} must be of type {names}, got {type(value).__name__}")
 
 
 def dense(tensor: Tensor, argument: str = "tensor") -> Tensor:
     """Return the tensor; raise unless it is a dense, initialised tensor in memory."""
     validation.no_mode(argument)
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{argument} must be a torch.Tensor, not {type(tensor).__name__}")
+        raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
     if is_lazy(tensor):
         raise ValueError(f"{argument} is an uninitialised parameter: call its module once first")
     validation.plain(argument, tensor)
     if tensor.layout is not torch.strided:
-        raise TypeError(f"{argument} must be dense, not {tensor.layout}: pass its to_dense()")
+        raise TypeError(f"{argument} must be dense, got {tensor.layout}: pass its to_dense()")
     return tensor
 
 
 def tensor_list(tensors: object) -> list[Any]:
     """Return the tensors as a list; refuse a single tensor, which would iterate over rows."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
-        raise TypeError(f"tensors must be a list of tensors, not {type(tensors).__name__}")
+        raise TypeError(f"tensors must be a list of tensors, got {type(tensors).__name__}")
     return list(tensors)
 
 

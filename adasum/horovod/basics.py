@@ -57,7 +57,7 @@ def init(
             "comm is not supported: ranks are those that torchrun, mpirun or srun started"
         )
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
-        raise ValueError(f'process_sets must be a list of sets or "dynamic", not {process_sets!r}')
+        raise ValueError(f'process_sets must be a list of sets or "dynamic", got {process_sets!r}')
     if process_sets is not None:
         require("process_sets", process_sets, Sequence)
     collectives.init(timeout=timeout, process_group=process_group, transport=transport)

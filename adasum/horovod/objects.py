@@ -90,7 +90,7 @@ def broadcast_bytes(group: Group, root: int, sent: bytes, name: str) -> bytes:
 
 def _name(name: str | None) -> str:
     if name is not None and not isinstance(name, str):
-        raise TypeError(f"name must be a str or None, not {type(name).__name__}")
+        raise TypeError(f"name must be a str or None, got {type(name).__name__}")
     return name or "object"
 
 

@@ -34,12 +34,12 @@ class ProcessSet:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         if isinstance(ranks, Tensor) or not isinstance(ranks, Iterable):
-            raise TypeError(f"ranks must be a list of ranks, not {type(ranks).__name__}")
+            raise TypeError(f"ranks must be a list of ranks, got {type(ranks).__name__}")
         members = list(ranks)
         if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in members):
-            raise TypeError(f"ranks must be ints, not {members!r}")
+            raise TypeError(f"ranks must be ints, got {members!r}")
         if not members or min(members) < 0 or len({*members}) < len(members):
-            raise ValueError(f"ranks must be one or more different ranks, not {members!r}")
+            raise ValueError(f"ranks must be one or more different ranks, got {members!r}")
         self._ranks = sorted(members)
 
     @property

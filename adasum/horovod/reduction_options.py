@@ -43,7 +43,7 @@ def require_reducer(op: object) -> Reducer:
     """Return a Reducer for one of ours or torch's; raise TypeError for Horovod's numbers."""
     op = from_torch("op", op)
     if not isinstance(op, Reducer):
-        raise TypeError(f"op must be Sum, Average, Adasum, Min, Max or Product, not {op!r}")
+        raise TypeError(f"op must be Sum, Average, Adasum, Min, Max or Product, got {op!r}")
     return op
 
 
@@ -66,7 +66,7 @@ def options_of(
     require_compressor(compression)
     if average is not None:
         if not isinstance(average, bool | int):
-            raise TypeError(f"average must be a bool, not {type(average).__name__}")
+            raise TypeError(f"average must be a bool, got {type(average).__name__}")
         if op is not None:
             raise ValueError("the op parameter supersedes average: give only op")
         text = "parameter average is deprecated: use op=Average or op=Sum"

@@ -55,10 +55,10 @@ def _entries_of(params: Any) -> list[Entry]:
     if isinstance(params, Mapping):
         for name in params:
             if not isinstance(name, str):
-                raise TypeError(f"params must have names as keys, not {name!r}")
+                raise TypeError(f"params must have names as keys, got {name!r}")
         named = sorted(params.items())
     elif isinstance(params, Tensor | str) or not isinstance(params, Iterable):
-        text = f"params must be a dict or a list, not {type(params).__name__}"
+        text = f"params must be a dict or a list, got {type(params).__name__}"
         if isinstance(params, torch.nn.Module):
             text += ": pass its state_dict()"
         elif isinstance(params, torch.optim.Optimizer):
@@ -78,7 +78,7 @@ def _entries_of(params: Any) -> list[Entry]:
         if isinstance(value, Tensor):
             entries.append(entry_of(name, argument, value))
         elif value is not None and not name.endswith(_EXTRA_STATE):
-            raise TypeError(f"{argument} must be a tensor, not {type(value).__name__}")
+            raise TypeError(f"{argument} must be a tensor, got {type(value).__name__}")
     return entries
 
 
@@ -185,7 +185,7 @@ def _check_parameter_groups(
     optimizer: object, root_rank: int, process_set: ProcessSet | None
 ) -> None:
     lengths: list[int] = []
-    problem = f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+    problem = f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
     if isinstance(optimizer, torch.optim.Optimizer):
         lengths, problem = [len(each["params"]) for each in optimizer.param_groups], ""
     # The answer includes the rank, because ranks that have joined do not answer.

@@ -43,9 +43,9 @@ def register_hook(accelerator: Accelerator, model: nn.Module, state: HookState) 
         RuntimeError: `DistributedDataParallelKwargs` has set another hook.
     """
     if not isinstance(accelerator, Accelerator):
-        raise TypeError(f"accelerator must be an Accelerator, not {type(accelerator).__name__}")
+        raise TypeError(f"accelerator must be an Accelerator, got {type(accelerator).__name__}")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     require_state(state)
     advice = (
         "pass the model that accelerator.prepare returned; with DeepSpeed, FSDP or Megatron "

@@ -46,7 +46,7 @@ class HookCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, state: HookState) -> None:
         if not isinstance(trainer, Trainer):
-            raise TypeError(f"trainer must be a transformers.Trainer, not {type(trainer).__name__}")
+            raise TypeError(f"trainer must be a transformers.Trainer, got {type(trainer).__name__}")
         require_state(state)
         self.trainer = trainer
         self.state = state

@@ -33,7 +33,7 @@ def require_optimizer(optimizer: object) -> None:
     """Raise unless `optimizer` is a torch optimizer that is not wrapped yet."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
     if "_adasum" in optimizer.__dict__:
         raise ValueError("optimizer is already wrapped by DistributedOptimizer")
@@ -52,13 +52,13 @@ def require_operator(op: AnyReducer, weighted: bool, predivide_factor: float) ->
     require_declared(op)
     require("weighted", weighted, bool)
     if not weighted and op is not Adasum:
-        raise ValueError(f"weighted=False is for op=Adasum, whose pairs have weights, not {op!r}")
+        raise ValueError(f"weighted=False is for op=Adasum, whose pairs have weights, got {op!r}")
     require("gradient_predivide_factor", predivide_factor, int, float)
     if predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not 0 < predivide_factor <= sys.float_info.max:
         raise ValueError(
-            f"gradient_predivide_factor must be > 0 and finite, not {predivide_factor!r}"
+            f"gradient_predivide_factor must be > 0 and finite, got {predivide_factor!r}"
         )
     return op
 
@@ -111,9 +111,9 @@ def choose_method(
 ) -> type[Method]:
     """Return the class of the method; raise ValueError if arguments exclude each other."""
     if method not in (None, "delta", "gradient"):
-        raise ValueError(f"method must be 'delta' or 'gradient', not {method!r}")
+        raise ValueError(f"method must be 'delta' or 'gradient', got {method!r}")
     if mode not in (None, "owners"):
-        raise ValueError(f"mode must be 'owners' or None, not {mode!r}")
+        raise ValueError(f"mode must be 'owners' or None, got {mode!r}")
     if mode is not None:
         kind = type(optimizer)
         by_parameter = steps_by_parameter(kind) or issubclass(kind, torch.optim.Muon)
@@ -204,4 +204,4 @@ def require_own_autograd(group: Group, named: Sequence[Named]) -> None:
 def require_count(argument: str, value: object, least: int, meaning: str = "") -> None:
     """Raise ValueError unless the value is an int >= `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{argument} must be an int >= {least}{meaning}, not {value!r}")
+        raise ValueError(f"{argument} must be an int >= {least}{meaning}, got {value!r}")

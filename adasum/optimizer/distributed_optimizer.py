@@ -338,7 +338,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerOrderError: With step_in_backward, since clipping comes too late.
         """
         if not norm_type > 0:
-            raise ValueError(f"norm_type must be above 0, not {norm_type!r}")
+            raise ValueError(f"norm_type must be above 0, got {norm_type!r}")
         self._adasum.finish_gradients()
         total = self._adasum.total_norm(float(norm_type), foreach)
         if error_if_nonfinite and not bool(total.isfinite()):

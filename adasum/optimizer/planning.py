@@ -47,7 +47,7 @@ def name_parameters(
         if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
             raise ValueError(
                 "named_parameters must be (name, parameter) tuples as model.named_parameters() "
-                f"gives them, not {type(entry).__name__}"
+                f"gives them, got {type(entry).__name__}"
             )
     repeated = sorted(name for name, n in Counter(name for name, _ in entries).items() if n > 1)
     if repeated:
@@ -128,11 +128,11 @@ def plan_buckets(
         return by_size(backwards)
     if isinstance(groups, bool) or not isinstance(groups, int | list | tuple):
         raise ValueError(
-            f"groups must be a positive int or a list of lists of parameters, not {groups!r}"
+            f"groups must be a positive int or a list of lists of parameters, got {groups!r}"
         )
     if isinstance(groups, int):
         if groups < 1:
-            raise ValueError(f"groups must be at least 1, not {groups}")
+            raise ValueError(f"groups must be at least 1, got {groups}")
         cuts = pairwise(split_bounds(len(backwards), groups))
         parts = [part for low, high in cuts for part in by_kind(backwards[low:high])]
         return _in_order(parts, backwards)
@@ -149,11 +149,11 @@ def _listed(
     buckets: list[list[Named]] = []
     for number, group in enumerate(groups):
         if not isinstance(group, list | tuple):
-            raise ValueError(f"groups[{number}] must be a list of parameters, not {group!r}")
+            raise ValueError(f"groups[{number}] must be a list of parameters, got {group!r}")
         for parameter in group:
             if not isinstance(parameter, Tensor):
                 raise ValueError(
-                    f"groups[{number}] must hold parameters, not {type(parameter).__name__}"
+                    f"groups[{number}] must hold parameters, got {type(parameter).__name__}"
                 )
             key = id(parameter)
             name = names.get(key, f"a tensor of shape {tuple(parameter.shape)}")

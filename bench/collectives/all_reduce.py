@@ -157,7 +157,7 @@ def _check(
             if spec.outer != "auto":
                 phases_of(spec, OPS[op], group.topology)
         if args.model and op == "tree":
-            raise ValueError("--model has no price of its own for -o tree: a sum costs the same")
+            raise ValueError("--model does not know -o tree: use -o sum, which costs the same")
         if args.model:
             model.check(name, op, group.topology)
 

@@ -62,8 +62,8 @@ def world_size() -> int:
         _translate(launcher)
     elif missing:
         raise ValueError(
-            f"environment variable {missing[0]} is not set, the other of RANK and WORLD_SIZE is: "
-            "start with torchrun, or set both, or, under another launcher, neither"
+            f"environment variable {missing[0]} is not set, but RANK and WORLD_SIZE go together: "
+            "start with torchrun, or set both; under another launcher set neither"
         )
     _, size = _rank_of("RANK", "WORLD_SIZE")
     if size == 1:

@@ -46,9 +46,6 @@ def transport_choice(transport: str | None) -> str:
     source, choice = "transport", transport
     if choice is None:
         source, choice = "ADASUM_TRANSPORT", os.environ.get("ADASUM_TRANSPORT") or "auto"
-    if choice == "tcp":
-        # An earlier version's name for messages over TCP, which gloo sends now.
-        return "gloo"
     if choice not in _CHOICES:
         raise ValueError(f"{source} must be one of {', '.join(_CHOICES)}, got {choice!r}")
     return choice

@@ -354,6 +354,6 @@ def read_objects(
             read.append(json.loads(each))
         except (ValueError, RecursionError) as error:
             raise TransportError(
-                f"what rank {transport.name(rank)} sent is not what a rank sends: {error}"
+                f"rank {transport.name(rank)} sent a report that is not JSON: {error}"
             ) from None
     return read

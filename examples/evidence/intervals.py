@@ -42,7 +42,7 @@ def interval(values: Sequence[float]) -> Interval:
     """
     count = len(values)
     if not 1 <= count <= len(T) + 1:
-        raise ValueError(f"values must be 1 to {len(T) + 1}, not {count}")
+        raise ValueError(f"values must be 1 to {len(T) + 1}, got {count}")
     if count == 1:
         return Interval(values[0], math.inf)
     half = T[count - 2] * statistics.stdev(values) / math.sqrt(count)

@@ -111,7 +111,7 @@ class Ranks:
         outer: Outer | None = None,
     ) -> None:
         if size < 1:
-            raise ValueError(f"size must be positive, not {size}")
+            raise ValueError(f"size must be positive, got {size}")
         if reduction.method == "delta" and gain is not None:
             raise ValueError("gain is for the gradient method: a difference has a rate already")
         if reduction.method != "delta" and outer is not None:

@@ -249,8 +249,8 @@ class Node:
     ) -> None:
         if len(buffers) != len(pads) or not 0 <= rank < len(pads) <= MAX_RANKS:
             raise ValueError(
-                f"rank {rank} has {len(buffers)} buffers and {len(pads)} pads: as many of each as "
-                f"ranks, at most {MAX_RANKS}"
+                f"buffers and pads must be one for each rank, at most {MAX_RANKS}, got "
+                f"{len(buffers)} and {len(pads)} on rank {rank}"
             )
         if any(address % 16 for address in (*buffers, *pads)):
             raise ValueError("a buffer or pad does not start at a multiple of 16 bytes")
@@ -430,10 +430,10 @@ class Node:
         """
         if dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise TypeError(
-                f"Adasum of a node takes float16, bfloat16 and float32, not {dtype}: join by pairs"
+                f"Adasum of a node takes float16, bfloat16 and float32, got {dtype}: join by pairs"
             )
         if self.size > node_adasum.MAX_RANKS:
-            raise ValueError(f"Adasum of a node takes at most 8 ranks, not {self.size}")
+            raise ValueError(f"Adasum of a node takes at most 8 ranks, got {self.size}")
         if offset % 16:
             raise ValueError(f"offset is {offset}: vectors start at multiples of 16 bytes")
         bounds, joins = check_segments(segments, numel), check_tree(tree, self.size)

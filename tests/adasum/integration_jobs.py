@@ -169,7 +169,7 @@ def check_lightning(rank: int, package: str) -> None:
     task.wrap = adasum.DistributedOptimizer
     with pytest.raises(ValueError, match="pass the plain optimizer"):
         fit(task, callback)
-    with pytest.raises(TypeError, match="must be a HookState, not AdasumReducer"):
+    with pytest.raises(TypeError, match="must be a HookState, got AdasumReducer"):
         HookCallback(adasum.Adasum)
 
 
@@ -197,11 +197,11 @@ def check_accelerate(rank: int) -> None:
             optimizer.zero_grad()
     compare(net, 2)
 
-    with pytest.raises(TypeError, match="accelerator must be an Accelerator, not Distributed"):
+    with pytest.raises(TypeError, match="accelerator must be an Accelerator, got Distributed"):
         register_hook(model, accelerator, state())
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn.Module, not Accelerated"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn.Module, got Accelerated"):
         register_hook(accelerator, optimizer, state())
-    with pytest.raises(TypeError, match="must be a HookState, not AdasumReducer"):
+    with pytest.raises(TypeError, match="must be a HookState, got AdasumReducer"):
         register_hook(accelerator, model, adasum.Adasum)
     fp16 = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     other = Accelerator(kwargs_handlers=[fp16])
@@ -248,7 +248,7 @@ def check_transformers(rank: int) -> None:
         other.add_callback(HookCallback(other, state()))
         with pytest.raises(ValueError, match="pass the plain optimizer"):
             other.train()
-        with pytest.raises(TypeError, match=r"trainer must be a transformers\.Trainer, not Net"):
+        with pytest.raises(TypeError, match=r"trainer must be a transformers\.Trainer, got Net"):
             HookCallback(net, state())
-        with pytest.raises(TypeError, match="must be a HookState, not AdasumReducer"):
+        with pytest.raises(TypeError, match="must be a HookState, got AdasumReducer"):
             HookCallback(trainer, adasum.Adasum)

@@ -195,7 +195,7 @@ def test_adasum_of_some_layers_averages_the_others(ranks):
 
 def test_ranks_with_arguments_that_do_not_fit_raise(ranks):
     reduction = ranks.Reduction
-    with pytest.raises(ValueError, match="size must be positive, not 0"):
+    with pytest.raises(ValueError, match="size must be positive, got 0"):
         ranks.Ranks(make_model(), OPTIMIZERS["sgd"], 0, reduction("sum"))
     with pytest.raises(ValueError, match="gain is for the gradient method"):
         ranks.Ranks(

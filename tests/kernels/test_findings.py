@@ -138,9 +138,9 @@ def test_plan_sets_max_abs_at_every_run(backend: Backend) -> None:
 
 def test_findings_of_wrong_dtypes_or_places_are_refused() -> None:
     a, b = torch.ones(8), torch.ones(8)
-    with pytest.raises(TypeError, match=r"max_abs is .*float64: pass one float32"):
+    with pytest.raises(TypeError, match=r"max_abs must be one float32, .*got .*float64"):
         kernels.sum_n([a, b], max_abs=torch.zeros((), dtype=torch.float64))
-    with pytest.raises(TypeError, match=r"max_abs is .*float32: pass one float64"):
+    with pytest.raises(TypeError, match=r"max_abs must be one float64, .*got .*float32"):
         kernels.sum_n([a, b], dtype=torch.float64, max_abs=torch.zeros(()))
     with pytest.raises(ValueError, match="max_abs overlaps out"):
         kernels.sum_n([a, b], out=a, max_abs=a[3:4])

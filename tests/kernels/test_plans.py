@@ -274,11 +274,11 @@ def test_runs_leave_version_counters_and_direct_calls_move_them() -> None:
 
 def test_scalars_of_a_run_are_checked() -> None:
     plan = kernels.plan_pack([torch.ones(3)])
-    with pytest.raises(TypeError, match="scale must be a float, not str"):
+    with pytest.raises(TypeError, match="scale must be a float, got str"):
         plan("1")  # type: ignore[arg-type]
     assert plan(2)[0] == 2
     add = kernels.plan_scaled_add(torch.ones(3), torch.ones(3))
-    with pytest.raises(TypeError, match="beta must be a float, not bool"):
+    with pytest.raises(TypeError, match="beta must be a float, got bool"):
         add(1.0, True)
     assert add(2, 3)[0] == 5
 

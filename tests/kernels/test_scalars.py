@@ -80,11 +80,11 @@ def test_wrong_scalars_are_named(function: Callable[..., Any]) -> None:
         (torch.ones(1), ValueError, rf"{name} has shape \(1,\): pass a float or a 0-d tensor"),
         (torch.tensor(1), TypeError, f"{name} has dtype torch.int64"),
         (torch.tensor(1.0, requires_grad=True), ValueError, rf"pass {name}\.detach\(\)"),
-        ("1", TypeError, f"{name} must be a float, not str"),
+        ("1", TypeError, f"{name} must be a float, got str"),
     ]:
         with pytest.raises(kind, match=text):
             function(a, b, wrong, 1.0)
-    with pytest.raises(TypeError, match=r"weights\[1\] must be a float, not Tensor"):
+    with pytest.raises(TypeError, match=r"weights\[1\] must be a float, got Tensor"):
         kernels.adasum(a, b, weights=(1.0, torch.tensor(1.0)))
 
 

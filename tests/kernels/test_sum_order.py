@@ -190,15 +190,15 @@ F32 = torch.float32
 @pytest.mark.parametrize("call", [kernels.sum_n, kernels.plan_sum_n, kernels.sum_n_reference])
 def test_an_order_or_a_dtype_that_is_none_is_an_error(call: Callable[..., Any]) -> None:
     for order in ("Tree", "", None, 1, ["tree"]):
-        with pytest.raises(ValueError, match="order must be 'list' or 'tree', not "):
+        with pytest.raises(ValueError, match="order must be 'list' or 'tree', got "):
             call([torch.ones(2)], order=order)
     for dtype, accumulate, fix in (
-        (F32, torch.float16, "pass torch.float32, or None"),
-        (F32, torch.float64, "pass torch.float32, or None"),
-        (torch.float64, F32, "pass torch.float64, or None"),
-        (torch.float16, torch.bfloat16, "pass torch.float16 or torch.float32, or None"),
-        (F32, "float32", "pass torch.float32, or None"),
-        (F32, torch.int32, "pass torch.float32, or None"),
+        (F32, torch.float16, "must be torch.float32, or None"),
+        (F32, torch.float64, "must be torch.float32, or None"),
+        (torch.float64, F32, "must be torch.float64, or None"),
+        (torch.float16, torch.bfloat16, "must be torch.float16 or torch.float32, or None"),
+        (F32, "float32", "must be torch.float32, or None"),
+        (F32, torch.int32, "must be torch.float32, or None"),
     ):
-        with pytest.raises(TypeError, match=f"accumulate is .*{fix}"):
+        with pytest.raises(TypeError, match=f"accumulate of .*{fix}"):
             call([torch.ones(2, dtype=dtype)], accumulate=accumulate)

@@ -157,7 +157,7 @@ def test_factors_that_differ_between_ranks_raise_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: hvd.allreduce([1.0]), TypeError, "must be a torch.Tensor, not list"),
+        (lambda: hvd.allreduce([1.0]), TypeError, "must be a torch.Tensor, got list"),
         (lambda: hvd.allreduce(torch.ones(2), op="sum"), TypeError, "op must be Sum, Average"),
         (lambda: hvd.allreduce(torch.ones(2).to_sparse()), TypeError, "to_dense"),
         (lambda: hvd.allreduce(torch.ones(2).int(), op=hvd.Adasum), TypeError, "torch.int32"),

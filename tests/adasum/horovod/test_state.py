@@ -48,13 +48,13 @@ def test_broadcast_parameters_of_no_tensors_raises() -> None:
     def refuse(params: Any, root: int = 0) -> None:
         run_threads(1, lambda group: hvd.broadcast_parameters(params, root))
 
-    with pytest.raises(TypeError, match=r"params\['lr'\] must be a tensor, not float"):
+    with pytest.raises(TypeError, match=r"params\['lr'\] must be a tensor, got float"):
         refuse({"lr": 0.1})
-    with pytest.raises(TypeError, match="params must be a dict or a list, not Tensor"):
+    with pytest.raises(TypeError, match="params must be a dict or a list, got Tensor"):
         refuse(torch.ones(2))
-    with pytest.raises(TypeError, match="params must be a dict or a list, not int"):
+    with pytest.raises(TypeError, match="params must be a dict or a list, got int"):
         refuse(3)
-    with pytest.raises(TypeError, match=r"params\['parameter 0'\] must be a tensor, not tuple"):
+    with pytest.raises(TypeError, match=r"params\['parameter 0'\] must be a tensor, got tuple"):
         refuse([("weight", torch.ones(2), 1)])
     with pytest.raises(ValueError, match="root_rank must be a rank from 0 to 0, got 1"):
         refuse([torch.ones(2)], 1)

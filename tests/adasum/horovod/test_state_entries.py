@@ -110,8 +110,8 @@ def test_broadcast_parameters_writes_expanded_and_tied_and_strided_tensors() -> 
             lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
             r"params\['x'\] must not be quantized",
         ),
-        (lambda: 0.1, r"params\['x'\] must be a tensor, not float"),
-        (lambda: {"a": torch.ones(2)}, r"params\['x'\] must be a tensor, not dict"),
+        (lambda: 0.1, r"params\['x'\] must be a tensor, got float"),
+        (lambda: {"a": torch.ones(2)}, r"params\['x'\] must be a tensor, got dict"),
     ],
     ids=["sparse", "meta", "lazy", "nested", "quantized", "float", "dict"],
 )

@@ -158,7 +158,7 @@ def test_owners_with_what_does_not_go_together_raises() -> None:
                 wrapped(op=op, mode="owners", method="delta")
         with pytest.raises(ValueError, match="mode='owners' and step_in_backward=True exclude"):
             wrapped(op=hvd.Adasum, mode="owners", step_in_backward=True)
-        with pytest.raises(ValueError, match="mode must be 'owners' or None, not 'owner'"):
+        with pytest.raises(ValueError, match="mode must be 'owners' or None, got 'owner'"):
             wrapped(mode="owner")
         with pytest.raises(ValueError, match="by itself, which LBFGS does not"):
             DistributedOptimizer(torch.optim.LBFGS(parameters), mode="owners")

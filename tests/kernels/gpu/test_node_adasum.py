@@ -234,13 +234,13 @@ def test_slices_are_those_of_direct_where_they_begin_at_16_bytes():
 def test_call_that_no_kernel_can_take_is_an_error():
     node, joined = Ranks(2, 4, torch.float32).nodes[0], balanced(2)
     for dtype in (torch.float64, torch.int32):
-        with pytest.raises(TypeError, match=f"float16, bfloat16 and float32, not {dtype}"):
+        with pytest.raises(TypeError, match=f"float16, bfloat16 and float32, got {dtype}"):
             node.bind_adasum(4, dtype, joined)
-    with pytest.raises(ValueError, match="at most 8 ranks, not 9"):
+    with pytest.raises(ValueError, match="at most 8 ranks, got 9"):
         Ranks(9, 4, torch.float32).nodes[0].bind_adasum(4, torch.float32, balanced(9))
     with pytest.raises(ValueError, match="offset is 8"):
         node.bind_adasum(4, torch.float32, joined, offset=8)
     with pytest.raises(ValueError, match="segments must start at 0 and end at the 4"):
         node.bind_adasum(4, torch.float32, joined, (0, 3))
-    with pytest.raises(ValueError, match="tree joins 0 pairs of 2 vectors"):
+    with pytest.raises(ValueError, match="tree must join 2 vectors into one by 1 rows"):
         node.bind_adasum(4, torch.float32, [])

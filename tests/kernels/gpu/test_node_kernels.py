@@ -181,9 +181,9 @@ def test_slices_are_whole_vectors_that_cover_all():
 
 def test_memory_that_no_kernel_can_take_is_a_value_error():
     device = torch.device("cpu")
-    with pytest.raises(ValueError, match="rank 2 has 2 buffers and 2 pads"):
+    with pytest.raises(ValueError, match="got 2 and 2 on rank 2"):
         Node(2, [0, 16], [0, 16], device)
-    with pytest.raises(ValueError, match="2 buffers and 1 pads"):
+    with pytest.raises(ValueError, match="got 2 and 1 on rank"):
         Node(0, [0, 16], [0], device)
     with pytest.raises(ValueError, match="at most 32"):
         Node(0, [0] * 33, [0] * 33, device)

@@ -46,7 +46,7 @@ def test_errors_while_tracing(text):
 
 def test_errors_in_a_whole_graph_are_wrapped_by_torch():
     """fullgraph=True turns what the traced code raises into an error of torch's own."""
-    call, _ = ERRORS["alpha must be a float, not str"]
+    call, _ = ERRORS["alpha must be a float, got str"]
     with pytest.raises(Unsupported):
         compiled(call)[0](X)
 
