@@ -310,7 +310,7 @@ def _adasum_kernel(
     going = turn >= 0
     if going:
         signal(pads, rank, n, turn + 1, SIZE)
-        going = wait(pads, state, rank, n, turn, limit, 1, SIZE, SPINS)
+        going = wait(pads, state, rank, n, turn, limit, 1, SPINS)
     if going:
         _multiply(sources, copies, stride, runs, table, partials, rank, DTYPE, COUNT, BLOCK)
         _add_up(
@@ -325,7 +325,7 @@ def _adasum_kernel(
         )  # fmt: skip
     if going:
         signal(pads, rank, n, turn + 2, SIZE)
-        going = wait(pads, state, rank, n, turn + 1, limit, 2, SIZE, SPINS)
+        going = wait(pads, state, rank, n, turn + 1, limit, 2, SPINS)
     if going:
         row = coefficients + tl.program_id(0).to(tl.int64) * n
         _blend_chunks(
@@ -333,7 +333,7 @@ def _adasum_kernel(
             after, segments, DTYPE, SIZE, BLEND,
         )  # fmt: skip
         signal(pads, rank, n, turn + 3, SIZE)
-        going = wait(pads, state, rank, n, turn + 2, limit, 3, SIZE, SPINS)
+        going = wait(pads, state, rank, n, turn + 2, limit, 3, SPINS)
     if going:
         end_turn(state, turn + 3)
 

@@ -134,7 +134,7 @@ def _two_shot_kernel(
     going = turn >= 0
     if going:
         signal(pads, rank, n, turn + 1, SIZE)
-        going = wait(pads, state, rank, n, turn, limit, 1, SIZE, SPINS)
+        going = wait(pads, state, rank, n, turn, limit, 1, SPINS)
     if going:
         for tile in range(tl.program_id(0), tl.cdiv(length, BLOCK), tl.num_programs(0)):
             first = tl.cast(tile, tl.int64) * BLOCK
@@ -155,7 +155,7 @@ def _two_shot_kernel(
                     y = convert(y * scale, DTYPE)
                     store_to_all(targets, here, left, y, rank, written, False)
         signal(pads, rank, n, turn + 2, SIZE)
-        going = wait(pads, state, rank, n, turn + 1, limit, 3, SIZE, SPINS)
+        going = wait(pads, state, rank, n, turn + 1, limit, 3, SPINS)
     if going:
         end_turn(state, turn + 2)
 
@@ -202,7 +202,7 @@ def _one_shot_kernel(
                 few = load_tile(from_x, count - done, DTYPE, False, PART)
                 store_tile(mine + done * BYTES, count - done, few, False)
         signal(pads, rank, n, turn + 1, SIZE)
-        going = wait(pads, state, rank, n, turn, limit, 1, SIZE, SPINS)
+        going = wait(pads, state, rank, n, turn, limit, 1, SPINS)
     if going:
         to = out.to(tl.int64) + offset
         if vectors:

@@ -17,6 +17,7 @@ otherwise. If the host writes to that word, all waits end.
 from __future__ import annotations
 
 from kernels.gpu.launcher import jit, tl, triton
+from kernels.gpu.tiles import THREADS
 
 # Maximum number of programs of a launch, and number of rows of a pad.
 MAX_PROGRAMS = 64
@@ -76,13 +77,29 @@ def signal(pads, rank, n, count, SIZE: tl.constexpr):
 
 
 @jit
-def _missing(row, n, turn, SIZE: tl.constexpr):
-    """The peers whose counters in `row` are not above `turn`, as bits."""
-    q = tl.arange(0, SIZE)
-    none = tl.zeros([SIZE], tl.int64)
-    seen = tl.atomic_add(row + q, none, mask=q < n, sem="acquire", scope="sys")
-    bit = tl.full([SIZE], 1, tl.int64) << q
-    return tl.sum(tl.where((q < n) & (seen <= turn), bit, 0), axis=0)
+def _load_acquire(at):
+    """Load int64 from addresses before this program's later accesses, which tl.load does not."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.b64 $0, [$1];",
+        "=l,l",
+        [at],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def _missing(row, n, turn):
+    """The peers whose counters in `row` are not above `turn`, as bits.
+
+    There is an element for each thread, so that the sum is made in shared memory and all threads
+    get the same one. Of fewer elements each warp would load its own copy and make its own sum.
+    """
+    i = tl.arange(0, THREADS)
+    q = tl.minimum(i, n - 1)
+    bit = tl.full([THREADS], 1, tl.int64) << q
+    return tl.sum(tl.where((i < n) & (_load_acquire(row + 8 * q) <= turn), bit, 0), axis=0)
 
 
 @jit
@@ -116,22 +133,21 @@ def _fail(state, error):
 
 
 @jit
-def wait(pads, state, rank, n, turn, limit, PHASE: tl.constexpr, SIZE: tl.constexpr,
-         SPINS: tl.constexpr):  # fmt: skip
+def wait(pads, state, rank, n, turn, limit, PHASE: tl.constexpr, SPINS: tl.constexpr):
     """Wait until all peers have signalled more than `turn` times; return whether they have.
 
     After `limit` nanoseconds, PHASE and the missing peers are written to the error word. The wait
     also ends if another program has set the word or the host has given up. The clock and the words
     are checked once in SPINS checks of the counters.
     """
-    row = tl.load(pads + rank).to(tl.pointer_type(tl.int64)) + tl.program_id(0) * n
-    missing = _missing(row, n, turn, SIZE)
+    row = tl.load(pads + rank) + 8 * tl.program_id(0).to(tl.int64) * n
+    missing = _missing(row, n, turn)
     begun = tl.full([], -1, tl.int64)
     waited = tl.full([], 0, tl.int64)
     while (missing != 0) & (waited < limit):
         spins = tl.full([], 0, tl.int32)
         while (missing != 0) & (spins < SPINS):
-            missing = _missing(row, n, turn, SIZE)
+            missing = _missing(row, n, turn)
             spins += 1
         if missing != 0:
             now = _now(state + PROGRAMS + tl.program_id(0))

@@ -62,10 +62,12 @@ def _accesses(name: str, *spaces: str) -> dict[str, Access]:
 
 PARAMETER_LOADS = {f"ld.param.{kind}": kind for kind in ("b32", "b64", "u32", "u64", "f32", "f64")}
 LOADS = _accesses("ld", "global", "global.cg", "shared", "shared::cta") | {
-    f"ld.global.{scope}.{order}.{kind}": Access(False, 1, kind, order, scope)
+    # As Triton writes it, and as PTX is documented, which inline assembly has.
+    name: Access(False, 1, kind, order, scope)
     for scope in ("gpu", "sys")
     for order in ("relaxed", "acquire")
     for kind in ("b32", "b64")
+    for name in (f"ld.global.{scope}.{order}.{kind}", f"ld.{order}.{scope}.global.{kind}")
 }
 STORES = _accesses("st", "global", "shared", "shared::cta")
 # Policies for the caches change no value; one for L2, from sm_80 on, is the last operand.
@@ -102,7 +104,7 @@ ATOMICS = {
 SHUFFLES = {"shfl.sync.bfly.b32": False, "shfl.sync.idx.b32": True}
 REDUCTIONS = {
     f"redux.sync.{name}.{kind}": OPERATIONS[f"{name}.{kind}", 2]
-    for name, kinds in (("min", "s32 u32 f32"), ("max", "s32 u32 f32"),
+    for name, kinds in (("add", "s32"), ("min", "s32 u32 f32"), ("max", "s32 u32 f32"),
                         ("min.NaN", "f32"), ("max.NaN", "f32"))
     for kind in kinds.split()
 }  # fmt: skip

@@ -10,7 +10,7 @@ _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 _REGISTER = re.compile(r"%(p|rs|r|rd)(\d+)$")
 # Other threads may run after these: they wait, or others wait for them.
 _SYNCHRONISES = re.compile(
-    r"bra|ret|bar\.|atom\.|red\..*(add|release)|ld\..*\.(acquire|relaxed)\.|st\.release\."
+    r"bra|ret|bar\.|atom\.|red\..*(add|release)|ld\.(.*\.)?(acquire|relaxed)\.|st\.release\."
 )
 
 

@@ -182,6 +182,7 @@ def test_listed_instruction_with_unknown_operands_is_refused_by_name(text):
         ("mov.b16 %rs1, 5; mov.b16 %rs2, 9; mov.b32 %r1, {%rs1, %rs2}", (9 << 16) + 5),
         ("mov.u32 %r2, %tid.x; redux.sync.max.s32 %r1, %r2, -1", 31),
         ("mov.u32 %r2, %tid.x; redux.sync.min.u32 %r1, %r2, -1", 0),
+        ("mov.u32 %r2, %tid.x; redux.sync.add.s32 %r1, %r2, -1", 496),
         ("mov.u32 %r2, %tid.x; shfl.sync.bfly.b32 %r1, %r2, 16, 31, -1", 16),
         ("mov.u32 %r2, %tid.x; shfl.sync.idx.b32 %r1, %r2, 37, 31, -1", 5),
         ("mov.u32 %r2, %tid.x; add.s32 %r1, %r2, 7; shfl.sync.idx.b32 %r1, %r2, %r1, 31, -1", 7),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -95,6 +96,21 @@ def test_kernel_compiled_needs_no_more_registers_than_recorded(case, measured, r
     if SLACK * held < before:
         grown["bytes in flight a thread"] = f"{held} now, {before} recorded"
     assert not grown, f"{case}: {grown}. {REGENERATE}"
+
+
+@pytest.mark.parametrize(
+    "kernel", ["two_shot", "one_shot", pytest.param("node_adasum8", marks=slow)]
+)
+def test_waits_of_a_node_take_one_answer_for_all_threads_from_shared_memory(kernel):
+    """Otherwise a warp that has seen a signal would leave the loop, and the others' barriers."""
+    program = parse(compiled.compile_case(Case(kernel, "plain", "fp16", 90)).asm["ptx"])
+    opcodes = [one.opcode for block in program.basic_blocks for one in block]
+    loads = [k for k, opcode in enumerate(opcodes) if opcode.startswith("ld.acquire.sys.")]
+    assert len(loads) >= 2
+    for k in loads:
+        branch = next(i for i in range(k, len(opcodes)) if opcodes[i].startswith("bra"))
+        said = " ".join(opcodes[k:branch])
+        assert re.search(r"st\.shared.* bar\.sync .*ld\.shared", said), said
 
 
 @pytest.mark.parametrize(
