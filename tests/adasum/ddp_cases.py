@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,6 @@ from adasum.ddp import HookState, ddp_hook
 from collectives import CollectiveMismatchError, CollectiveTimeoutError
 from tests.adasum.ddp_model import (
     HUGE,
-    OPS,
     TINY,
     Net,
     columns_of,
@@ -71,15 +69,6 @@ def check_observer(rank: int) -> None:
         assert not observer.before and not observer.after
 
 
-def check_orthogonality(rank: int) -> None:
-    """The recorder has |Adasum(g)|^2 over the sum of the |g_i|^2, for each parameter.
-
-    By "direct" from Gram matrices, else from norms of its own.
-    """
-    for algorithm in (None, "direct"):
-        _check_orthogonality(rank, algorithm)
-
-
 def check_gradient_recorder(rank: int) -> None:
     """It has every rank's norms of each parameter, with and without Gram matrices."""
     for algorithm in ("rd", "direct"):
@@ -103,53 +92,6 @@ def check_gradient_recorder(rank: int) -> None:
                     assert abs(norm - want) <= 2 * tolerance(torch.float32) * want, name
                 assert (row.agreements[0] == row.agreements[0]) is (algorithm == "direct")
             assert set(rows) == {"all layers"}
-
-
-def _check_orthogonality(rank: int, algorithm: str | None) -> None:
-    model = Net()
-    wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
-    recorder = hvd.orthogonality.Recorder(every=1)
-    state = HookState(
-        op=hvd.Adasum,
-        algorithm=algorithm,
-        observer=recorder,
-        named_parameters=wrapped.module.named_parameters(),
-    )
-    wrapped.register_comm_hook(state, ddp_hook)
-    for step in range(3):
-        wrapped.zero_grad()
-        loss_of(wrapped, rank, step).backward()
-        columns = columns_of(model, step)
-        rows = {row.name: row.ratio for row in recorder.rows if row.step == step}
-        for (name, _), column, answer in zip(
-            model.named_parameters(), columns, defined("Adasum", columns), strict=True
-        ):
-            squares = sum(g.double().square().sum().item() for g in column)
-            want = answer.square().sum().item() / squares
-            # The square doubles the answer's relative error.
-            assert abs(rows.pop(name) - want) <= 2 * tolerance(torch.float32) * want, name
-        assert not rows
-
-
-def check_pickle(rank: int) -> None:
-    """A wrapped model and its state can be pickled; DDP itself drops the hook."""
-    model = Net()
-    columns = columns_of(model, 0)
-    state = HookState(op=hvd.Adasum)
-    wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
-    wrapped.register_comm_hook(state, ddp_hook)
-    wrapped, state = pickle.loads(pickle.dumps((wrapped, state)))
-    wrapped.register_comm_hook(state, ddp_hook)
-    loss_of(wrapped, rank, 0).backward()
-    compare(gradients(wrapped), "Adasum", columns, torch.float32)
-
-
-def check_two_levels(rank: int) -> None:
-    """On one host "inner/outer" is the average."""
-    model = Net()
-    wrapped = wrap(model, "Adasum", algorithm="rechd/vhdd")
-    loss_of(wrapped, rank, 0).backward()
-    compare(gradients(wrapped), "Average", columns_of(model, 0), torch.float32)
 
 
 def check_users_operators(rank: int) -> None:
@@ -239,24 +181,6 @@ def check_process_group(rank: int) -> None:
     columns = [column[:2] for column in columns_of(model, 0)]
     for mine, want in zip(gradients(wrapped), defined("Adasum", columns), strict=True):
         assert mine is not None and relative_error(mine, want) <= tolerance(torch.float32)
-
-
-def check_alone(rank: int) -> None:
-    """In a group of one rank the gradients have the bits of a plain model."""
-    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
-    model = Net()
-    want = plain(model, lambda replica: loss_of(replica, rank, 0).backward())
-    for op in OPS.values():
-        for cap in (TINY, HUGE):
-            wrapped = DistributedDataParallel(
-                copy.deepcopy(model), process_group=alone, bucket_cap_mb=cap
-            )
-            wrapped.register_comm_hook(HookState(op=op, process_group=alone), ddp_hook)
-            for _ in range(2):
-                wrapped.zero_grad()
-                loss_of(wrapped, rank, 0).backward()
-                for a, b in zip(gradients(wrapped), want, strict=True):
-                    assert a is not None and torch.equal(a, b)
 
 
 def check_absent_rank(rank: int) -> None:

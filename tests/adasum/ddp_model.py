@@ -150,3 +150,13 @@ def warnings_of(name: str) -> Iterator[list[str]]:
         yield texts
     finally:
         logging.getLogger(name).removeHandler(handler)
+
+
+def run_checks(checks: Sequence[Callable[..., None]], *arguments: Any) -> list[str]:
+    """Run the checks one after the other; return their names, or raise with that of the failed."""
+    for check in checks:
+        try:
+            check(*arguments)
+        except BaseException as error:
+            raise AssertionError(f"{check.__name__}: {error!r}") from error
+    return [check.__name__ for check in checks]

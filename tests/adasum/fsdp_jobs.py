@@ -17,8 +17,7 @@ from adasum.fsdp import register_fsdp_hook
 from collectives import CollectiveMismatchError
 from tests.adasum import fsdp_switches
 from tests.adasum.ddp_complex import check_fsdp_complex
-from tests.adasum.ddp_model import OPS, STEPS, USERS, defined, loss_of
-from tests.adasum.definition import relative_error, trajectory_tolerance
+from tests.adasum.ddp_model import OPS, STEPS, USERS, loss_of, run_checks
 from tests.adasum.fsdp_model import Odd, Ranks
 
 
@@ -98,25 +97,6 @@ def check_precision(ranks: Ranks) -> None:
         ranks.compare(wrapped, "Adasum", columns, wider)
 
 
-def check_training(ranks: Ranks) -> None:
-    """Clipping and AdamW by whole gradients, in float64, equal those by the definition's."""
-    model = Odd().double()
-    wrapped = ranks.wrap(model, ranks.state())
-    ours = torch.optim.AdamW(wrapped.parameters(), lr=0.01, weight_decay=0.1)
-    theirs = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    for step in range(STEPS):
-        answer = defined("Adasum", ranks.columns(model, step))
-        for parameter, gradient in zip(model.parameters(), answer, strict=True):
-            parameter.grad = gradient if parameter.requires_grad else None
-        ours.zero_grad()
-        loss_of(wrapped, ranks.rank, step).backward()
-        for each, optimizer in ((model, theirs), (wrapped, ours)):
-            torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)
-            optimizer.step()
-    for a, b in zip(wrapped.parameters(), model.parameters(), strict=True):
-        assert relative_error(a.full_tensor(), b.detach()) <= trajectory_tolerance(STEPS)
-
-
 def check_arguments(ranks: Ranks) -> None:
     """What cannot work raises before any hook is installed."""
     state = ranks.state()
@@ -160,7 +140,6 @@ CHECKS: list[Callable[[Ranks], None]] = [
     check_other_dimension,
     check_accumulation,
     check_precision,
-    check_training,
     check_arguments,
     check_mismatch,
     check_parameters,
@@ -171,12 +150,4 @@ CHECKS: list[Callable[[Ranks], None]] = [
 
 def fsdp_job(rank: int, replicas: int, shards: int) -> list[str]:
     """All checks, over torch.distributed's world; the names of those that passed."""
-    ranks = Ranks(replicas, shards)
-    passed = []
-    for check in CHECKS:
-        try:
-            check(ranks)
-        except BaseException as error:
-            raise AssertionError(f"FSDP {check.__name__}: {error!r}") from error
-        passed.append(check.__name__)
-    return passed
+    return run_checks(CHECKS, Ranks(replicas, shards))

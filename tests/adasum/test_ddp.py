@@ -85,6 +85,8 @@ def test_pickled_hook_state_leaves_out_the_process_group_and_warns(caplog):
         assert "process_group cannot be pickled" in caplog.text
         assert again.process_group is None
         assert (repr(again.op), again.algorithm, again.timeout) == ("Adasum", "rd", state.timeout)
+        again.process_group = group
+        again.start(torch.ones(2), again.name_of(torch.ones(2)), [0, 2]).wait()
 
     run_threads(1, check)
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import adasum as hvd
-from tests.adasum.ddp_model import defined
+from tests.adasum.ddp_model import defined, run_checks
 from tests.adasum.definition import relative_error, tolerance
 from tests.collectives.test_tree_order import reference, same_bits
 from tests.processes.harness import run_ranks
@@ -154,9 +154,7 @@ CHECKS = (check_sums, check_wire, check_async, check_arguments)
 
 def shards_job(rank: int) -> list[str]:
     dist.init_process_group("gloo")
-    for check in CHECKS:
-        check(rank)
-    return [check.__name__ for check in CHECKS]
+    return run_checks(CHECKS, rank)
 
 
 def test_sums_over_three_shards_are_the_tree() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import adasum as hvd
 from adasum.ddp import HookState, ddp_hook
 from adasum.pass_counter import PassCounter
-from tests.adasum.ddp_model import TINY, Net, loss_of
+from tests.adasum.ddp_model import TINY, Net, loss_of, run_checks, warnings_of
 from tests.processes.harness import run_ranks
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -28,20 +26,6 @@ LAYOUTS: list[dict[str, Any]] = [
     {"gradient_as_bucket_view": True},
     {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.05},
 ]
-
-
-@contextmanager
-def warnings_of_the_hook() -> Iterator[list[str]]:
-    """The warnings, as they are logged."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("adasum.ddp")
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
 
 
 def wrap(order: str | None = "tree", **layout: Any) -> DistributedDataParallel:
@@ -61,7 +45,7 @@ def check_warnings(rank: int) -> None:
     """More than two passes are a warning, once, from the second step on; fewer never are."""
     for layout, passes, to_none in itertools.product(LAYOUTS, (2, 3), (True, False)):
         case = layout, passes, to_none
-        with warnings_of_the_hook() as found:
+        with warnings_of("adasum.ddp") as found:
             model = wrap(**layout)
             # torch's own first step of a static graph fails under no_sync().
             step(model, rank, 1 if "static_graph" in layout else passes, to_none)
@@ -79,7 +63,7 @@ def check_warnings(rank: int) -> None:
 def check_left_out_passes(rank: int) -> None:
     """Passes whose gradients the user has thrown away are not in the sum."""
     for layout, to_none in itertools.product(LAYOUTS, (True, False)):
-        with warnings_of_the_hook() as found:
+        with warnings_of("adasum.ddp") as found:
             model = wrap(**layout)
             step(model, rank, 1, to_none)
             for _ in range(3):
@@ -93,7 +77,7 @@ def check_left_out_passes(rank: int) -> None:
 
 def check_other_states(rank: int) -> None:
     """Without an order nothing is counted; copies and pickles count for themselves."""
-    with warnings_of_the_hook() as found:
+    with warnings_of("adasum.ddp") as found:
         model = wrap(order=None)
         for _ in range(3):
             step(model, rank, 3)
@@ -119,9 +103,7 @@ CHECKS = (check_warnings, check_left_out_passes, check_other_states, check_end)
 
 def job(rank: int) -> list[str]:
     dist.init_process_group("gloo")
-    for check in CHECKS:
-        check(rank)
-    return [check.__name__ for check in CHECKS]
+    return run_checks(CHECKS, rank)
 
 
 def test_hook_warns_of_passes_whose_sum_is_no_tree_and_of_no_others() -> None:
