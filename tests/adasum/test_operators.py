@@ -92,16 +92,6 @@ def test_operator_that_does_not_say_whether_it_averages_is_refused_by_name() -> 
     collectives.run_threads(2, job)
 
 
-def test_algorithm_that_cannot_carry_the_operator_is_refused_when_the_optimizer_is_made() -> None:
-    def job(group: Group) -> None:
-        optimizer = OPTIMIZERS["sgd"](make_model().parameters())
-        able = "use direct, bruck, oneshot, psgpu, pscpu"
-        with pytest.raises(ValueError, match=f"algorithm='rd': .*{able}"):
-            DistributedOptimizer(optimizer, op=TrimmedMean(), algorithm="rd")
-
-    collectives.run_threads(3, job)
-
-
 def test_gradient_through_a_users_operator_is_refused() -> None:
     def job(group: Group) -> None:
         with pytest.raises(NotImplementedError, match=r"op=TrimmedMean\(1\) are not supported"):

@@ -159,20 +159,6 @@ def test_broadcast_optimizer_state_of_odd_kinds_arrives_with_type_and_value() ->
     assert rates[0] == rates[1] == np.cos(1.0)
 
 
-def test_broadcast_optimizer_state_with_a_generator_is_refused_on_every_rank() -> None:
-    def run(group: Group) -> None:
-        parameter = torch.nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
-        for thing in (torch.Generator(), (i for i in range(3))):
-            optimizer.state[parameter]["x"] = thing
-            with pytest.raises(
-                TypeError, match=r"optimizer.state_dict\(\) .* rank 0: .* sent: .*[Gg]enerator"
-            ):
-                hvd.broadcast_optimizer_state(optimizer, 0)
-
-    run_threads(2, run)
-
-
 def test_broadcast_optimizer_state_of_different_groups_raises_everywhere() -> None:
     def run(group: Group) -> str:
         parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(1 + group.rank)]

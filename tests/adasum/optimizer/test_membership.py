@@ -97,21 +97,3 @@ def test_param_group_added_after_backward_with_gradients_of_this_rank_raises() -
         optimizer.step()
 
     collectives.run_threads(SIZE, run)
-
-
-def test_parameter_unfrozen_after_its_bucket_was_sent_is_still_reduced() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), groups=4)
-        model[0].weight.requires_grad_(False)
-        loss_of(model, group.rank, 0).backward()
-        model.requires_grad_(False)
-        model[0].weight.requires_grad_(True)
-        with pytest.raises(OptimizerOrderError, match="would be left out of the reduction"):
-            loss_of(model, group.rank, 1).backward()
-        optimizer.zero_grad()
-        model.requires_grad_(True)
-        loss_of(model, group.rank, 1).backward()
-        optimizer.step()
-
-    collectives.run_threads(SIZE, run)
