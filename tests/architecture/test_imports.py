@@ -9,7 +9,6 @@ import ast
 import re
 import subprocess
 import sys
-import textwrap
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -258,43 +257,3 @@ def test_private_names_that_the_report_looks_for_are_those_used() -> None:
 
 def test_every_wing_of_the_order_exists() -> None:
     assert {wing_of(module) for module in MODULES} == set(LEVELS)
-
-
-def write(root: Path, **files: str) -> dict[str, Path]:
-    for name, text in files.items():
-        path = root / "pack" / name.replace("__", "/", 1)
-        path.with_suffix(".py").parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".py").write_text(textwrap.dedent(text))
-    return modules_of(root, "pack")
-
-
-def test_cycle_through_a_function_is_found(tmp_path: Path) -> None:
-    modules = write(
-        tmp_path,
-        a="import pack.b\n",
-        b="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pack.sub.c import C\n",
-        sub__c="def f():\n    from pack import a\n",
-        d="import pack.a\n",
-    )
-    assert cycles_of(graph_of(modules)) == [["pack.a", "pack.b", "pack.sub.c"]]
-
-
-def test_relative_import_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="line 1: a relative import"):
-        graph_of(write(tmp_path, a="from . import b\n"))
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("import torch\ntorch._C._f(1).x\n", {"torch._C._f"}),
-        ("from torch._C import _f as g\n", {"torch._C._f"}),
-        ("import torch.nn as nn\nnn._x.y\n", {"torch.nn._x"}),
-        ("import torch.nn\ntorch.nn.functional._x()\n", {"torch.nn.functional._x"}),
-        ("from os import path\npath.join('a')\nx._y\n", set()),
-        ("import os\nos._exit(1)\ntorch = 1\n", {"os._exit"}),
-        ("from kernels._private import f\nimport torch\ntorch.__version__\n", set()),
-    ],
-)
-def test_private_names_of_other_libraries_are_found(source: str, found: set[str]) -> None:
-    assert private_names(ast.parse(source)) == found

@@ -12,9 +12,8 @@ import torch
 import collectives
 from collectives import Group, TransportError, run_threads
 from collectives.transport import ThreadTransport, ThreadWorld
-from tests.collectives.consistency.ranks import everywhere, run
+from tests.collectives.consistency.ranks import everywhere, run, run_over
 from tests.collectives.queues import Queue, hold
-from tests.collectives.transport.thread_ranks import together
 
 
 class Slow(ThreadTransport):
@@ -34,12 +33,7 @@ class Slow(ThreadTransport):
 
 def run_slowly(job: Any) -> list[Any]:
     world = ThreadWorld(2)
-
-    def main(rank: int) -> Any:
-        group = Group(Slow(world, rank), timeout=Slow.TIMEOUT, local_rank=rank, local_size=2)
-        return job(group)
-
-    return together(*(lambda rank=rank: main(rank) for rank in range(2)))
+    return run_over([Slow(world, rank) for rank in range(2)], job, Slow.TIMEOUT)
 
 
 @everywhere

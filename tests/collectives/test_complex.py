@@ -65,36 +65,6 @@ def test_complex_tensors_are_reduced_alone_and_in_groups(
 
 
 @dtypes
-def test_complex_tensors_pass_every_other_collective(dtype: torch.dtype) -> None:
-    numel = 12
-
-    def job(group: Group) -> None:
-        def mine() -> Tensor:
-            return values(group.rank, numel, dtype)
-
-        want, rank = total(numel, dtype), group.rank
-        piece = slice(4 * rank, 4 * rank + 4)
-        assert equal(group.reduce_scatter(mine()), want[piece])
-        assert equal(group.reduce_scatter(mine(), Average), average(numel, dtype)[piece])
-        reduced = group.reduce(mine(), 1)
-        assert rank != 1 or equal(reduced, want)
-        gathered = group.all_gather(mine())
-        assert equal(gathered, torch.cat([values(r, numel, dtype) for r in range(SIZE)]))
-        received, _ = group.all_to_all(mine())
-        assert equal(received, torch.cat([values(r, numel, dtype)[piece] for r in range(SIZE)]))
-        assert equal(group.broadcast(mine(), 2), values(2, numel, dtype))
-        for owners in (None, [2, 0]):
-            both = [mine(), mine()]
-            chosen = group.reduce_to_owners(both, owners=owners)
-            for tensor, owner in zip(both, chosen, strict=True):
-                assert owner != rank or equal(tensor, want)
-            group.broadcast_from_owners(both, owners=owners)
-            assert all(equal(tensor, want) for tensor in both)
-
-    run_threads(SIZE, job)
-
-
-@dtypes
 def test_infinity_in_a_complex_tensor_stays_in_its_part(dtype: torch.dtype) -> None:
     """Infinity times a complex number, such as 2 + 0i, has an imaginary part that is NaN."""
 

@@ -86,38 +86,6 @@ def test_buffer_of_a_freed_buffer_is_none():
     assert buffer_of(tensors) is None
 
 
-@pytest.mark.parametrize("dtype", kernels.DTYPES)
-@pytest.mark.parametrize("op", [Sum, Average, Adasum], ids=str)
-@pytest.mark.parametrize("algorithm", ["rd", "rechd", "xring"])
-def test_grouped_all_reduce_in_a_buffer_packs_nothing(monkeypatch, op, dtype, algorithm):
-    """The bits of the packed reduction, and no pack or unpack at all."""
-    options = {"algorithm": algorithm, "prescale": 0.5, "postscale": 2.0}
-    packed = run_threads(
-        3, lambda group: group.grouped_all_reduce(draw(group.rank, dtype), op, **options)
-    )
-
-    def refuse(*_args, **_options):
-        raise AssertionError("packed")
-
-    monkeypatch.setattr(kernels, "pack", refuse)
-    monkeypatch.setattr(kernels, "unpack", refuse)
-
-    def run(group):
-        fused = FusedBuffer(draw(group.rank, dtype))
-        for view, value in zip(fused.views, draw(group.rank, dtype), strict=True):
-            view.copy_(value)
-        answer = group.grouped_all_reduce(fused.tensors, op, **options)
-        assert all(a is b for a, b in zip(answer, fused.tensors, strict=True))
-        padding = fused.buffer.clone()
-        for view in FusedBuffer(draw(0, dtype), padding).views:
-            view.zero_()
-        assert padding.eq(0).all()
-        return fused.views
-
-    for got, want in zip(run_threads(3, run), packed, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
 # "auto" in shared memory, the others by messages; owners have no algorithm.
 @pytest.mark.parametrize(
     ("way", "algorithm"),

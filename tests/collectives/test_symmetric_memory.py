@@ -42,8 +42,8 @@ from collectives.tree_order import in_order
 from kernels.gpu import node_adasum, node_kernels
 from kernels.gpu.node_slices import slice_of
 from tests.adasum import definition
-from tests.collectives.consistency.ranks import WithoutSharedMemory
-from tests.collectives.transport.thread_ranks import TIMEOUT, together
+from tests.collectives.consistency.ranks import WithoutSharedMemory, run_over
+from tests.collectives.transport.thread_ranks import TIMEOUT
 from tests.fakes import fake_nccl
 from tests.fakes.fake_cuda import device_tensor
 from tests.fakes.nccl_machine import Machine, all_good, make_machine, told
@@ -176,15 +176,7 @@ def run(
     world, local = ThreadWorld(size), size // nodes
     ranks = [kind(world, rank) for rank in range(size)]
 
-    def main(transport: Sharing) -> None:
-        place = transport.rank % local
-        group = Group(transport, timeout=TIMEOUT, local_rank=place, local_size=local)
-        try:
-            job(group)
-        finally:
-            group.close()
-
-    together(*(partial(main, each) for each in ranks))
+    run_over(ranks, job, TIMEOUT, local_size=local)
     return ranks
 
 

@@ -11,7 +11,7 @@ import torch
 
 import adasum as hvd
 from collectives import Group, run_threads
-from collectives.recorder import recording, span
+from collectives.recorder import recording
 
 
 def _names(path: Path) -> list[str]:
@@ -67,16 +67,6 @@ def test_callers_ranges_appear_in_a_running_profiler() -> None:
 
     names = run_threads(2, job)[0]
     assert "wait all_reduce 'gradient'" in names
-
-
-def test_without_a_profiler_nothing_is_named() -> None:
-    def name() -> str:
-        raise AssertionError("named")
-
-    assert not recording()
-    with span(name):
-        pass
-    assert span(name) is span(name)
 
 
 def test_second_start_and_wrong_arguments_raise_and_other_ranks_write_nothing(

@@ -24,8 +24,8 @@ from collectives import (
 from collectives.schedules import halving, ring
 from collectives.schedules.algorithm import Order
 from collectives.schedules.registry import carriers
-from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
-from tests.collectives.transport.thread_ranks import NO_MEMFD, connect, together
+from tests.collectives.consistency.ranks import everywhere, run, run_over, start_and_wait
+from tests.collectives.transport.thread_ranks import NO_MEMFD, connect
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 IN_PAIRS = carriers(Needs.BALANCED_TREE)
@@ -177,15 +177,10 @@ def test_every_element_is_the_balanced_tree(size: int) -> None:
 @pytest.mark.parametrize("kind", [pytest.param("shm", marks=NO_MEMFD), "messages"])
 @pytest.mark.parametrize("size", [2, 5])
 def test_every_transport_makes_the_same_tree(kind: str, size: int) -> None:
-    def rank(transport: Any) -> int:
-        group = Group(transport, timeout=60.0)
-        try:
-            return run_cases(group, range(1000, 1040))
-        finally:
-            group.close()
+    def job(group: Group) -> int:
+        return run_cases(group, range(1000, 1040))
 
-    ranks = [lambda each=each: rank(each) for each in connect(size, kind)]
-    assert all(together(*ranks))
+    assert all(run_over(connect(size, kind), job, 60.0))
 
 
 @pytest.mark.parametrize("local_size", [1, 2, 4, 8])

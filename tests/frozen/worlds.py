@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 import collectives
 from collectives import Group, Topology
-from tests.collectives.transport.thread_ranks import connect, together
+from tests.collectives.consistency.ranks import run_over
+from tests.collectives.transport.thread_ranks import connect
 from tests.frozen.calls import answer
 from tests.frozen.cases import Case
 from tests.frozen.errors import ENDS, ERRORS
@@ -79,19 +80,9 @@ def _of_threads(transport: str, size: int, local: int, job: Callable[[Group], li
     """What `job` returns on ranks that are threads of this process."""
     if transport == "threads":
         return collectives.run_threads(size, job, timeout=TIMEOUT, local_size=local)
-    topology = Topology(size, local)
-
-    def main(transport: object) -> list[str]:
-        rank = transport.rank  # type: ignore[attr-defined]
-        where = {"local_rank": topology.local_rank_of(rank), "local_size": local}
-        group = Group(transport, timeout=TIMEOUT, topology=topology, **where)  # type: ignore[arg-type]
-        try:
-            return job(group)
-        finally:
-            group.close()
-
-    ranks = connect(size, transport)
-    return together(*(lambda each=each: main(each) for each in ranks))
+    return run_over(
+        connect(size, transport), job, TIMEOUT, local_size=local, topology=Topology(size, local)
+    )
 
 
 def run(cases: Sequence[Case]) -> dict[Case, list[str]]:

@@ -53,9 +53,7 @@ def test_check_of_memory_names_what_has_none(kind: str) -> None:
 @pytest.mark.parametrize("transform", ["vmap", "grad", "functionalize"])
 def test_check_of_memory_names_tensors_inside_a_transform(transform: str) -> None:
     def inside(x: Tensor) -> Tensor:
-        with pytest.raises(
-            TypeError, match=r"^x has no memory of its own, like every tensor"
-        ):
+        with pytest.raises(TypeError, match=r"^x has no memory of its own, like every tensor"):
             check_memory_of("x", x)
         return x.sum()
 

@@ -13,7 +13,6 @@ import collectives
 from collectives import Average, Group
 from collectives.bootstrap import transport_selection
 from collectives.schedules.registry import SCHEDULES
-from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 from collectives.transport import GlooTransport, HostTransport, Message
 from tests.frozen import table, worlds
 from tests.frozen.cases import Case
@@ -96,20 +95,6 @@ def check_barrier(group: Group) -> None:
     group.barrier()
     assert group.local_size == group.size and group.local_rank == group.rank
     assert group.num_nodes == 1
-
-
-def star(size: int) -> Schedule:
-    """Rank 0 reduces what all others send, and sends them the result."""
-
-    def steps(rank: int) -> list[Step]:
-        others = range(1, size) if rank == 0 else [0]
-        there = tuple(Transfer(peer, 0, 1) for peer in others)
-        if rank:
-            return [Step(sends=there), Step(recvs=there)]
-        recvs = tuple(Transfer(peer, 0, 1, Action.REDUCE_RIGHT) for peer in others)
-        return [Step(recvs=recvs, group=(0,) if recvs else ()), Step(sends=there)]
-
-    return Schedule("star", size, 1, Collective.ALL_REDUCE, steps)
 
 
 CHECKS: dict[str, Check] = {

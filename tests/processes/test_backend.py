@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -55,56 +55,11 @@ def tree(values: list[Tensor]) -> Tensor:
     return values[0]
 
 
-_OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "SUM": lambda x: x.sum(0),
-    "AVG": lambda x: x.mean(0),
-    "MIN": lambda x: x.amin(0),
-    "MAX": lambda x: x.amax(0),
-    "PRODUCT": lambda x: x.prod(0),
-}
-
-
 def close(result: Tensor, expected: Tensor) -> None:
     # Every reduction here has three roundings of two to four operands, none of which cancels more
     # than a bit or two: far below ten times the dtype's resolution of the largest value.
     tolerance = 10 * torch.finfo(result.dtype).eps * float(expected.abs().max())
     assert torch.allclose(result.double(), expected, rtol=0, atol=tolerance)
-
-
-def _reductions(rank: int, dtype_name: str) -> None:
-    dtype = getattr(torch, dtype_name)
-    with default_group(rank):
-        size = dist.get_world_size()
-        operands = torch.stack(vectors(size, dtype))
-        exact = operands.double()
-        for name, reference in _OPERATORS.items():
-            op, expected = getattr(dist.ReduceOp, name), reference(exact)
-            for asynchronous in (False, True):
-                mine, part = operands[rank].clone(), torch.full((24 // size,), torch.nan).to(dtype)
-                work = dist.all_reduce(mine, op, async_op=asynchronous)
-                other = dist.reduce_scatter_tensor(
-                    part, operands[rank].clone(), op, async_op=asynchronous
-                )
-                if asynchronous:
-                    assert isinstance(work, BackendWork) and work.wait() and other.wait()
-                close(mine, expected)
-                close(part, expected.chunk(size)[rank])
-            mine = operands[rank].clone()
-            dist.reduce(mine, 1, op)
-            if rank == 1:
-                close(mine, expected)
-            parts = list(operands[rank].clone().chunk(size))
-            part = torch.full_like(parts[0], torch.nan)
-            dist.reduce_scatter(part, parts, op)
-            close(part, expected.chunk(size)[rank])
-        scaled = operands[rank].clone()
-        dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.25))
-        close(scaled, exact.sum(0) / 4)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-def test_reductions_match_float64(dtype: str) -> None:
-    run_ranks(4, _reductions, dtype)
 
 
 def _others(rank: int) -> None:
@@ -152,6 +107,18 @@ def _others(rank: int) -> None:
         flags = torch.tensor([rank == 0, False])
         dist.all_reduce(flags)
         assert flags.tolist() == [True, False]
+        for op, total in (("SUM", 6.0), ("AVG", 1.5), ("MIN", 0.0), ("MAX", 3.0), ("PRODUCT", 0.0)):
+            mine, part = torch.full((size,), float(rank)), torch.full((1,), -1.0)
+            work = dist.all_reduce(mine, getattr(dist.ReduceOp, op), async_op=True)
+            assert isinstance(work, BackendWork) and work.wait()
+            given = torch.full((size,), float(rank))
+            dist.reduce_scatter_tensor(part, given.clone(), getattr(dist.ReduceOp, op))
+            dist.reduce(given, 1, getattr(dist.ReduceOp, op))
+            assert mine.tolist() == [total] * size and part.item() == total
+            assert rank != 1 or given.tolist() == [total] * size
+        scaled = torch.full((2,), float(rank))
+        dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.25))
+        assert scaled.tolist() == [1.5] * 2
         bits = torch.tensor([1 << rank])
         dist.all_reduce(bits, dist.ReduceOp.BOR)
         assert bits.item() == 15

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -157,56 +155,6 @@ def _with(fn: Callable[[int], Any], rank: int, **variables: str) -> Any:
     return fn(rank)
 
 
-@pytest.mark.slow
-def test_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(
-        "import pathlib, torch, collectives\n"
-        "collectives.init(timeout=30).barrier()\n"
-        "collectives.shutdown()\n"
-        "g = collectives.init(timeout=30)\n"
-        "t = torch.tensor([float(g.rank + 1)])\n"
-        "g.all_reduce(t)\n"
-        "said = f'sum {t.item()} local {g.local_rank} of {g.local_size} on {g.num_nodes}'\n"
-        f"pathlib.Path({str(tmp_path)!r}, f'rank{{g.rank}}').write_text(said)\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        said = (tmp_path / f"rank{rank}").read_text()
-        assert said == f"sum 3.0 local {rank} of 2 on 1"
-
-
-def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert not collectives.is_initialized()
-    with pytest.raises(RuntimeError, match="call init"):
-        collectives.default_group()
-    group = collectives.init()
-    try:
-        assert (group.rank, group.size, group.local_rank, group.local_size) == (0, 1, 0, 1)
-        value = torch.arange(3.0)
-        assert group.all_reduce(value, collectives.Average) is value
-        assert torch.equal(value, torch.arange(3.0))
-        assert torch.equal(group.all_gather(value), value)
-        assert torch.equal(group.reduce_scatter(value), value)
-        group.broadcast(value)
-        group.barrier()
-    finally:
-        collectives.shutdown()
-    with pytest.raises(collectives.TransportError, match="shut down"):
-        group.barrier()
-
-
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -274,27 +222,3 @@ def test_an_unknown_transport_is_named(source: str, monkeypatch: pytest.MonkeyPa
     words = f"{source} must be one of auto, gloo, shm, nccl, got 'mpi'"
     with pytest.raises(ValueError, match=words):
         collectives.init(transport="mpi" if source == "transport" else None)
-
-
-def test_timeout_is_checked() -> None:
-    with pytest.raises(ValueError, match="timeout"):
-        collectives.init(timeout=0.0)
-
-
-def test_another_kernels_package_is_named(tmp_path: Path) -> None:
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "__init__.py").write_text("import not_installed_here\n")
-    code = (
-        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
-        "for module in ('collectives', 'adasum'):\n"
-        "    try:\n"
-        "        __import__(module)\n"
-        "    except ImportError as error:\n"
-        "        print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
-    )
-    lines = done.stdout.strip().splitlines()
-    assert len(lines) == 2, done.stderr
-    assert all(str(tmp_path) in line and "pip uninstall kernels" in line for line in lines)

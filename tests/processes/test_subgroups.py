@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import collectives
 from adasum import Adasum
-from collectives import CollectiveMismatchError, Group, TransportError
+from collectives import Group, TransportError
 from collectives.transport import HostTransport
 from tests.processes.conformance import CHECKS, run_checks, start_or_pretend
 from tests.processes.harness import run_ranks
@@ -84,43 +84,10 @@ def check_two_at_once(whole: Group) -> None:
     assert not wrong
 
 
-def check_errors(whole: Group) -> None:
-    for bad, kind in (
-        ([], ValueError),
-        ([0, 0], ValueError),
-        ([0, whole.size], ValueError),
-        ([-1], ValueError),
-        (["a"], TypeError),
-        (3, TypeError),
-        ("01", TypeError),
-    ):
-        with pytest.raises(kind, match="ranks"):
-            whole.split(bad)  # type: ignore[arg-type]
-    with pytest.raises(CollectiveMismatchError, match=r"ranks=\[0\].*ranks=\[1\]"):
-        whole.split([min(whole.rank, 1)])
-    with pytest.raises(CollectiveMismatchError, match=r"ranks=\[0, 1\].*ranks=\[1, 0\]"):
-        whole.split([1, 0] if whole.rank == 1 else [0, 1])
-    assert total(whole, 1.0) == whole.size
-
-
-def check_a_part_of_a_part(whole: Group) -> None:
-    part = whole.split(range(1, whole.size))
-    if part is not None:
-        inner = part.split([part.size - 1, 0])
-        if inner is not None:
-            both = 1 + whole.size - 1
-            assert total(inner, float(whole.rank)) == (both if inner.size == 2 else whole.rank)
-        part.close()
-        assert inner is None or inner.closed
-    assert total(whole, 1.0) == whole.size
-
-
 PARTS: list[Callable[[Group], None]] = [
     check_parts,
     check_order_is_adasums,
     check_two_at_once,
-    check_errors,
-    check_a_part_of_a_part,
 ]
 
 
@@ -151,33 +118,6 @@ def test_new_group_is_a_part_of_the_default_group() -> None:
             assert total(part, float(whole.rank)) == 3.0
 
     collectives.run_threads(3, run)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "place"),
-    [
-        ([0, 1, 2], [(0, 2), (1, 2), (0, 1)]),
-        ([1, 3], [(0, 1), (0, 1)]),
-        ([2, 3, 0, 1], [(0, 2), (1, 2), (0, 2), (1, 2)]),
-        ([0, 2, 1, 3], [(0, 2), (0, 2), (1, 2), (1, 2)]),
-    ],
-)
-def test_a_part_knows_its_hosts(ranks: list[int], place: list[tuple[int, int]]) -> None:
-    """Two nodes of two ranks: the part's nodes are equal runs, or else one rank each."""
-
-    def run(whole: Group) -> Group | None:
-        return whole.split(ranks)
-
-    parts = collectives.run_threads(4, run, local_size=2)
-    equal = ranks in ([2, 3, 0, 1],)
-    for position, rank in enumerate(ranks):
-        part = parts[rank]
-        assert part is not None
-        assert (part.local_rank, part.local_size) == place[position]
-        assert (part.topology.local_size, bool(part.topology.uneven)) == (
-            2 if equal else 1,
-            not equal and len(ranks) > part.num_nodes,
-        )
 
 
 def processes(rank: int, transport: str) -> list[str]:

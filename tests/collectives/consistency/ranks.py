@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,17 +27,29 @@ def run(
     topology: Topology | None = None,
 ) -> list[Any]:
     """Run `job` on ranks that are threads; return the answers by rank."""
-    ranks = connect(size, way)
+    return run_over(connect(size, way), job, timeout, topology=topology)
+
+
+def run_over(
+    ranks: Sequence[Any],
+    job: Callable[[Group], Any],
+    timeout: float = TIMEOUT,
+    *,
+    local_size: int | None = None,
+    topology: Topology | None = None,
+) -> list[Any]:
+    """The same over the ranks' transports, on one node unless given."""
+    local = local_size or len(ranks)
 
     def main(transport: Any) -> Any:
-        own = {"local_rank": transport.rank, "local_size": size, "topology": topology}
+        own = {"local_rank": transport.rank % local, "local_size": local, "topology": topology}
         group = Group(transport, timeout=timeout, **own)
         try:
             return job(group)
         finally:
             group.close()
 
-    return together(*(lambda each=each: main(each) for each in ranks))
+    return together(*(partial(main, each) for each in ranks))
 
 
 def start_and_wait(request: Request) -> Any:

@@ -14,8 +14,8 @@ from collectives.reducers import as_real
 Tensor = torch.Tensor
 SIZES = [2, 3, 5, 6, 7, 8]
 ALGORITHMS = ["auto", "rd", "rechd", "xring", "psgpu", "pscpu", "bruck"]
-# float16's unit in the last place of 1, its least subnormal and its least normal number.
-EPS, TINY, NORMAL = 2.0**-10, 2.0**-24, 2.0**-14
+# float16's unit in the last place of 1, and its least subnormal number.
+EPS, TINY = 2.0**-10, 2.0**-24
 
 
 def power_of_two(size: int) -> int:
@@ -133,22 +133,6 @@ def test_average_is_within_rounding_also_in_subnormals(size: int, scale: float) 
             group.grouped_all_reduce(packed, Average, algorithm=name)
             for result in (mine, *packed):
                 assert_average(result, terms)
-
-    run_threads(size, job)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_average_loses_nothing_where_the_divided_values_are_normal(size: int) -> None:
-    """The bits of a sum, divided: powers of two change no rounding of normal numbers."""
-    terms = inputs(size)
-    terms = [torch.where(t.abs() < power_of_two(size) * NORMAL, 1.0, t) for t in terms]
-
-    def job(group: Group) -> None:
-        for name in ("rd", "rechd", "xring"):
-            averaged, summed = (terms[group.rank].clone() for _ in range(2))
-            group.all_reduce(averaged, Average, algorithm=name)
-            group.all_reduce(summed, Sum, algorithm=name)
-            assert torch.equal(averaged, summed / size)
 
     run_threads(size, job)
 

@@ -38,15 +38,6 @@ def test_owners_loads_differ_by_one_variable_at_most(numels: list[int], size: in
     assert max(load) - min(load) <= max(numels, default=0)
 
 
-def test_owners_of_bad_arguments_raises() -> None:
-    with pytest.raises(ValueError, match=r"numels\[1\] must not be negative, got -1"):
-        owners([1, -1], 2)
-    with pytest.raises(TypeError, match=r"numels\[0\] must be an int, got float"):
-        owners([1.0], 2)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
-        owners([1], 0)
-
-
 def _values(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
@@ -107,21 +98,6 @@ def test_fused_buffer_sorted_by_owner_is_reduced_in_place(size: int) -> None:
         assert group._runner.packed.take(1, fused.buffer).untyped_storage().nbytes() < 64
 
     run_threads(size, work)
-
-
-def test_owners_that_are_no_ranks_or_differ_raise() -> None:
-    def work(group: Group) -> None:
-        tensors = [torch.ones(2), torch.ones(3)]
-        with pytest.raises(ValueError, match="owners must be one rank for each of 2 tensors"):
-            group.reduce_to_owners(tensors, owners=[0])
-        with pytest.raises(ValueError, match=r"owners\[1\]"):
-            group.broadcast_from_owners(tensors, owners=[0, 2])
-        with pytest.raises(TypeError, match="owners must be a list of ranks"):
-            group.reduce_to_owners(tensors, owners=0)  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match="owners=\\[0, 0\\]"):
-            group.reduce_to_owners(tensors, owners=[group.rank, 0])
-
-    run_threads(2, work)
 
 
 def draw(rank: int, dtype: torch.dtype) -> list[Tensor]:

@@ -24,8 +24,7 @@ from collectives.recorder import span
 from collectives.reducers import Reducer, SumReducer
 from collectives.transport import ThreadTransport, ThreadWorld
 from collectives.tree_order import in_order
-from tests.collectives.consistency.ranks import WithoutSharedMemory
-from tests.collectives.transport.thread_ranks import TIMEOUT, together
+from tests.collectives.consistency.ranks import WithoutSharedMemory, run_over
 
 NUMEL = 1000
 # Of 30 turns: in the calm behind a storm, and in one.
@@ -83,14 +82,7 @@ def run(
     world = ThreadWorld(size)
     ranks = [kind(world, rank) for rank in range(size)]
 
-    def main(transport: Capturing) -> None:
-        group = Group(transport, timeout=TIMEOUT, local_rank=transport.rank, local_size=size)
-        try:
-            job(group, transport)
-        finally:
-            group.close()
-
-    together(*(lambda each=each: main(each) for each in ranks))
+    run_over(ranks, lambda group: job(group, group.transport))
     return ranks
 
 
@@ -164,30 +156,6 @@ def test_ranks_capture_and_launch_together_whatever_each_does(kind: type[Capturi
     launches = sum(what == "launch" for what, _ in stages[0])
     assert launches > turns // 3
     assert all(transport.captured > 3 for transport in found)
-
-
-def test_graphs_of_two_captures_are_not_launched_together() -> None:
-    """Two requests that ranks cannot tell apart, started in another order on one rank."""
-
-    def job(group: Group, transport: Capturing) -> None:
-        buffers = [torch.zeros(NUMEL) for _ in range(2)]
-        options = {"algorithm": "rd", "negotiate": False}
-        requests = [group.all_reduce_init(each, Sum, **options) for each in buffers]
-        for turn in range(12):
-            # At first in one order.
-            order = (0, 1) if turn < 4 or group.rank == 0 else (1, 0)
-            for number in order:
-                buffers[number].fill_(1.0)
-                requests[number].start()
-                requests[number].wait()
-                assert buffers[number][0] == 2.0
-
-    first, second = run(2, job)
-    captures = [("capture", 1), ("capture", 2)]
-    launches = [("launch", 1), ("launch", 2)]
-    # What met in a capture meets in launches.
-    again = [("capture", 3), ("capture", 4), *6 * [("launch", 3), ("launch", 4)]]
-    assert first.done == second.done == captures + 2 * launches + again
 
 
 def test_a_launch_is_a_new_version_and_a_range_of_timelines(

@@ -152,20 +152,6 @@ def test_wait_is_followed_through_groups_to_the_rank_that_waits_for_nobody(
 ABORTED = [100.0 + T, "called abort(): disk is full"]
 
 
-def test_rank_that_aborts_is_named_and_not_one_that_came_later(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    late = call(3, 100.2, 100.3, error="TransportError: rank 0")
-    lost = call(3, 99.5, 100.1, error="CollectiveTimeoutError: rank 0")
-    last = call(2, 99.0, 99.1)
-    write(tmp_path, 0, [last], [group("init", (0, 2), last, aborted=ABORTED)])
-    for rank, its in ((1, lost), (2, late)):
-        write(tmp_path, rank, [its], [group("init", (0, 2), its)])
-    status, out, _ = run(capsys, tmp_path)
-    assert status == 0 and out.count("CULPRIT") == 1
-    assert "CULPRIT: rank 0 on a called abort(): disk is full" in out
-
-
 @pytest.mark.parametrize("waits", ["in the call", "in an earlier one"])
 def test_rank_that_aborts_because_another_one_is_late_is_not_named(
     waits: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import os
-import socket
 import statistics
 import tempfile
 import threading
@@ -162,23 +161,10 @@ def test_file_is_replaced_as_a_whole_or_not_at_all(
     assert [each.name for each in tmp_path.iterdir()] == ["file.json"]
 
 
-def bind(path: Path) -> None:
-    """Make a socket at a path that may be longer than an address can be."""
-    folder = os.open(path.parent, os.O_RDONLY)
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(f"/proc/self/fd/{folder}/{path.name}")
-    os.close(folder)
-
-
 SPECIAL: dict[str, Callable[[Path], object]] = {
     "FIFO": os.mkfifo,
-    "link to a FIFO": lambda path: (
-        os.mkfifo(path.with_suffix(".a")),
-        path.symlink_to(path.name + ".a"),
-    ),
     "link": lambda path: path.symlink_to("elsewhere"),
     "folder": Path.mkdir,
-    "socket": lambda path: bind(path),
 }
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 from typing import Any
 
 from collectives.schedules.levels import schedule_of
@@ -117,33 +116,3 @@ def ranks_in(tree: Tree) -> frozenset[int]:
     if isinstance(tree, tuple):
         return frozenset().union(*map(ranks_in, tree))
     return frozenset([tree])
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Steps, and as fractions of the buffer what a rank sends, receives and stages at most."""
-
-    steps: int
-    sent: tuple[Fraction, ...]
-    received: tuple[Fraction, ...]
-    staged: Fraction
-
-
-def cost(schedule: Schedule) -> Cost:
-    """The cost of a schedule, every chunk taken as equally long."""
-    programs = [tuple(schedule.steps(rank)) for rank in range(schedule.size)]
-    staged = [
-        sum(r.stop - r.start for r in step.recvs if r.action is not Action.COPY)
-        for program in programs
-        for step in program
-    ]
-    return Cost(
-        len(programs[0]),
-        tuple(_total(schedule, [t for s in program for t in s.sends]) for program in programs),
-        tuple(_total(schedule, [t for s in program for t in s.recvs]) for program in programs),
-        Fraction(max(staged, default=0), schedule.parts),
-    )
-
-
-def _total(schedule: Schedule, transfers: list[Any]) -> Fraction:
-    return Fraction(sum(t.stop - t.start for t in transfers), schedule.parts)

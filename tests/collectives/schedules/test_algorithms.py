@@ -163,19 +163,6 @@ def test_every_lost_or_misplaced_message_is_found(schedule: Schedule) -> None:
                             verify(bad)
 
 
-def test_shards_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"xring takes 1 to 2 shards, .* got 3"):
-        one_level("xring", 3, Topology(4, 2))
-    with pytest.raises(ValueError, match=r"xring takes 1 to 2 shards, .* got 3"):
-        one_level("xring", 3, Topology(4, 2), one_tree=True)
-    with pytest.raises(ValueError, match=r"pscpu takes 1 to 4 shards, .* got 5"):
-        one_level("pscpu", 5, Topology(4, 2))
-    with pytest.raises(ValueError, match="rd takes at least 1 shard, got 0"):
-        one_level("rd", 0, Topology(4, 2))
-    with pytest.raises(ValueError, match="cannot be sharded"):
-        sharded(ring.all_gather(4), 2)
-
-
 def test_names_and_sizes_out_of_range_are_refused() -> None:
     for name in ("auto", "bogus"):
         with pytest.raises(ValueError, match=f"'{name}' is no algorithm: use xring.*nccl"):

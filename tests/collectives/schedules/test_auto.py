@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import pytest
 import torch
 
@@ -91,32 +89,6 @@ def test_trees_of_few_ranks_meet_at_once_at_any_size() -> None:
     for size in (2, 17):
         assert {str(tree_algorithm(d, 1 << 18, size)) for d in STEP_BYTES} == {"rd"}
         assert str(tree_algorithm("cpu", 1 << 30, size)) == "vhdd"
-
-
-def _adasum(a: list[Fraction], b: list[Fraction], p: int, q: int) -> list[Fraction]:
-    """Adasum of two vectors of p and q ranks, exactly."""
-    (aa, ab), (bb, _) = (
-        [sum(x * y for x, y in zip(one, other, strict=True)) for other in (one, rest)]
-        for one, rest in ((a, b), (b, a))
-    )
-    left, right = 1 - Fraction(p, p + q) * ab / aa, 1 - Fraction(q, p + q) * ab / bb
-    return [left * x + right * y for x, y in zip(a, b, strict=True)]
-
-
-@pytest.mark.parametrize("delta", [1e-2, 1e-3, 1e-4])
-def test_auto_of_small_adasum_is_exact_where_the_second_level_nearly_cancels(delta: float) -> None:
-    """Ranks 0 and 1 are near x, ranks 2 and 3 near -x: `rd` would round what cancels."""
-    generator = torch.Generator().manual_seed(0)
-    x, *own = torch.randn(5, 40, generator=generator, dtype=torch.float64)
-    vectors = [((1 if rank < 2 else -1) * x + delta * own[rank]).float() for rank in range(4)]
-    exact = [[Fraction(value) for value in vector.tolist()] for vector in vectors]
-    pairs = _adasum(*exact[:2], 1, 1), _adasum(*exact[2:], 1, 1)
-    expected = torch.tensor([float(value) for value in _adasum(*pairs, 2, 2)], dtype=torch.float64)
-    found = run_threads(4, lambda group: group.all_reduce(vectors[group.rank].clone(), Adasum))
-    error = (found[0].double() - expected).norm() / expected.norm()
-    # The coefficients are float64's: only the last blend rounds, each element by half an eps of
-    # what it adds up, which here is twice the result.
-    assert error <= 4 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("topology", [Topology(8, 8), Topology(6, 1), Topology(1, 1)])

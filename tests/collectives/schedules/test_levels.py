@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from fractions import Fraction
 from itertools import product
 from typing import NamedTuple
 
 import pytest
 
-from collectives.schedules import halving, levels, ring
+from collectives.cost import ASSUMED, estimate
 from collectives.schedules.algorithm import Shards
-from collectives.schedules.registry import ALGORITHMS, LIBRARIES, ORDERED, SCHEDULES
+from collectives.schedules.registry import ALGORITHMS, LIBRARIES, ORDERED
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import INNER, OUTER
 from collectives.schedules.symbolic_step import ScheduleError
@@ -20,8 +19,6 @@ from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
 from tests.collectives.schedules.simulation import (
     answers,
-    cost,
-    one_level,
     ranks_in,
     two_levels,
     with_step,
@@ -136,24 +133,10 @@ def collapsed(tree: object, topology: Topology, replicas: int) -> object:
 
 
 @pytest.mark.parametrize("outer", OUTER)
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("inner", sorted({*INNER} - {*LIBRARIES}))
 def test_bytes_between_nodes_are_those_of_one_rank_a_node(inner: str, outer: str) -> None:
-    topology = Topology(12, 3)
-    schedule = two_levels(inner, 1, outer, 1, topology)
-    outside = one_level(outer, 1, Topology(4, 1))
-    assert crossing(schedule, topology) == list(cost(outside).sent)
-
-
-def crossing(schedule: Schedule, topology: Topology) -> list[Fraction]:
-    """What each node sends to the others, as fractions of the buffer."""
-    sent = [Fraction(0)] * topology.num_nodes
-    for rank in range(topology.size):
-        node = topology.node_of(rank)
-        for step in schedule.steps(rank):
-            for peer, start, stop, *_ in step.sends:
-                if topology.node_of(peer) != node:
-                    sent[node] += Fraction(stop - start, schedule.chunks)
-    return sent
+    two = estimate(f"{inner}/{outer}", 4096, ASSUMED, Topology(12, 3))
+    assert two.inter == pytest.approx(estimate(outer, 4096, ASSUMED, Topology(4, 1)).inter)
 
 
 def test_library_inside_one_node_leaves_nothing_to_do() -> None:
@@ -183,43 +166,9 @@ def _carries_adasum(schedule: Schedule) -> bool:
         return False
 
 
-def test_level_of_one_rank_takes_any_number_of_shards() -> None:
-    for pair, topology in (
-        (Pair("pscpu", 5, "rd", 1), Topology(4, 1)),
-        (Pair("rechd", 1, "psgpu", 5), Topology(4, 4)),
-        (Pair("xring", 5, "xring", 5), Topology(1, 1)),
-    ):
-        prove(pair, topology)
-
-
 def test_faults_of_the_replicas_are_found() -> None:
     schedule = two_levels("nccl", 1, "rechd", 1, Topology(6, 2))
     with pytest.raises(ScheduleError):
         verify(dataclasses.replace(schedule, replicas=1))
     with pytest.raises(ScheduleError):
         verify(dataclasses.replace(schedule, replicas=3))
-
-
-def test_levels_that_do_not_fit_are_refused() -> None:
-    topology = Topology(6, 2)
-    with pytest.raises(ValueError, match=r"inner is of 3 ranks, a node of the topology has 2"):
-        levels.two_level(topology, ring.scatter_gather(3), halving.all_reduce(3))
-    with pytest.raises(ValueError, match=r"outer is of 2 ranks, the topology has 3 nodes"):
-        levels.two_level(topology, ring.scatter_gather(2), halving.all_reduce(2))
-    with pytest.raises(ValueError, match=r"xring takes 1 to 2 shards, .* got 3"):
-        two_levels("xring", 3, "rd", 1, topology)
-    with pytest.raises(ValueError, match=r"xring takes 1 to 2 shards, .* got 3"):
-        two_levels("rechd", 1, "xring", 3, topology)
-    with pytest.raises(ValueError, match=r"pscpu takes 1 to 2 shards, .* got 3"):
-        two_levels("pscpu", 3, "rd", 1, topology)
-    with pytest.raises(ValueError, match=r"psgpu takes 1 to 3 shards, .* got 4"):
-        two_levels("pscpu", 1, "psgpu", 4, topology)
-    for name in set(SCHEDULES) - set(INNER):
-        with pytest.raises(ValueError, match=f"'{name}' is no algorithm inside a node"):
-            two_levels(name, 1, "rd", 1, topology)
-    for name in LIBRARIES:
-        with pytest.raises(ValueError, match=f"'{name}' is no algorithm across nodes"):
-            two_levels("xring", 1, name, 1, topology)
-    for inner, outer in (("bogus", "rd"), ("rechd", "bogus")):
-        with pytest.raises(ValueError, match="'bogus' is no algorithm: use xring"):
-            two_levels(inner, 1, outer, 1, topology)

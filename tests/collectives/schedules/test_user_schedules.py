@@ -25,7 +25,7 @@ from collectives import (
 from collectives.schedules import copying, halving, ring
 from collectives.schedules.schedule import IDLE
 from tests.collectives.consistency.ranks import everywhere, run
-from tests.processes.conformance import star
+from tests.frozen.calls import line
 
 # What a specification names, run as if a user had written it.
 KNOWN = {
@@ -72,7 +72,7 @@ class Unhashable:
         return []
 
 
-FINE = star(2)
+FINE = line(2)
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "no all-reduce": (
         replace(FINE, collective=Collective.BROADCAST),

@@ -197,6 +197,13 @@ def test_groups_are_ranks_in_ascending_order(group: tuple[int, ...]) -> None:
         verify(made(steps, 2))
 
 
+def test_group_that_a_rank_is_not_in_is_found() -> None:
+    steps = two_nodes()
+    steps[0][1] = steps[0][1]._replace(group=(1, 2))
+    with pytest.raises(ScheduleError, match="rank 0 names a group it is not in"):
+        verify(made(steps, 2))
+
+
 def test_replicas_start_with_their_nodes_contribution() -> None:
     steps = [program[1:] for program in two_nodes()]
     shared = dataclasses.replace(made(steps, 2), replicas=2)

@@ -28,7 +28,7 @@ from tests.collectives.queues import Queue
 from tests.collectives.transport import streams
 from tests.collectives.transport.streams import Stream, machine, on_gpu
 from tests.collectives.transport.streams_nccl import install, on_ranks
-from tests.processes.conformance import star
+from tests.frozen.calls import line
 
 NUMEL = 5000
 
@@ -154,39 +154,6 @@ def test_a_call_behind_one_that_nobody_waited_for(algorithm: str) -> None:
     assert run(work) == []
 
 
-def test_calls_from_two_streams() -> None:
-    def work(group: Group) -> None:
-        for numel in (NUMEL, 2 * NUMEL, NUMEL):
-            with torch.cuda.stream(Stream()):
-                group.all_reduce(mine(group, numel), Average, algorithm="rd")
-
-    assert run(work) == []
-
-
-def test_an_answer_that_is_dropped_at_once() -> None:
-    """Its memory is the communication stream's, where the next call takes it again."""
-
-    def work(group: Group) -> None:
-        works = [group.all_gather(mine(group), async_op=True) for _ in range(3)]
-        while works:
-            works.pop(0).wait().mul(2.0)
-            machine.collect()
-
-    assert run(work) == []
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_input_that_is_dropped_at_once(size: int) -> None:
-    def work(group: Group) -> None:
-        works = [group.reduce_scatter(mine(group), async_op=True) for _ in range(3)]
-        works += [group.all_gather(mine(group), async_op=True) for _ in range(3)]
-        while works:
-            works.pop(0).wait()
-            machine.collect()
-
-    assert run(work, size) == []
-
-
 def test_a_group_of_tensors_on_both_devices() -> None:
     def work(group: Group) -> None:
         tensors = [torch.ones(5), mine(group)]
@@ -195,18 +162,6 @@ def test_a_group_of_tensors_on_both_devices() -> None:
         work.wait()
         tensors[1].add_(1.0)
         assert streams.plain(tensors[1])[0] == 6.0
-
-    assert run(work) == []
-
-
-def test_packed_tensors() -> None:
-    def work(group: Group) -> None:
-        for op in (Sum, Adasum):
-            tensors = [mine(group, numel) for numel in (3, NUMEL, 7)]
-            works = [group.grouped_all_reduce(tensors, op, async_op=True) for _ in range(2)]
-            for each in works:
-                each.wait()
-            tensors[1].add_(1.0)
 
     assert run(work) == []
 
@@ -292,7 +247,7 @@ CALLS: dict[str, Callable[[Group, torch.Tensor, bool], Any]] = {
         tensor, out=on_gpu(torch.empty(tensor.numel() // group.size)), async_op=later
     ),
     "run": lambda group, tensor, later: group.run(
-        star(group.size), tensor.clone(), Adasum, async_op=later
+        line(group.size), tensor.clone(), Adasum, async_op=later
     ),
     "all_to_all": lambda group, tensor, later: group.all_to_all(tensor, async_op=later),
     "request": lambda group, tensor, later: group.all_reduce_init(tensor.clone()).start(),
