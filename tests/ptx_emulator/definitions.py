@@ -14,6 +14,8 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import torch
+
 INTEGER_EDGES = (0, 1, 2, 7, 33, 0x5A3C96F0E1D2B487)
 FLOAT_EDGES = (
     0.0, -0.0, 1.0, -1.5, 3.0, math.inf, -math.inf, math.nan,
@@ -47,7 +49,7 @@ def decoded(kind: str, bits: int) -> Any:
 def encoded(kind: str, value: Any) -> int:
     """Return the bits of a Python value, rounded to nearest even or wrapped."""
     if kind == "bf16":
-        return bfloat16_bits(value)
+        return int(torch.tensor(value, dtype=torch.float32).to(torch.bfloat16).view(torch.uint16))
     if kind == "f32":
         return int.from_bytes(bytes(ctypes.c_float(value)), "little")
     if kind in CODES:
@@ -56,21 +58,6 @@ def encoded(kind: str, value: Any) -> int:
         except OverflowError:
             return encoded(kind, math.copysign(math.inf, value))
     return int(value) & ((1 << width_of(kind)) - 1)
-
-
-def bfloat16_bits(value: float) -> int:
-    """Return the nearest bfloat16 to a float32 value, found among its two neighbours."""
-    bits = encoded("f32", value)
-    below = bits >> 16
-    if not math.isfinite(value) or not bits & 0xFFFF:
-        return below
-
-    def exact(half: int) -> Fraction:
-        finite = decoded("bf16", half)
-        return Fraction(finite) if math.isfinite(finite) else Fraction(2) ** 128
-
-    distance = [abs(exact((below + k) & 0x7FFF) - abs(Fraction(value))) for k in (0, 1)]
-    return below + (distance[1] < distance[0] or (distance[0] == distance[1] and below & 1 == 1))
 
 
 def edges(kind: str) -> list[int]:

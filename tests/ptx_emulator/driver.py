@@ -51,7 +51,6 @@ class Emulator:
         races: Whether to look for data races.
         traffic: Whether to count memory traffic.
         launches: The launches so far.
-        orders: A number for each order in which a node's blocks have run together so far.
         rank: Whose the next launch is, of those that run together.
         node: Of which node that rank is.
     """
@@ -61,7 +60,6 @@ class Emulator:
     races: bool
     traffic: bool
     launches: list[Launched] = field(default_factory=list)
-    orders: set[int] = field(default_factory=set)
     rank: int = 0
     node: int = 0
     _turn: threading.Lock = field(default_factory=threading.Lock)
@@ -81,8 +79,7 @@ class Emulator:
         try:
             yield
             self.seed += 1
-            together = launch_together(self._together, seed=self.seed, races=self.races)
-            self.orders.update(together)
+            launch_together(self._together, seed=self.seed, races=self.races)
         finally:
             self._together, self._delays, self.rank, self.node = None, {}, 0, 0
             self._held.clear()

@@ -127,11 +127,6 @@ class Residents:
         some: Array = np.flatnonzero((self.behind != _EXITED) & ~waits)
         return some
 
-    def fresh(self, blocks: Array) -> tuple[Array, Array]:
-        """Return nodes and numbers of those blocks that have not found once more what they had."""
-        some = blocks[~self._threads.repeats(blocks)]
-        return self.node[some], self._numbers[some]
-
     def finish(self) -> None:
         """Run them to their end, each basic block in an order that is drawn."""
         steps, random = _MAX_STEPS * len(self._owner), self._launch.random

@@ -31,8 +31,6 @@ class Traffic:
     """What one launch asked of global memory.
 
     Attributes:
-        loads: Requests of warps to load, by bytes per thread.
-        stores: Requests of warps to store, by bytes per thread.
         load_sectors: Sectors of 32 bytes loaded, each once per request, by bytes per thread.
         store_sectors: Sectors of 32 bytes stored to, likewise.
         distinct_loaded: Bytes of all sectors loaded, each once in the launch: what must move if
@@ -42,8 +40,6 @@ class Traffic:
             loads that stay in L1 once a program, if that holds all that a program loads.
     """
 
-    loads: Counter[int] = field(default_factory=Counter)
-    stores: Counter[int] = field(default_factory=Counter)
     load_sectors: Counter[int] = field(default_factory=Counter)
     store_sectors: Counter[int] = field(default_factory=Counter)
     _past: Counter[int] = field(default_factory=Counter)
@@ -63,7 +59,6 @@ class Traffic:
         lanes = warps if sectors is first else np.r_[warps, warps]
         # Sectors of a process fit in 43 bits.
         touched = np.unique(sectors.astype(np.int64) | lanes.astype(np.int64) << 43)
-        requests = len(np.unique(warps))
         distinct = np.unique(sectors)
         if kept is None:
             self._past[size] += len(touched)
@@ -71,11 +66,9 @@ class Traffic:
             sector, warp = touched & ((1 << 43) - 1), touched >> 43
             self._kept[size].append(np.unique(sector | warp // kept << 43))
         if store:
-            self.stores[size] += requests
             self.store_sectors[size] += len(touched)
             self._stored.append(distinct)
         else:
-            self.loads[size] += requests
             self.load_sectors[size] += len(touched)
             self._loaded.append(distinct)
 

@@ -32,7 +32,7 @@ _PATIENCE = 0.97
 _WITHOUT_DRAW = 1000
 
 
-def launch_together(started: Sequence[Started], *, seed: int = 0, races: bool = True) -> list[int]:
+def launch_together(started: Sequence[Started], *, seed: int = 0, races: bool = True) -> None:
     """Run launches of several ranks at once, each on a GPU of its own, to their ends.
 
     Which go on is drawn anew for each access that orders others, so that their programs are
@@ -44,18 +44,12 @@ def launch_together(started: Sequence[Started], *, seed: int = 0, races: bool = 
         seed: Of everything that is random.
         races: Whether to look for data races, those between ranks among them.
 
-    Returns:
-        For each node a number that stands for the order of what was drawn, without what found
-        again what the block had found before.
-
     Raises:
         NotImplementedError, AccessError, RaceError, HangError: As `launch` does.
     """
     machine, launches = set_up(started, seed, races, dependent=False)
     with np.errstate(all="ignore"):
-        streams = _Streams(machine, launches)
-        streams.finish()
-    return streams.orders.tolist()
+        _Streams(machine, launches).finish()
 
 
 class _Streams:
@@ -80,14 +74,8 @@ class _Streams:
         self._begins = {rank: coming[0].delay for rank, coming in self._coming.items()}
         # How often each rank's blocks go on, at most 1.
         self._pace = np.ones(1 + max(one.rank for one in launches))
-        self.orders = np.zeros(1 + max(one.node for one in launches), np.uint64)
         # Nodes that draw nobody before blocks have come to where they do what orders others.
-        self._stands = np.ones(len(self.orders), bool)
-        # The first block of each node.
-        self._first = np.array([
-            min(one.first for one in launches if one.node == node)
-            for node in range(len(self.orders))
-        ])  # fmt: skip
+        self._stands = np.ones(1 + max(one.node for one in launches), bool)
 
     def finish(self) -> None:
         """Run all to their ends."""
@@ -106,22 +94,9 @@ class _Streams:
                 return
             steps += 1
             for pool, position, blocks in self._draw():
-                ended = pool.go(position, blocks)
-                self._note(pool, position, blocks)
-                self._end(ended)
+                self._end(pool.go(position, blocks))
         stand = "; ".join(filter(None, (pool.where() for pool in self._pools)))
         raise HangError(f"{self._pools[0].name}: no end after {most} basic blocks: {stand}")
-
-    def _note(self, pool: Residents, position: int, blocks: Array) -> None:
-        """Have the orders of nodes depend on who has gone on where."""
-        node, block = pool.fresh(blocks)
-        mixed = ((block - self._first[node]) * 100_003 + position).astype(np.uint64)
-        mixed = (mixed ^ mixed >> np.uint64(7)) * np.uint64(0x9E3779B97F4A7C15)
-        if len(node):
-            order = np.argsort(node, kind="stable")
-            nodes, first = np.unique(node[order], return_index=True)
-            found = np.add.reduceat(mixed[order], first)
-            self.orders[nodes] = (self.orders[nodes] ^ found) * np.uint64(0xD6E8FEB86659FD93)
 
     def _settle(self) -> int:
         """Run what needs no draw, launches that begin among it; return how many basic blocks."""

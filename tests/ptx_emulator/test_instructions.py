@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from tests.ptx_emulator import machine
 from tests.ptx_emulator.arithmetic import OPERATIONS, from_bits
 from tests.ptx_emulator.definitions import decoded, edges, expected, nearest, width_of
-from tests.ptx_emulator.parse import parse
+from tests.ptx_emulator.programs import program_of
 
 
 def check(
@@ -122,30 +122,10 @@ fence.acq_rel.gpu
 """.strip().splitlines()
 
 
-def program_of(*instructions: str):
-    """Return a program of one warp with these instructions."""
-    body = "\n".join(f"\t{text};" for text in instructions)
-    return parse(f"""
-.visible .entry a_kernel(
-	.param .u64 .ptr .global .align 1 a_kernel_param_0
-)
-.reqntid 32
-{{
-	.reg .pred 	%p<3>;
-	.reg .b16 	%rs<3>;
-	.reg .b32 	%r<3>;
-	.reg .b64 	%rd<3>;
-	ld.param.b64 	%rd1, [a_kernel_param_0];
-{body}
-	ret;
-}}
-""")
-
-
 @pytest.mark.parametrize("text", UNLISTED)
 def test_unlisted_instruction_is_refused_by_name_before_anything_runs(text):
     memory = torch.zeros(1, dtype=torch.int64)
-    program = program_of("st.global.b64 [%rd1], 1", text)
+    program = program_of(f"st.global.b64 [%rd1], 1;\n{text};")
     with pytest.raises(NotImplementedError, match=re.escape(text)):
         machine.launch(program, 1, [memory.data_ptr()], 0, resident=1)
     assert memory.item() == 0
@@ -166,7 +146,7 @@ def test_unlisted_instruction_is_refused_by_name_before_anything_runs(text):
 def test_listed_instruction_with_unknown_operands_is_refused_by_name(text):
     memory = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(NotImplementedError, match=re.escape(text)):
-        machine.launch(program_of(text), 1, [memory.data_ptr()], 0, resident=1)
+        machine.launch(program_of(f"{text};"), 1, [memory.data_ptr()], 0, resident=1)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +172,7 @@ def test_loads_and_moves_of_parts_and_warps_give_what_ptx_says(text, result):
     """What lane 0 has in %r1 afterwards."""
     memory = torch.tensor([-2, 0])
     stores = ["mov.u32 %r2, %tid.x", "setp.eq.u32 %p1, %r2, 0", "@%p1 st.global.b32 [%rd1+8], %r1"]
-    program = program_of(*text.split("; "), *stores)
+    program = program_of("".join(f"{one};\n" for one in (*text.split("; "), *stores)))
     machine.launch(program, 1, [memory.data_ptr()], 0, resident=1)
     assert memory[1].item() == result % 2**32
 
@@ -214,7 +194,8 @@ def matrices(load: str, trans: str) -> torch.Tensor:
             f"stmatrix.sync.aligned.m8n8.x1{trans}.shared.b16 [%r1], {{%r0}}", "bar.sync 0",
             "ld.shared.b32 %r0, [%r2]",
         ]  # fmt: skip
-    program = program_of(*own, *moves, "st.global.b32 [%rd2+128], %r0")
+    steps = [*own, *moves, "st.global.b32 [%rd2+128], %r0"]
+    program = program_of("".join(f"{one};\n" for one in steps))
     machine.launch(program, 1, [memory.data_ptr()], 128, resident=1)
     return memory[64:].view(8, 8)
 

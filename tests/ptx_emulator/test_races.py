@@ -8,31 +8,17 @@ import torch
 pytest.importorskip("triton")
 
 from tests.ptx_emulator import machine
-from tests.ptx_emulator.parse import parse
+from tests.ptx_emulator.parse import Program
+from tests.ptx_emulator.programs import program_of
 from tests.ptx_emulator.races import RaceError
 
 
-def program(body: str, threads: int = 64):
-    return parse(f"""
-.visible .entry a_kernel(
-	.param .u64 .ptr .global .align 1 a_kernel_param_0
-)
-.reqntid {threads}
-{{
-	.reg .pred 	%p<4>;
-	.reg .b32 	%r<4>;
-	.reg .b64 	%rd<4>;
-	ld.param.b64 	%rd1, [a_kernel_param_0];
-	mov.u32 	%r1, %tid.x;
-	mov.u32 	%r3, %ctaid.x;
-{body}
-	ret;
-}}
-""")
+def program(body: str, threads: int = 64) -> Program:
+    return program_of(f"mov.u32 %r1, %tid.x;\nmov.u32 %r3, %ctaid.x;\n{body}", threads)
 
 
 def launch(body: str, blocks: int = 1) -> None:
-    for seed in range(4):
+    for seed in range(8):
         memory = torch.full((8,), 7, dtype=torch.int64)
         machine.launch(program(body), blocks, [memory.data_ptr()], 16, resident=blocks, seed=seed)
 

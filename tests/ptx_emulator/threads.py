@@ -180,11 +180,6 @@ class Threads:
         self._reads.reshape(-1, width)[blocks] = reads.reshape(-1, width)[blocks]
         self._read_at[threads], self._was[threads] = addresses, values
 
-    def repeats(self, blocks: Array) -> Array:
-        """Return for blocks whether their last access found again what the one before had."""
-        again: Array = self._again[blocks] >= 1
-        return again
-
     def idle(self) -> Array:
         """Return for each block whether it only loads, again and again, what has not changed."""
         idle = self._again >= 1
