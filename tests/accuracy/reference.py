@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tests.kernels.trees import Rows
+
 Array = np.ndarray
 # The contract: a coefficient whose squared norm is below sqrt(DBL_MIN) is 1.
 SMALLEST = np.sqrt(np.longdouble(np.finfo(np.float64).tiny))
@@ -84,23 +86,12 @@ def pair(a: Node, b: Node, rounding: Rounding) -> Node:
     return Node(value, carried + own, ranks)
 
 
-def tree(leaves: Sequence[Node], rounding: Rounding) -> Node:
-    """vhdd, rd, rechd: the first 2r fold in pairs to a power of two, then neighbours pair."""
-    power = 1 << (len(leaves).bit_length() - 1)
-    extra = len(leaves) - power
-    level = [pair(leaves[2 * i], leaves[2 * i + 1], rounding) for i in range(extra)]
-    level += leaves[2 * extra :]
-    while len(level) > 1:
-        level = [pair(level[i], level[i + 1], rounding) for i in range(0, len(level), 2)]
-    return level[0]
-
-
-def line(leaves: Sequence[Node], rounding: Rounding) -> Node:
-    """xring, psgpu, pscpu: the running result first."""
-    running, *others = leaves
-    for other in others:
-        running = pair(running, other, rounding)
-    return running
+def replay(leaves: Sequence[Node], rows: Rows, rounding: Rounding) -> Node:
+    """Adasum by the pairs of these rows."""
+    nodes, last = [*leaves], 0
+    for left, right, _, _ in rows:
+        nodes[left], last = pair(nodes[left], nodes[right], rounding), left
+    return nodes[last]
 
 
 def averages(vectors: Sequence[Array], local_size: int, rounding: Rounding) -> list[Node]:

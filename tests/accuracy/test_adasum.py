@@ -12,8 +12,9 @@ from collectives import Group, run_threads
 from collectives.schedules.algorithm import Order
 from collectives.schedules.registry import ALGORITHMS
 from collectives.schedules.spec import parse_all_reduce_spec
-from tests.accuracy.reference import Node, Rounding, averages, exact, line, norm, tree
+from tests.accuracy.reference import Node, Rounding, averages, exact, norm, replay
 from tests.accuracy.vectors import KINDS, NUMEL, WELL_CONDITIONED, vectors
+from tests.kernels.trees import balanced, in_line
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SIZES = (2, 3, 5, 6, 8, 11, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 7, 16)))
@@ -44,8 +45,8 @@ def _expected(case: Case, kind: str, size: int) -> Node:
     if "/" in case.algorithm:
         leaves = averages(values, 2, rounding)
     (spec,) = parse_all_reduce_spec(case.algorithm)
-    in_line = ALGORITHMS[spec.outer].order is Order.LINE
-    return (line if in_line else tree)(leaves, rounding)
+    rows = in_line if ALGORITHMS[spec.outer].order is Order.LINE else balanced
+    return replay(leaves, rows(len(leaves)), rounding)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -84,9 +85,9 @@ def test_bounds_of_adasum_tell_one_order_from_another(dtype: torch.dtype) -> Non
     rounding = Rounding.of(dtype)
     leaves = [Node(exact(vector), 0.0) for vector in vectors("common", 5, dtype)]
     answers = [
-        tree(leaves, rounding),
-        line(leaves, rounding),
-        tree(leaves[1:] + leaves[:1], rounding),
+        replay(leaves, balanced(5), rounding),
+        replay(leaves, in_line(5), rounding),
+        replay(leaves[1:] + leaves[:1], balanced(5), rounding),
     ]
     for i, one in enumerate(answers):
         for other in answers[:i]:
