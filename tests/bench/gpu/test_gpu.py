@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import re
 import runpy
 import shutil
@@ -12,19 +11,15 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from bench import processes
-from bench.gpu import machine, page, plan, predictions, stages
+from bench.gpu import plan, predictions, stages
 from bench.gpu.stages import FAILED, NO_GPU, NO_TIME, OK, OVERRUN, Record, Runner, Stage
-from bench.kernels import report
-from bench.kernels.judging import MET, NOT_MEASURED, NOT_MET
 from bench.processes import ROOT
-from tests.bench.kernels.test_measure import row_of
 from tests.processes.nursery import nursery
 
 FACTS: dict[str, Any] = {"device": "NVIDIA Made-Up 1", "torch": "0", "nccl of cupy": 23004}
@@ -32,29 +27,7 @@ NCCL = "/new/libnccl.so.2"
 STAGES = {stage.name: stage for stage in plan.stages(FACTS, NCCL)}
 
 
-def test_facts_of_a_gpu_are_found_by_names_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What torch's properties and cupy.cuda.nccl have, and nothing else.
-    sizes = {"total_memory": 1 << 30, "multi_processor_count": 1, "L2_cache_size": 1 << 20}
-    gpu = SimpleNamespace(name="H", **sizes, major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr(machine, "load_nccl", lambda: SimpleNamespace(get_version=lambda: 23004))
-    found = machine._find()
-    assert (found["device"], found["nccl of cupy"], found["capability"]) == ("H", 23004, "9.0")
-    assert plan.stages(json.loads(json.dumps(found)), None)
-
-
-def test_stages_come_in_the_order_of_their_worth_and_share_a_gpu_where_nccl_can() -> None:
-    rows = ("projection", "gram", "packing", "reduction")
-    parts = ("reduction", "gpu", "compile", "projection", "others")
-    assert [*STAGES] == [
-        *("check", *(f"ranks-{part}" for part in ("node_memory", "trainings", "torch_nccl"))),
-        *("node-bench", "ranks-bench", "host-cost"),
-        *(*(f"tests-{part}" for part in parts), *(f"answers-{file}" for file in rows)),
-        *("goals-projection", "goals-gram", "memcheck", "racecheck", "ranks-nccl", "ranks-one_gpu"),
-        *(*(f"others-{file}" for file in rows), "goals-packing", "goals-reduction"),
-    ]
+def test_stages_that_are_timed_are_alone_and_ranks_share_a_gpu_where_nccl_can() -> None:
     # What is timed has the device for itself.
     timed = {name for name, stage in STAGES.items() if not stage.beside}
     assert timed == {name for name in STAGES if re.match("goals|others|.*-bench|host", name)}
@@ -190,46 +163,6 @@ def test_archive_has_all_that_was_done_for_a_machine_that_has_nothing(
     assert run(stage("one", code, count), archive=archive) == once
     assert count.read_text() == "x"
     assert (tmp_path / "results" / "stages" / "one" / "log.txt").read_text() == "said\n"
-
-
-def test_page_has_stages_tests_rows_and_predictions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, before = tmp_path / "stages", tmp_path / "published"
-    monkeypatch.setattr(report, "RESULTS", before)
-    for name in ("tests-others", "ranks-bench", "node-bench", "host-cost"):
-        (folder / name).mkdir(parents=True)
-    (folder / "tests-others" / "junit.xml").write_text(
-        '<testsuite><testcase classname="t" name="good"/>'
-        '<testcase classname="t" name="bad"><failure message="not\nright"/></testcase></testsuite>'
-    )
-    meta = {"device": "d", "kind": "cuda", "torch": "0", "date": "never"}
-    report.write([row_of()], meta, folder / "goals-packing" / "made-up" / "partial")
-    # A stage that was killed.
-    report.append(row_of("unpack"), folder / "goals-reduction" / "made-up", first=True)
-    ranks = [
-        {"algorithm": name, "ranks": 2, "size": 1 << 26, "median": seconds, "wrong": 0}
-        for name, seconds in (("nccl", 1e-3), ("vhdd, request", 1.2e-3))
-    ]
-    (folder / "ranks-bench" / "ranks.json").write_text(json.dumps({"results": ranks}))
-    node = {"algorithm": "average", "ranks": 8, "size": 1 << 16, "median": 3e-4, "wrong": 0}
-    (folder / "node-bench" / "ranks.json").write_text(json.dumps({"results": [node]}))
-    (folder / "host-cost" / "log.txt").write_text("torch.add 5.20\n")
-    report.write([row_of()], meta, before / report.slug(FACTS["device"]))
-    record = Record("check", FAILED, 12.0, "status 1", "d", "s", [], "now")
-    page.write(tmp_path, [record], {**FACTS, "date": "never"})
-    text = (tmp_path / "page.md").read_text()
-    assert "| check | failed | 12 | status 1 |" in text and "`t::bad`: not right" in text
-    assert re.search(r"\| average +\| +8 +\| +64 KiB +\| +300 +\| +0 \|", text)
-    assert "torch.add 5.20" in text
-    beside = text[text.index("## Beside the published rows") :]
-    assert row_of().key in beside and row_of("unpack").key not in beside
-    assert re.search(r"1\.00 \|", beside)
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert {row["kernel"] for row in rows} == {"pack", "unpack"}
-    found = json.loads((tmp_path / "page.json").read_text())["predictions"]
-    assert {each["status"] for each in found.values()} == {MET, NOT_MET, NOT_MEASURED}
-    assert found[predictions.ADASUM_OVER_SUM]["status"] == MET
 
 
 def test_notes_quote_every_prediction() -> None:
