@@ -81,29 +81,6 @@ def on_ranks(reduction, kind: str, size: int, make, loss, clip=None, **options) 
     return collectives.run_threads(size, run)[0]
 
 
-@pytest.mark.parametrize("kind", ["momentum", "adamw"])
-@pytest.mark.parametrize(
-    ("op", "method", "size"),
-    [
-        ("sum", "gradient", 4),
-        ("average", "gradient", 3),
-        ("average", "gradient", 4),
-        ("adasum", "gradient", 1),
-        ("adasum", "gradient", 6),
-        ("adasum", "gradient", 8),
-        ("adasum", "delta", 3),
-        ("adasum", "delta", 4),
-        ("adasum", "delta", 8),
-        ("adasum", "delta", 16),
-    ],
-)
-def test_simulated_ranks_equal_the_distributed_optimizer(ranks, op, method, size, kind):
-    reduction = ranks.Reduction(op, method)
-    got = in_one_process(ranks, reduction, kind, size, make_model, loss_of)
-    want = on_ranks(reduction, kind, size, make_model, loss_of)
-    assert relative_error(got, want) <= trajectory_tolerance(STEPS)
-
-
 @pytest.mark.usefixtures("by_messages")  # in shared memory Adasum takes Gram matrices
 @pytest.mark.parametrize(
     "size", [2, 3, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6, 16))]
