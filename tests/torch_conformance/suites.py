@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.torch_conformance import torch_backend, torch_ddp, torch_optimizers
+from tests.torch_conformance import torch_ddp, torch_optimizers
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ DDP = Suite("torch's tests of DDP", (2, 3), torch_ddp.names, torch_ddp.case, tor
 BACKEND = Suite(
     "torch's tests of a backend",
     (2, 4),
-    torch_backend.names,
-    torch_backend.case,
-    torch_backend.stand_ins,
+    torch_ddp.all_names,
+    torch_ddp.case,
+    torch_ddp.backend_stand_ins,
     compared=True,
 )
 OPTIMIZERS = Suite(

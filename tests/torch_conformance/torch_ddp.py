@@ -1,4 +1,4 @@
-"""torch's own tests of DistributedDataParallel, which its wheel ships."""
+"""torch's own tests of DistributedDataParallel and of a backend, which its wheel ships."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import adasum
+import collectives
 from tests.torch_conformance import cpu_for_gpus
 
 # What a test of DDP has in its source, or a helper that it calls.
@@ -37,6 +39,12 @@ def tests_of_torch() -> Any:
     return base
 
 
+def all_names() -> list[str]:
+    """All tests of torch's suite, also those of DistributedDataParallel."""
+    found = [name for name in dir(tests_of_torch()) if name.startswith("test_")]
+    return sorted(found, key=lambda name: (name not in FIRST, name))
+
+
 def names() -> list[str]:
     """The tests that make a DistributedDataParallel, themselves or by their helpers."""
     base = tests_of_torch()
@@ -47,8 +55,7 @@ def names() -> list[str]:
         helpers = {each for each in _HELPERS.findall(source) if hasattr(base, each)} - seen
         return bool(_DDP.search(source)) or any(makes_ddp(each, seen) for each in helpers)
 
-    found = [name for name in dir(base) if name.startswith("test_") and makes_ddp(name, set())]
-    return sorted(found, key=lambda name: (name not in FIRST, name))
+    return [name for name in all_names() if makes_ddp(name, set())]
 
 
 def case(name: str, place: Any) -> unittest.TestCase:
@@ -107,3 +114,27 @@ def _use_hook() -> None:
     DistributedDataParallel.register_comm_hook = register_own  # type: ignore[method-assign]
     for name in ("forward", "join"):
         setattr(DistributedDataParallel, name, with_hook(getattr(DistributedDataParallel, name)))
+
+
+@contextmanager
+def backend_stand_ins(backend: bool) -> Iterator[None]:
+    """Let models on the CPU stand in for GPUs'; and, if asked to, adasum for gloo."""
+    with stand_ins(False):
+        if backend:
+            _use_backend()
+        yield
+
+
+def _use_backend() -> None:
+    """Make every process group over gloo, other than a Group's own, one over adasum."""
+    # Public functions have the backend's name in too many ways: all of them end here.
+    c10d: Any = dist.distributed_c10d
+    make = c10d._new_process_group_helper
+    assert collectives.BackendOptions
+
+    def helper(size: int, rank: int, ranks: Any, backend: Any, store: Any, name: Any, **rest: Any):
+        if backend == "gloo" and " adasum " not in f" {name} ":
+            backend = dist.Backend("adasum")
+        return make(size, rank, ranks, backend, store, name, **rest)
+
+    c10d._new_process_group_helper = helper
