@@ -102,7 +102,8 @@ class Kernel:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.function: Any = fn
-        self._compiled: dict[tuple[Hashable, ...], tuple[Any, tuple[Any, ...]]] = {}
+        # By constants: the code, a function that starts it, and the constants' values in Triton.
+        self._compiled: dict[tuple[Hashable, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
         if triton is not None:
             kinds = inspect.signature(fn).parameters.values()
             passed = [kind.name for kind in kinds if "constexpr" not in str(kind.annotation)]
@@ -139,9 +140,10 @@ class Kernel:
                 interpreted = self.function[(programs,)]
                 return Launch(*known, lambda *a, stream: interpreted(*a, **given), arguments)
             names = self.function.arg_names[len(leading) + len(arguments) :]
-            found = self._compiled[key] = compiled, tuple([given[name] for name in names])
-        compiled, values = found
-        return Launch(*known, _runner(compiled, programs), (*arguments, *values))
+            values = tuple([given[name] for name in names])
+            found = self._compiled[key] = compiled, _runner(compiled), values
+        _, start, values = found
+        return Launch(*known, functools.partial(start, programs), (*arguments, *values))
 
     def _compile(
         self, programs: int, arguments: tuple[Tensor | int | Findings, ...], given: dict[str, Any]
@@ -165,20 +167,20 @@ class Kernel:
         return compiled
 
 
-def _runner(compiled: Any, programs: int) -> Callable[..., None]:
+def _runner(compiled: Any) -> Callable[..., None]:
     """Return a function that starts so many programs, as `compiled[programs, 1, 1]` does.
 
     Triton's own describes each launch to Triton's launch hooks. Without such hooks, which is usual,
     this function takes some 1.1 us less (bench/NOTES.md).
     """
-    knobs, told = triton.knobs, compiled[programs, 1, 1]
+    knobs = triton.knobs
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
-    def start(*arguments: Any, stream: int) -> None:
+    def start(programs: int, *arguments: Any, stream: int) -> None:
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         # Each hook is a chain, which may be empty, or a user's own: None or a function.
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            told(*arguments, stream=stream)
+            compiled[programs, 1, 1](*arguments, stream=stream)
         else:
             run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
@@ -239,7 +241,7 @@ def elsewhere(tensor: Tensor) -> AbstractContextManager[Any] | None:
     return torch.cuda.device(device)
 
 
-def nothing(*_: float) -> None:
+def nothing(*_: float | Tensor) -> None:
     """Do nothing, in place of a launch without elements."""
 
 
