@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kernels.call import NO_FINDINGS, ORDERS, Call, check_tree
+from kernels.call import NO_FINDINGS, ORDERS, Call, call_of, check_tree
 from kernels.findings import Findings
-from kernels.layout import Layout, PackedList, check_buffer, check_packed, lay_out
-from kernels.reading import Checked, read
+from kernels.layout import Layout, check_buffer, check_packed, codes_of, lay_out
+from kernels.reading import read
 from kernels.validation import (
     check_all_writable,
     check_dtype,
@@ -60,20 +60,19 @@ def check_pack(
 ) -> Call:
     """Check the arguments of `pack`, and make the buffer if `out` is None."""
     given, chosen = lay_out(tensors, layout, None)
-    found = read("pack", given, out, chosen.dtype, chosen, findings)
-    if found is None:
-        inputs, dtypes = check_packed(given, chosen)
-        device, target = device_of(inputs), out
-        if out is not None:
-            check_tensor("out", out)
-            device = device if inputs else out.device
-            check_buffer("out", out, chosen, device)
-            check_writable("out", out)
-        findings.check(device, chosen.dtype)
-        if target is None:
-            target = torch.empty(chosen.numel, dtype=chosen.dtype, device=device)
-        found = Checked(inputs, target, dtypes=dtypes)
-    return _packed("pack", found, chosen, findings, out is None)
+    if (call := read("pack", given, out, None, chosen, findings)) is not None:
+        return call
+    inputs, target = check_packed(given, chosen), out
+    device = device_of(inputs)
+    if out is not None:
+        check_tensor("out", out)
+        device = device if inputs else out.device
+        check_buffer("out", out, chosen, device)
+        check_writable("out", out)
+    findings.check(device, chosen.dtype)
+    if target is None:
+        target = torch.empty(chosen.numel, dtype=chosen.dtype, device=device)
+    return call_of("pack", inputs, target, chosen, out is None, b"", codes_of(inputs), *findings)
 
 
 def check_unpack(
@@ -82,24 +81,14 @@ def check_unpack(
     """Check the arguments of `unpack`."""
     check_tensor("buffer", buffer)
     given, chosen = lay_out(tensors, layout, buffer.dtype)
-    found = read("unpack", given, buffer, chosen.dtype, chosen, findings)
-    if found is None:
-        inputs, dtypes = check_packed(given, chosen)
-        device = inputs[0].device if inputs else buffer.device
-        check_buffer("buffer", buffer, chosen, device)
-        check_all_writable("tensors", inputs)
-        findings.check(device, *dtypes)
-        found = Checked(inputs, buffer, dtypes=dtypes)
-    return _packed("unpack", found, chosen, findings, False)
-
-
-def _packed(function: str, found: Checked, layout: Layout, findings: Findings, made: bool) -> Call:
-    return Call(
-        *(function, found.inputs, found.out, layout.segments, findings),
-        packed=PackedList(layout, list(found.dtypes)),
-        made=made,
-        addresses=found.addresses,
-    )
+    if (call := read("unpack", given, buffer, None, chosen, findings)) is not None:
+        return call
+    inputs = check_packed(given, chosen)
+    device = inputs[0].device if inputs else buffer.device
+    check_buffer("buffer", buffer, chosen, device)
+    check_all_writable("tensors", inputs)
+    findings.check(device, *[tensor.dtype for tensor in inputs])
+    return call_of("unpack", inputs, buffer, chosen, False, b"", codes_of(inputs), *findings)
 
 
 def check(
@@ -113,7 +102,6 @@ def check(
     table: Tensor | None = None,
     kind: str | bool = "list",
     accumulate: torch.dtype | None = None,
-    cooperative: bool = True,
 ) -> Call:
     """Check the arguments of a function of `TAKES`, and make the output if `out` is None.
 
@@ -125,42 +113,33 @@ def check(
         dtype: The output's dtype; if None, the dtype of `out` or of the first tensor.
         segments: The boundaries of segments; None for one segment.
         table: The dots for `combine`, the coefficients for `weighted_sum`.
-        kind: The order for `sum_n`; whether the matrices are precise for `gram`.
+        kind: The order for `sum_n`; whether the matrices are precise for `gram`; for `adasum`,
+            whether it may be cooperative.
         accumulate: As in `Call`.
-        cooperative: As in `Call`.
     """
-    found = read(function, tensors, out, dtype, segments, findings, table, kind, accumulate)
-    if found is None:
-        takes = TAKES[function]
-        inputs = _check_pair(tensors, takes) if takes.pair else check_equals(tensors)
-        first, name = inputs[0], "a" if takes.pair else "tensors[0]"
-        if function == "sum_n":
-            check_order(kind)
-            check_accumulate(accumulate, first.dtype)
-        bounds = check_segments(segments, first.numel())
-        rows, count = len(bounds) - 1, len(inputs)
-        shapes = {"rows": (rows, 3), "matrices": (rows, count, count, *((2,) if kind else ()))}
-        if (shape := shapes.get(takes.out)) is not None:
-            target = check_written("out", out, shape, first.device)
-        else:
-            target = check_target(out, name, first, dtype, any_dtype=takes.out == "any")
-        if function == "combine":
-            check_dots(table, rows, target)
-        elif function == "weighted_sum":
-            check_table("coefficients", table, (rows, count), target.device)
-        findings.check(target.device, target.dtype)
-        found = Checked(inputs, target, bounds=bounds)
-    return Call(
-        *(function, found.inputs, found.out, found.bounds or (0, found.inputs[0].numel())),
-        findings,
-        dots=table if function == "combine" else None,
-        coefficients=table if function == "weighted_sum" else None,
-        order=kind if isinstance(kind, str) else "list",
-        accumulate=accumulate,
-        cooperative=cooperative,
-        made=out is None,
-        addresses=found.addresses,
-    )
+    call = read(function, tensors, out, dtype, segments, findings, table, kind, accumulate)
+    if call is not None:
+        return call
+    takes = TAKES[function]
+    inputs = _check_pair(tensors, takes) if takes.pair else check_equals(tensors)
+    first, name = inputs[0], "a" if takes.pair else "tensors[0]"
+    if function == "sum_n":
+        check_order(kind)
+        check_accumulate(accumulate, first.dtype)
+    bounds = check_segments(segments, first.numel())
+    rows, count = len(bounds) - 1, len(inputs)
+    shapes = {"rows": (rows, 3), "matrices": (rows, count, count, *((2,) if kind else ()))}
+    if (shape := shapes.get(takes.out)) is not None:
+        target = check_written("out", out, shape, first.device)
+    else:
+        target = check_target(out, name, first, dtype, any_dtype=takes.out == "any")
+    if function == "combine":
+        check_dots(table, rows, target)
+    elif function == "weighted_sum":
+        check_table("coefficients", table, (rows, count), target.device)
+    findings.check(target.device, target.dtype)
+    made, others = out is None, (*findings, table, kind, accumulate)
+    return call_of(function, inputs, target, bounds, made, b"", b"", *others)
 
 
 def check_order(order: object) -> None:

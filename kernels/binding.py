@@ -25,8 +25,8 @@ from kernels.validation import check_memory_of
 
 Run = Callable[..., None]
 _LISTS_ON_TRITON: dict[str, Callable[[Call, AddressTable], Run]] = {
-    "pack": copy_kernel.Copies,
-    "unpack": copy_kernel.Copies,
+    "pack": copy_kernel.copies,
+    "unpack": copy_kernel.copies,
     "sum_n": sum_kernels.sum_n,
     "weighted_sum": sum_kernels.weighted_sum,
     "gram": gram_kernels.gram,
@@ -38,6 +38,8 @@ _OTHERS_ON_TRITON: dict[str, Callable[[Call], Run]] = {
     "adasum": projection_kernels.adasum,
     "adasum_coefficients": double_double_kernels.adasum_coefficients,
 }
+
+_OF_DIRECT_CALLS = AddressTable(planned=False)
 
 
 def bind(call: Call, table: AddressTable | None = None) -> Run:
@@ -92,7 +94,7 @@ def _bound(call: Call, table: AddressTable | None = None) -> Run:
         with guard:
             return _bound(call, table)
     if call.function in _LISTS_ON_TRITON:
-        return _LISTS_ON_TRITON[call.function](call, table or AddressTable(planned=False))
+        return _LISTS_ON_TRITON[call.function](call, table or _OF_DIRECT_CALLS)
     return _OTHERS_ON_TRITON[call.function](call)
 
 

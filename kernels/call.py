@@ -132,7 +132,9 @@ class Call:
 
     @property
     def kind(self) -> str | bool:
-        """For `gram`, whether it is precise; otherwise the order."""
+        """For `gram`, whether it is precise; for `adasum`, `cooperative`; otherwise the order."""
+        if self.function == "adasum":
+            return self.cooperative
         return self.precise if self.function == "gram" else self.order
 
     @property
@@ -155,6 +157,55 @@ class Call:
         """The tensors that it writes."""
         main = self.inputs if self.function == "unpack" else [self.out]
         return [*main, *[one for one in (*self.findings, self.spread) if one is not None]]
+
+
+def call_of(
+    function: str,
+    inputs: list[Tensor],
+    out: Tensor,
+    place: Layout | tuple[int, ...] | None,
+    made: bool,
+    addresses: bytes = b"",
+    codes: Sequence[int] = b"",
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
+    table: Tensor | None = None,
+    kind: str | bool | None = None,
+    accumulate: torch.dtype | None = None,
+) -> Call:
+    """Return a call of checked arguments; kernels/cpu/calls.h passes them in this order.
+
+    Args:
+        function: As in `Call`.
+        inputs: As in `Call`.
+        out: As in `Call`.
+        place: The boundaries of segments, None for one segment; the layout of a packed buffer.
+        made: As in `Call`.
+        addresses: The inputs' addresses if memory was checked, too.
+        codes: The numbers of the inputs' dtypes in `DTYPES`, for packed buffers.
+        found_inf: As in `Findings`.
+        max_abs: As in `Findings`.
+        table: The dots of `combine`, the coefficients of `weighted_sum`.
+        kind: The order of `sum_n`; whether `adasum` may be cooperative; None for the defaults.
+        accumulate: As in `Call`.
+    """
+    packed = PackedList(place, codes) if isinstance(place, Layout) else None
+    bounds = place.segments if isinstance(place, Layout) else place or (0, inputs[0].numel())
+    return Call(
+        function,
+        inputs,
+        out,
+        bounds,
+        Findings(found_inf, max_abs),
+        dots=table if function == "combine" else None,
+        coefficients=table if function == "weighted_sum" else None,
+        packed=packed,
+        cooperative=kind is None or bool(kind),
+        order=kind if isinstance(kind, str) else "list",
+        accumulate=accumulate,
+        made=bool(made),
+        addresses=array("Q", addresses) if addresses else UNREAD,
+    )
 
 
 def check_tree(tree: object, count: int) -> Tree:

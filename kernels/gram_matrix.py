@@ -80,12 +80,10 @@ def gram(
         tensor([[[1., 1.],
                  [1., 2.]]], dtype=torch.float64)
     """
-    matrices: Tensor | None = in_c("gram")(
-        tensors, out, None, 1.0, 1.0, segments, None, None, None, precise
-    )
-    if matrices is None:
+    matrices = in_c("gram")(tensors, out, None, 1.0, 1.0, segments, None, None, None, precise)
+    if not isinstance(matrices, Tensor):
         kind = check_flag("precise", precise)
-        matrices = run(check("gram", tensors, out, segments=segments, kind=kind))
+        matrices = run(matrices or check("gram", tensors, out, segments=segments, kind=kind))
     return matrices
 
 
@@ -197,12 +195,13 @@ def weighted_sum(
         >>> kernels.weighted_sum([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])], coefficients)
         tensor([1.2500, 0.7500])
     """
-    total: Tensor | None = in_c("weighted_sum")(
-        tensors, out, None, 1.0, 1.0, segments, found_inf, max_abs, coefficients
-    )
-    if total is None:
-        findings = Findings(found_inf, max_abs)
-        call = check("weighted_sum", tensors, out, findings, segments=segments, table=coefficients)
+    given = found_inf, max_abs
+    total = in_c("weighted_sum")(tensors, out, None, 1.0, 1.0, segments, *given, coefficients)
+    if not isinstance(total, Tensor):
+        table, findings = coefficients, Findings(*given)
+        call = total or check(
+            "weighted_sum", tensors, out, findings, segments=segments, table=table
+        )
         total = run(call)
     return total
 

@@ -71,20 +71,21 @@ class Layout:
         return array("q", self.numels), array("q", self.segments)
 
     @cached_property
-    def in_one(self) -> array[int]:
-        """The numbers of tensors and of elements, `in_c`, and each shape after its length."""
+    def in_one(self) -> bytes:
+        """The layout as int64 for kernels/cpu/reading.h; empty unless it is `sound`.
+
+        The numbers of tensors, of elements and of the dtype, `in_c`, each shape after its length.
+        """
+        if not self.sound:
+            return b""
+        head = len(self.numels), self.numel, DTYPES.index(self.dtype)
         shapes = itertools.chain.from_iterable((len(shape), *shape) for shape in self.shapes)
-        return array("q", (len(self.numels), self.numel, *itertools.chain(*self.in_c, shapes)))
+        return array("q", (*head, *itertools.chain(*self.in_c, shapes))).tobytes()
 
     @cached_property
     def content(self) -> bytes:
         """The bytes of `in_c`, a key for tables: Python computes the hash of bytes once."""
         return b"".join(self.in_c)
-
-    @cached_property
-    def smallest(self) -> int:
-        """The elements of the smallest tensor; 0 without tensors."""
-        return min(self.numels, default=0)
 
     @cached_property
     def sound(self) -> bool:
@@ -164,21 +165,29 @@ def layout_of(
 
 @dataclass
 class PackedList:
-    """A list of tensors that fits a layout, and each tensor's dtype."""
+    """A list of tensors that fits a layout, and the numbers of their dtypes in `DTYPES`."""
 
     layout: Layout
-    dtypes: list[torch.dtype]
+    codes: Sequence[int]
 
-    def kinds(self) -> dict[torch.dtype, Sequence[int]]:
-        """Return the indices of each dtype's non-empty tensors; a range if these are all."""
-        dtypes, layout = self.dtypes, self.layout
-        if layout.smallest > 0 and dtypes.count(dtypes[0]) == len(dtypes):
-            return {dtypes[0]: range(len(dtypes))}
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtype of each tensor."""
+        return [DTYPES[code] for code in self.codes]
+
+    def kinds(self) -> dict[torch.dtype, list[int]]:
+        """Return the indices of each dtype's non-empty tensors."""
         kinds: dict[torch.dtype, list[int]] = {}
-        for i, (numel, dtype) in enumerate(zip(layout.numels, dtypes, strict=True)):
+        for i, (numel, dtype) in enumerate(zip(self.layout.numels, self.dtypes, strict=True)):
             if numel > 0:
                 kinds.setdefault(dtype, []).append(i)
-        return {dtype: tuple(chosen) for dtype, chosen in kinds.items()}
+        return kinds
+
+
+def codes_of(tensors: Iterable[Tensor]) -> Sequence[int]:
+    """Return the numbers of the tensors' dtypes in `DTYPES`, as bytes outside of traced code."""
+    codes = tuple([DTYPES.index(tensor.dtype) for tensor in tensors])
+    return codes if tracing() else bytes(codes)
 
 
 def lay_out(
@@ -192,8 +201,8 @@ def lay_out(
     return given, layout
 
 
-def check_packed(given: list[Any], layout: Layout) -> tuple[list[Tensor], list[torch.dtype]]:
-    """Return a list's tensors and their dtypes if they can be read and have a layout's shapes.
+def check_packed(given: list[Any], layout: Layout) -> list[Tensor]:
+    """Return a list's tensors if they can be read and have a layout's shapes.
 
     Raises:
         TypeError: A tensor has another type or dtype.
@@ -205,7 +214,7 @@ def check_packed(given: list[Any], layout: Layout) -> tuple[list[Tensor], list[t
             f"layout holds {len(layout.shapes)} tensors of other shapes than the "
             f"{len(inputs)} given: call kernels.layout_of on these tensors"
         )
-    return inputs, [one.dtype for one in inputs]
+    return inputs
 
 
 def packed_within(
@@ -214,7 +223,7 @@ def packed_within(
     """Return the layout of tensors in a buffer by their offsets; ValueError if they do not fit."""
     shapes = tuple([tensor.shape for tensor in tensors])
     layout = _checked_layout(buffer.dtype, shapes, tuple(offsets), buffer.numel(), alignment)
-    return PackedList(layout, [tensor.dtype for tensor in tensors])
+    return PackedList(layout, codes_of(tensors))
 
 
 @functools.lru_cache(maxsize=128)

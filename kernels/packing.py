@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from kernels.layout import Layout, check_buffer, check_layout, check_packed, lay
 from kernels.plans import PackPlan, UnpackPlan
 from kernels.reading import in_c
 from kernels.torch_ops import run
-from kernels.validation import check_factor, check_tensor, tracing
+from kernels.validation import check_factor, check_tensor
 
 
 def pack(
@@ -56,27 +55,11 @@ def pack(
         tensor([0.5000, 1.0000, 1.5000, 0.0000])
     """
     scale = check_factor("scale", scale)
-    packed: Tensor | None = None
-    if layout is not None:
-        packed = _run_in_c("pack", tensors, out, layout, scale, found_inf, max_abs)
-    if packed is None:
-        packed = run(check_pack(tensors, layout, out, Findings(found_inf, max_abs)), scale)
+    findings = found_inf, max_abs
+    packed = in_c("pack")(tensors, out, None, scale, 1.0, layout, *findings)
+    if not isinstance(packed, Tensor):
+        packed = run(packed or check_pack(tensors, layout, out, Findings(*findings)), scale)
     return packed
-
-
-def _run_in_c(
-    function: str,
-    tensors: Iterable[Tensor],
-    buffer: Tensor | None,
-    layout: object,
-    scale: float | Tensor,
-    *findings: Tensor | None,
-) -> Any:
-    """`in_c` of a function of a packed buffer."""
-    if tracing() or type(layout) is not Layout or not layout.sound:
-        return None
-    slots = layout.in_one.buffer_info()[0]
-    return in_c(function)(tensors, buffer, layout.dtype, scale, 1.0, slots, *findings)
 
 
 def plan_pack(
@@ -135,11 +118,10 @@ def unpack(
         [tensor([1., 2.]), tensor([3.])]
     """
     scale = check_factor("scale", scale)
-    unpacked: list[Tensor] | None = None
-    if layout is not None:
-        unpacked = _run_in_c("unpack", tensors, buffer, layout, scale, found_inf, max_abs)
-    if unpacked is None:
-        call = check_unpack(buffer, tensors, layout, Findings(found_inf, max_abs))
+    findings = found_inf, max_abs
+    unpacked = in_c("unpack")(tensors, buffer, None, scale, 1.0, layout, *findings)
+    if not isinstance(unpacked, list):
+        call = unpacked or check_unpack(buffer, tensors, layout, Findings(*findings))
         unpacked = run(call, scale)
     return unpacked
 

@@ -21,7 +21,7 @@ from kernels.binding import Run, bind
 from kernels.call import UNREAD, Call
 from kernels.gpu.device_tables import AddressTable
 from kernels.gradients import refuse_followed
-from kernels.reading import Checked, read_again
+from kernels.reading import read_again
 from kernels.validation import (
     EQUAL,
     check_all_writable,
@@ -122,19 +122,14 @@ class Plan:
         target = self.out if self._in_place is None else inputs[self._in_place]
         if out is not None:
             target = check_like("out", out, "the plan's", self.out)
-        found = read_again(call, inputs, target)
-        if found is None or not self._is_like(found):
+        fresh = read_again(call, inputs, target)
+        if fresh is None or not self._is_like(fresh):
             self._check_equal(inputs)
             if call.function == "unpack":
                 check_all_writable("tensors", inputs)
             elif out is not None:
                 check_writable("out", out)
-            found = Checked(inputs, target)
-        changed = {"inputs": inputs, "out": target, "addresses": found.addresses, "rebound": True}
-        if target is not self.out:
-            changed["made"] = False
-        # Not by `replace`, which takes twice the time.
-        fresh = Call(**{**vars(call), **changed})
+            fresh = replace(call, inputs=inputs, out=target, addresses=UNREAD, rebound=True)
         _refuse_followed(fresh)
         self._take(fresh)
 
@@ -170,11 +165,11 @@ class Plan:
                     "(resize_, set_ or .data =): rebind the plan"
                 )
 
-    def _is_like(self, found: Checked) -> bool:
+    def _is_like(self, fresh: Call) -> bool:
         """Whether dtypes, device and the first tensor's shape are as the plan was made for."""
-        first = found.inputs[0]
+        packed, first = self._call.packed, fresh.inputs[0]
         return (
-            found.dtypes == self._dtypes
+            (fresh.dtypes == self._dtypes if packed is None else fresh.packed == packed)
             and first.shape == self._shapes[0]
             and first.device == self._device
         )

@@ -60,9 +60,9 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
         tensor([[ 3.,  1.,  9.],
                 [ 8.,  4., 16.]], dtype=torch.float64)
     """
-    dots: Tensor | None = in_c("dot_and_norms")((a, b), None, None, 1.0, 1.0, segments)
-    if dots is None:
-        dots = run(check("dot_and_norms", (a, b), None, segments=segments))
+    dots = in_c("dot_and_norms")((a, b), None, None, 1.0, 1.0, segments)
+    if not isinstance(dots, Tensor):
+        dots = run(dots or check("dot_and_norms", (a, b), None, segments=segments))
     return dots
 
 
@@ -126,12 +126,11 @@ def combine(
         tensor([1.2500, 0.7500])
     """
     factors = check_weights(weights)
-    combined: Tensor | None = in_c("combine")(
-        (a, b), out, None, *factors, segments, found_inf, max_abs, dots
-    )
-    if combined is None:
-        findings = Findings(found_inf, max_abs)
-        call = check("combine", (a, b), out, findings, segments=segments, table=dots)
+    given = found_inf, max_abs
+    combined = in_c("combine")((a, b), out, None, *factors, segments, *given, dots)
+    if not isinstance(combined, Tensor):
+        findings = Findings(*given)
+        call = combined or check("combine", (a, b), out, findings, segments=segments, table=dots)
         combined = run(call, *factors)
     return combined
 
@@ -200,12 +199,11 @@ def adasum(
             "adasum_coefficients and weighted_sum"
         )
     factors = check_weights(weights)
-    combined: Tensor | None = in_c("adasum")(
-        (a, b), out, None, *factors, segments, found_inf, max_abs
-    )
-    if combined is None:
-        findings = Findings(found_inf, max_abs)
-        call = check("adasum", (a, b), out, findings, segments=segments, cooperative=cooperative)
+    given, kind = (found_inf, max_abs), cooperative
+    combined = in_c("adasum")((a, b), out, None, *factors, segments, *given, None, kind)
+    if not isinstance(combined, Tensor):
+        findings = Findings(*given)
+        call = combined or check("adasum", (a, b), out, findings, segments=segments, kind=kind)
         combined = run(call, *factors)
     return combined
 
@@ -231,7 +229,7 @@ def plan_adasum(
         tensor([1.5000, 3.0000])
     """
     findings = Findings(found_inf, max_abs)
-    call = check("adasum", (a, b), out, findings, segments=segments, cooperative=cooperative)
+    call = check("adasum", (a, b), out, findings, segments=segments, kind=cooperative)
     return AdasumPlan(call)
 
 

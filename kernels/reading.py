@@ -5,37 +5,16 @@ If C leaves a call undecided, Python checks it again, and describes errors.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from kernels.call import NO_FINDINGS, UNREAD, Call
+from kernels.call import NO_FINDINGS, Call
 from kernels.cpu import dispatch
 from kernels.findings import Findings
 from kernels.gpu import launcher
-from kernels.layout import Layout
 from kernels.validation import tracing
-
-
-class Checked(NamedTuple):
-    """Arguments that were checked.
-
-    Attributes:
-        inputs: The tensors of the list or pair.
-        out: The output, which was made if none was given.
-        addresses: The inputs' addresses as uint64 if memory was checked, too; otherwise empty.
-        dtypes: The inputs' dtypes; empty if Python has checked the arguments.
-        bounds: The boundaries of segments as a tuple; None if not given.
-    """
-
-    inputs: list[Tensor]
-    out: Tensor
-    addresses: array[int] = UNREAD
-    dtypes: Sequence[torch.dtype] = ()
-    bounds: tuple[int, ...] | None = None
 
 
 def read(
@@ -48,46 +27,42 @@ def read(
     table: object = None,
     kind: object = None,
     accumulate: object = None,
-) -> Checked | None:
-    """Check a function's arguments in C; return None if Python is to check them.
+) -> Call | None:
+    """Check a function's arguments in C, with memory; return None if Python is to check them.
 
     Args:
         function: The function's name.
         tensors: A list or tuple.
         out: As in `Call`.
         dtype: The output's dtype, if given.
-        place: A sound layout or the boundaries of segments.
+        place: As in `call_of`.
         findings: As in `Call`.
-        table: As in `Call`.
-        kind: The order for `sum_n`; whether the matrices are precise for `gram`.
+        table: As in `call_of`.
+        kind: As in `call_of`, or whether the matrices are precise for `gram`.
         accumulate: As in `Call`.
     """
     if tracing() or (library := dispatch.library()) is None or function not in library.reads:
         return None
-    where = place.in_one.buffer_info()[0] if isinstance(place, Layout) else place
-    found = library.reads[function](
-        tensors, out, dtype, 1.0, 1.0, where, *findings, table, kind, accumulate
-    )
-    if found is None:
-        return None
-    inputs, target, addresses, dtypes, bounds = found
-    return Checked(inputs, target, array("Q", addresses), dtypes, bounds)
+    others = *findings, table, kind, accumulate
+    found: Call | None = library.reads[function](tensors, out, dtype, 1.0, 1.0, place, *others)
+    return found
 
 
-def read_again(call: Call, inputs: list[Tensor], out: Tensor) -> Checked | None:
+def read_again(call: Call, inputs: list[Tensor], out: Tensor) -> Call | None:
     """`read` the arguments of `call` with these tensors instead of its own."""
     others = call.findings, call.table, call.kind, call.accumulate
     return read(call.function, inputs, out, None, call.place, *others)
 
 
 def in_c(function: str) -> Callable[..., Any]:
-    """Return a C function of kernels/cpu/calls.h that checks and runs calls on CPU tensors.
+    """Return a C function of kernels/cpu/calls.h that checks calls and runs those on CPU tensors.
 
-    It returns the call's output, or None if nothing was written and Python is to check the call.
+    It returns the output, a `Call` to run on a GPU, or None if nothing was written and Python is to
+    check the call.
     """
-    if tracing() or launcher.emulated or (library := dispatch.library()) is None:
+    if tracing() or (library := dispatch.library()) is None:
         return _undecided
-    return library.calls.get(function, _undecided)
+    return (library.reads if launcher.emulated else library.calls).get(function, _undecided)
 
 
 def _undecided(*_: object) -> None:

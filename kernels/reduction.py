@@ -77,11 +77,11 @@ def sum_n(
     if more:
         raise TypeError("sum_n takes its tensors as one list: sum_n([a, b])")
     scale = check_factor("scale", scale)
-    total: Tensor | None = in_c("sum_n")(
+    total = in_c("sum_n")(
         tensors, out, dtype, scale, 1.0, None, found_inf, max_abs, None, order, accumulate
     )
-    if total is None:
-        call = check(
+    if not isinstance(total, Tensor):
+        call = total or check(
             *("sum_n", tensors, out, Findings(found_inf, max_abs)),
             dtype=dtype,
             kind=order,
@@ -152,11 +152,10 @@ def scaled_add(
         tensor([-1.,  0.])
     """
     alpha, beta = check_factor("alpha", alpha), check_factor("beta", beta)
-    total: Tensor | None = in_c("scaled_add")(
-        (a, b), out, dtype, alpha, beta, None, found_inf, max_abs
-    )
-    if total is None:
-        call = check("scaled_add", (a, b), out, Findings(found_inf, max_abs), dtype=dtype)
+    total = in_c("scaled_add")((a, b), out, dtype, alpha, beta, None, found_inf, max_abs)
+    if not isinstance(total, Tensor):
+        findings = Findings(found_inf, max_abs)
+        call = total or check("scaled_add", (a, b), out, findings, dtype=dtype)
         total = run(call, alpha, beta)
     return total
 

@@ -24,7 +24,7 @@ from kernels.binding import locate, run_at_once
 from kernels.call import FUNCTIONS, UNREAD, Call
 from kernels.findings import SCHEMA, Findings
 from kernels.gradients import is_followed, refuse_followed
-from kernels.layout import PackedList, packed_within
+from kernels.layout import packed_within
 from kernels.reading import in_c
 from kernels.validation import tracing
 
@@ -63,8 +63,11 @@ def run(call: Call, *scalars: Scalar) -> Any:
             call cannot give.
     """
     # A call with addresses has been checked completely, and no derivative is asked for.
-    followed = call.addresses is UNREAD and is_followed(call)
-    if call.addresses is UNREAD and not tracing():
+    if call.addresses is not UNREAD:
+        run_at_once(call, *scalars)
+        return call.inputs if call.function == "unpack" else call.out
+    followed = is_followed(call)
+    if not tracing():
         locate(call)
     if followed and call.function != "unpack":
         return cast("Any", _Linear).apply(call, scalars, *call.inputs)
@@ -102,11 +105,10 @@ class _Linear(torch.autograd.Function):
 def _transposed(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     """Return the gradients of the inputs from the gradient of the result."""
     if ctx.function == "pack":
-        layout, dtypes = ctx.packed.layout, ctx.packed.dtypes
-        slots = zip(layout.shapes, dtypes, strict=True)
+        layout = ctx.packed.layout
+        slots = zip(layout.shapes, ctx.dtypes, strict=True)
         made = [grad.new_empty(shape, dtype=dtype) for shape, dtype in slots]
-        packed = PackedList(layout, dtypes)
-        call = Call("unpack", made, grad, layout.segments, packed=packed)
+        call = Call("unpack", made, grad, layout.segments, packed=ctx.packed)
         return cast("Any", _run_made(call, *ctx.scalars))
     numel = grad.numel()
 
@@ -196,9 +198,14 @@ def _run_operator(function: str, inputs: list[Tensor], out: Tensor, *values: Any
     table, kind = given.get("dots", given.get("coefficients")), given.get("order", "list")
     if function == "gram":
         kind = out.dim() == 4
-    place = packed.layout.in_one.buffer_info()[0] if packed else bounds
+    elif function == "adasum":
+        kind = given.get("cooperative", True)
+    place = packed.layout if packed else bounds
     others = *findings, table, kind, given.get("accumulate")
-    if in_c(function)(inputs, out, None, *[*scalars, 1.0, 1.0][:2], place, *others) is not None:
+    found = in_c(function)(inputs, out, None, *[*scalars, 1.0, 1.0][:2], place, *others)
+    if isinstance(found, Call):
+        run_at_once(found, *scalars)
+    if found is not None:
         return
     rows = zip(tree[::4], tree[1::4], tree[2::4], tree[3::4], strict=True)
     tree = tuple([(int(left), int(right), p, q) for left, right, p, q in rows])

@@ -1,5 +1,5 @@
-/* Direct calls in one pass: check the arguments, bind them and run the function; or return the
- * arguments as read, for a plan or a launch on a GPU.
+/* Direct calls in one pass: check the arguments, bind them and run the function; or return them as
+ * a kernels.call.Call, for a plan or a launch on a GPU.
  */
 #include "reading.h"
 
@@ -24,9 +24,9 @@ static int run_task(struct call *c, const struct function *f, double first, doub
     t->threads = 1;
     if (t->bounds[segments] > ALONE) {
         t->threads = tell(py.get_num_threads);
-        t->parallel = (run_in_team *)PyLong_AsVoidPtr(py.parallel);
-        t->thread_num = (count_threads *)PyLong_AsVoidPtr(py.thread_num);
-        t->num_threads = (count_threads *)PyLong_AsVoidPtr(py.num_threads);
+        t->parallel = torch.parallel;
+        t->thread_num = torch.thread_num;
+        t->num_threads = torch.num_threads;
     }
     if (t->threads < 0)
         return 0;
@@ -64,30 +64,37 @@ static PyObject *result_of(struct call *c, PyObject *const *given)
     return c->out;
 }
 
-/* Return a record of the arguments: the inputs, the output, the inputs' addresses as uint64, their
- * dtypes, and the segments if given. */
-static PyObject *record_of(struct call *c, const struct task *t)
+/* Return a Call of the arguments: kernels.call.call_of has these parameters. */
+static PyObject *call_of(struct call *c, PyObject *name, PyObject *const *given,
+                         const struct task *t)
 {
-    PyObject *inputs = PySequence_List(c->inputs), *dtypes = PyList_New(t->count);
+    char *codes = malloc(t->count);
+    for (int64_t i = 0; codes && i < t->count; i++)
+        codes[i] = t->dtypes[i];
+    PyObject *inputs = PySequence_List(c->inputs), *made = PyLong_FromLongLong(c->made);
     PyObject *addresses = PyBytes_FromStringAndSize((char *)c->addresses, 8 * t->count);
-    PyObject *cuts = c->cuts ? c->cuts : py.none, *record = NULL;
-    for (int64_t i = 0; dtypes && i < t->count; i++) {
-        Py_IncRef(py.dtypes[t->dtypes[i]]);
-        PyList_SetItem(dtypes, i, py.dtypes[t->dtypes[i]]);
-    }
-    if (inputs && dtypes && addresses)
-        record = PyTuple_Pack(5, inputs, c->out, addresses, dtypes, cuts);
+    PyObject *dtypes = codes ? PyBytes_FromStringAndSize(codes, t->count) : NULL, *call = NULL;
+    PyObject *place = c->cuts ? c->cuts : given[BOUNDS];
+    PyObject *all[] = {
+        name, inputs, c->out, place, made, addresses, dtypes, given[FOUND_INF], given[MAX_ABS],
+        given[TABLE], given[KIND], given[ACCUMULATE],
+    };
+    if (inputs && made && addresses && dtypes)
+        call = PyObject_Vectorcall(py.call, all, sizeof all / sizeof *all, NULL);
+    free(codes);
     Py_DecRef(inputs);
-    Py_DecRef(dtypes);
+    Py_DecRef(made);
     Py_DecRef(addresses);
-    return record;
+    Py_DecRef(dtypes);
+    return call;
 }
 
-/* Check and run a call and return its output or, if it only `reads`, return its record; None if
- * Python is to decide. Missing arguments at the end are None. */
-static PyObject *take(int64_t function, int reads, PyObject *const *arguments, Py_ssize_t count)
+/* Check a call. If its tensors are on the CPU, run it and return its output; otherwise, and if it
+ * only `reads`, return it as a Call. Return None if Python is to decide. Missing arguments at the
+ * end are None. self: The function's number and name. */
+static PyObject *take(PyObject *self, int reads, PyObject *const *arguments, Py_ssize_t count)
 {
-    const struct function *f = functions + function;
+    const struct function *f = functions + PyLong_AsLongLong(PyTuple_GetItem(self, 0));
     PyObject *given[ARGUMENTS], *result = NULL;
     for (int i = 0; i < ARGUMENTS; i++)
         given[i] = i < count ? arguments[i] : py.none;
@@ -97,9 +104,9 @@ static PyObject *take(int64_t function, int reads, PyObject *const *arguments, P
     Py_IncRef(c.out);
     if ((is_of(given[TENSORS], py.list) || is_of(given[TENSORS], py.tuple)) &&
         (c.inputs = PySequence_Tuple(given[TENSORS])))
-        done = read_call(&c, given, !reads, &t);
-    if (done && reads)
-        result = record_of(&c, &t);
+        done = read_call(&c, given, &t);
+    if (done && (reads || c.seen->device >= 0))
+        result = call_of(&c, PyTuple_GetItem(self, 1), given, &t);
     else if (done && run_task(&c, f, PyFloat_AsDouble(given[FIRST]),
                               PyFloat_AsDouble(given[SECOND]), &t))
         result = result_of(&c, given);
@@ -112,6 +119,7 @@ static PyObject *take(int64_t function, int reads, PyObject *const *arguments, P
     Py_DecRef(c.inputs);
     Py_DecRef(c.cuts);
     free(c.seen);
+    free(c.storages);
     free(c.bounds);
     free(c.addresses);
     free(c.scratch);
@@ -120,18 +128,19 @@ static PyObject *take(int64_t function, int reads, PyObject *const *arguments, P
 
 static PyObject *run_call(PyObject *self, PyObject *const *arguments, Py_ssize_t count)
 {
-    return take(PyLong_AsLongLong(self), 0, arguments, count);
+    return take(self, 0, arguments, count);
 }
 
 static PyObject *read_only(PyObject *self, PyObject *const *arguments, Py_ssize_t count)
 {
-    return take(PyLong_AsLongLong(self), 1, arguments, count);
+    return take(self, 1, arguments, count);
 }
 
-/* Return a Python function that runs calls of `functions[function]`, or only `reads` them; NULL
- * with an exception if torch does not lend tensors as DLPack 1 does. handles: A tuple with the
- * fields of `py`; it is kept alive. */
-PyObject *direct_call(PyObject *handles, int64_t function, int64_t reads)
+/* Return a Python function that runs calls of `functions[number]`, or only `reads` them; NULL with
+ * an exception if torch does not lend tensors as DLPack 1 does. handles: A tuple with the fields
+ * of `py`; it is kept alive. addresses: The fields of `torch`. self: The function's number and
+ * name. */
+PyObject *direct_call(PyObject *handles, const void *addresses, PyObject *self, int64_t reads)
 {
     static PyMethodDef methods[] = {{"run_call", run_call, METH_FASTCALL, NULL},
                                     {"read_only", read_only, METH_FASTCALL, NULL}};
@@ -140,6 +149,7 @@ PyObject *direct_call(PyObject *handles, int64_t function, int64_t reads)
         if (!(field[i] = PyTuple_GetItem(handles, i)))
             return NULL;
     Py_IncRef(handles);
+    memcpy(&torch, addresses, sizeof torch);
     exchange = PyCapsule_GetPointer(py.capsule, "dlpack_exchange_api");
     if (!exchange)
         return NULL;
@@ -147,9 +157,5 @@ PyObject *direct_call(PyObject *handles, int64_t function, int64_t reads)
         PyErr_SetString(py.exception, "torch lends no tensors as DLPack 1 does");
         return NULL;
     }
-    PyObject *number = PyLong_FromLongLong(function), *made = NULL;
-    if (number)
-        made = PyCFunction_NewEx(methods + reads, number, NULL);
-    Py_DecRef(number);
-    return made;
+    return PyCFunction_NewEx(methods + reads, self, NULL);
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -20,11 +21,16 @@ _VARIABLE = "ADASUM_CPU_KERNELS"
 _CHOICES = ("auto", "native", "torch")
 # "found": the compiled functions, or the reason for using torch's. Empty until the first use.
 _state: dict[str, native.Library | str] = {}
+_loading = threading.Lock()
 
 
 def _found() -> native.Library | str:
-    # setdefault, so that threads which load the functions at the same time all use the same ones.
-    return _state.get("found") or _state.setdefault("found", _load())
+    found = _state.get("found")
+    if found is None:
+        # Threads that need the functions at the same time wait for the first one to load them.
+        with _loading:
+            found = _state.get("found") or _state.setdefault("found", _load())
+    return found
 
 
 def _load() -> native.Library | str:

@@ -6,6 +6,7 @@ All functions take one argument, a struct: with ctypes, separate arguments take 
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import itertools
 import logging
@@ -20,7 +21,8 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import increment_version
 
-from kernels.call import Call
+from kernels.call import Call, call_of
+from kernels.layout import Layout
 
 # The dtypes' numbers in the enum of native.c.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
@@ -46,6 +48,17 @@ _OPENMP = {
     "thread_num": "omp_get_thread_num",
     "num_threads": "omp_get_num_threads",
 }
+# The functions of TorchStableABI in interfaces.h, and the version of torch that has them.
+_STABLE_ABI = (
+    *("torch_list_size", "torch_list_get_item", "torch_delete_list", "aoti_torch_get_data_ptr"),
+    *("aoti_torch_get_storage_offset", "aoti_torch_get_storage_size"),
+    "aoti_torch_delete_tensor_object",
+)
+_ABI_VERSION = ctypes.c_uint64(0x020A000000000000)
+_OPERATORS = torch.library.Library("adasum", "FRAGMENT")
+_OPERATORS.define("storages(Tensor[] tensors, int to) -> ()")
+# Libraries that are loaded.
+_registered: list[ctypes.CDLL] = []
 _NONE = array("q")
 _logger = logging.getLogger(__name__)
 
@@ -90,9 +103,10 @@ class Library:
 
     Attributes:
         calls: The functions of calls.h, by the names in `CALLS`. Each checks and runs a direct call
-            on CPU tensors, or returns None if the checks in Python are to decide. Empty if this
-            torch does not give C access to tensors.
-        reads: Likewise functions that check calls on any device and return the arguments.
+            on CPU tensors and returns its output, or checks a call on a GPU and returns it as a
+            `Call`, or returns None if the checks in Python are to decide. Empty if this torch does
+            not give C access to tensors.
+        reads: Likewise functions that return a `Call` on any device.
     """
 
     def __init__(self, path: Path) -> None:
@@ -172,29 +186,58 @@ class Library:
 def _calls(path: Path, team: dict[str, int]) -> list[dict[str, Callable[..., Any]]]:
     """Return a library's functions of direct calls, and the ones that only read, by name."""
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
-        return [{}, {}]
-    # In the order of the fields in reading.h.
-    handles = (
-        *(None, Tensor, torch.nn.Parameter, list, tuple, int, str, Exception),
-        *(Tensor.is_neg, Tensor.is_inference, Tensor.untyped_storage, Tensor.storage_offset),
-        *("requires_grad", torch.is_grad_enabled, torch.is_inference_mode_enabled, unpack_dual),
-        *(increment_version, torch.get_num_threads, Tensor.new_empty, ("dtype",)),
-        *(torch.empty_like, ("dtype", "memory_format"), torch.contiguous_format),
-        *(*_CODES, capsule, *team.values()),
-    )
-    direct_call = ctypes.PyDLL(str(path)).direct_call
-    direct_call.argtypes = (ctypes.py_object, ctypes.c_int64, ctypes.c_int64)
-    direct_call.restype = ctypes.py_object
+    library = ctypes.PyDLL(str(path))
+    library.direct_call.argtypes = ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_int
+    library.direct_call.restype = ctypes.py_object
     try:
+        storages, addresses = _storages(library), array("Q", (*_stable_abi(), *team.values()))
+        # In the order of the fields in reading.h.
+        handles = (
+            *(None, Tensor, torch.nn.Parameter, list, tuple, int, str, Exception),
+            *(Layout, "in_one", call_of, storages),
+            *(Tensor.is_neg, Tensor.is_inference, Tensor.untyped_storage, Tensor.storage_offset),
+            *("requires_grad", torch.is_grad_enabled, torch.is_inference_mode_enabled, unpack_dual),
+            *(increment_version, torch.get_num_threads, Tensor.new_empty, ("dtype",)),
+            *(torch.empty_like, ("dtype", "memory_format"), torch.contiguous_format),
+            *(*_CODES, capsule),
+        )
+        at = addresses.buffer_info()[0]
         return [
-            {name: direct_call(handles, number, reads) for number, name in enumerate(CALLS)}
+            {one[1]: library.direct_call(handles, at, one, reads) for one in enumerate(CALLS)}
             for reads in (False, True)
         ]
     except Exception as error:  # noqa: BLE001 - what C raises; Python does the same
-        # Another version of DLPack or Python: arguments are then checked in Python.
+        # Another version of torch, DLPack or Python: arguments are then checked in Python.
         _logger.info("arguments are checked in Python: %s", error)
         return [{}, {}]
+
+
+@functools.cache
+def _torchs() -> ctypes.CDLL:
+    """Return an object that finds functions in all of torch's libraries."""
+    return ctypes.CDLL(torch._C.__file__)
+
+
+def _stable_abi() -> list[int]:
+    """Return the addresses of the functions in `_STABLE_ABI`; AttributeError if one is missing."""
+    found = [getattr(_torchs(), name) for name in _STABLE_ABI]
+    return [ctypes.cast(one, ctypes.c_void_p).value or 0 for one in found]
+
+
+def _storages(library: ctypes.CDLL) -> Any:
+    """Return the operator whose kernel is `write_storages` of the library that was loaded first.
+
+    It has kernels for CPUs and CUDA devices only. torch raises errors for tensors elsewhere.
+    """
+    torchs = _torchs()
+    for key in () if _registered else (b"CPU", b"CUDA"):
+        handle = ctypes.c_void_p()
+        if torchs.aoti_torch_library_init_impl(b"adasum", key, b"", 0, ctypes.byref(handle)) or (
+            torchs.torch_library_impl(handle, b"storages", library.write_storages, _ABI_VERSION)
+        ):
+            raise RuntimeError("torch takes no kernel by its stable ABI")
+    _registered.append(library)
+    return torch.ops.adasum.storages.default
 
 
 def _room(call: Call, segments: int) -> int:
@@ -247,8 +290,7 @@ def _team() -> dict[str, int]:
     that links them always gives access to them, but it has no public name.
     """
     try:
-        itself = ctypes.CDLL(torch._C.__file__)
-        found = {field: getattr(itself, name) for field, name in _OPENMP.items()}
+        found = {field: getattr(_torchs(), name) for field, name in _OPENMP.items()}
     except (OSError, AttributeError):
         return dict.fromkeys(_OPENMP, 0)
     return {field: ctypes.cast(one, ctypes.c_void_p).value or 0 for field, one in found.items()}

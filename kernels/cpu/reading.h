@@ -37,17 +37,26 @@ enum {
     TENSORS, OUT, DTYPE, FIRST, SECOND, BOUNDS, FOUND_INF, MAX_ABS, TABLE, KIND, ACCUMULATE,
     ARGUMENTS
 };
+/* Tensors of a list of so many are asked for their storages all at once. */
+enum { MANY = 12 };
 /* Python objects that native.py passes, in its order: functions to query and make tensors. */
 static struct {
     PyObject *none, *tensor, *parameter, *list, *tuple, *integer, *text, *exception;
+    PyObject *layout, *in_one, *call, *storages;
     PyObject *is_neg, *is_inference, *untyped_storage, *storage_offset, *requires_grad;
     PyObject *is_grad_enabled, *is_inference_mode_enabled, *unpack_dual;
     PyObject *increment_version, *get_num_threads;
     PyObject *new_empty, *new_names, *empty_like, *like_names, *contiguous;
     PyObject *dtypes[4];
-    PyObject *capsule, *parallel, *thread_num, *num_threads;
+    PyObject *capsule;
 } py;
 static const DLPackExchangeAPI *exchange;
+/* Functions whose addresses native.py finds. */
+static struct {
+    TorchStableABI abi;
+    run_in_team *parallel;
+    count_threads *thread_num, *num_threads;
+} torch;
 
 struct seen {
     char *data;
@@ -57,11 +66,18 @@ struct seen {
     const int64_t *shape;
 };
 
+/* A tensor's address, the elements of its storage before it, and the bytes of the storage. */
+struct storage {
+    void *data;
+    int64_t start, held;
+};
+
 /* The state of one call until it ends. others: found_inf, max_abs and the table. */
 struct call {
     PyObject *inputs, *out, *cuts;
-    int takes, made, on_cpu;
+    int takes, made;
     struct seen *seen, written, others[3];
+    struct storage *storages;
     int64_t *bounds;
     void **addresses;
     double *scratch;
@@ -147,10 +163,60 @@ static int see(PyObject *tensor, struct seen *s)
     return 1;
 }
 
-/* Whether a tensor's storage holds the elements of its description and, if grad mode is on
- * (`following`), it requires no gradient. */
-static int has_memory(PyObject *tensor, int following, const struct seen *s)
+/* The operator adasum::storages(Tensor[] tensors, int to) -> (): write a `struct storage` for each
+ * tensor to an address. torch passes copies of tensors whose memory does not hold their values,
+ * such as negative views: these have other addresses. */
+void write_storages(void **stack, uint64_t arguments, uint64_t results)
 {
+    void *list = stack[0], *tensor;
+    struct storage *to = stack[1];
+    size_t count = 0;
+    /* Otherwise torch would take and release Python's lock for each tensor that is deleted. */
+    int state = PyGILState_Ensure();
+    torch.abi.list_size(list, &count);
+    for (size_t i = 0; i < count && !torch.abi.list_item(list, i, &tensor); i++) {
+        if (torch.abi.data_of(tensor, &to[i].data) || torch.abi.offset_of(tensor, &to[i].start) ||
+            torch.abi.storage_of(tensor, &to[i].held))
+            to[i].held = -1;
+        torch.abi.delete_tensor(tensor);
+    }
+    torch.abi.delete_list(list);
+    PyGILState_Release(state);
+}
+
+/* Read the storages of a tuple of tensors by the operator; return 0, maybe with an exception, if
+ * that fails. */
+static int read_storages(struct call *c, int64_t count)
+{
+    if (!(c->storages = calloc(count, sizeof *c->storages)))
+        return 0;
+    for (int64_t i = 0; i < count; i++)
+        c->storages[i].held = -1;
+    PyObject *to = PyLong_FromLongLong((intptr_t)c->storages), *given[] = {c->inputs, to};
+    PyObject *done = to ? PyObject_Vectorcall(py.storages, given, 2, NULL) : NULL;
+    Py_DecRef(to);
+    Py_DecRef(done);
+    return done != NULL;
+}
+
+/* Read a tensor's storage by its methods; return 0, maybe with an exception, if its memory does
+ * not hold its values. */
+static int read_storage(PyObject *tensor, const struct seen *s, struct storage *found)
+{
+    if (ask(py.is_neg, tensor, truth) != 0)
+        return 0;
+    found->data = s->data;
+    found->held = ask(py.untyped_storage, tensor, length);
+    found->start = found->held < 0 ? -1 : ask(py.storage_offset, tensor, number);
+    return found->start >= 0;
+}
+
+/* Whether a tensor's storage, which is read unless it is given, holds the elements of its
+ * description and, if grad mode is on (`following`), it requires no gradient. */
+static int has_memory(PyObject *tensor, int following, const struct seen *s,
+                      const struct storage *given)
+{
+    struct storage read;
     if (following) {
         PyObject *asks = PyObject_GetAttr(tensor, py.requires_grad);
         int64_t yes = asks ? PyObject_IsTrue(asks) : -1;
@@ -158,14 +224,14 @@ static int has_memory(PyObject *tensor, int following, const struct seen *s)
         if (yes != 0)
             return 0;
     }
-    if (ask(py.is_neg, tensor, truth) != 0)
+    if (!given && !read_storage(tensor, s, &read))
         return 0;
-    int64_t held = ask(py.untyped_storage, tensor, length);
-    int64_t start = held < 0 ? -1 : ask(py.storage_offset, tensor, number);
-    if (start < 0 || s->numel == 0)
-        return start >= 0;
-    start = bytes_of(s->dtype, start);
-    return (uintptr_t)s->data != (uintptr_t)start && start + s->bytes <= held;
+    const struct storage *found = given ? given : &read;
+    if (s->numel == 0)
+        return found->held >= 0;
+    int64_t start = bytes_of(s->dtype, found->start);
+    return found->data == s->data && (uintptr_t)s->data != (uintptr_t)start &&
+           start + s->bytes <= found->held;
 }
 
 static int same_shape(const struct seen *s, int64_t ndim, const int64_t *shape)
@@ -283,7 +349,7 @@ static int read_others(struct call *c, PyObject *const *given, int following, in
         if ((is_table && !(c->takes & (DOTS | FACTORS))) || !see(tensor, s) ||
             s->device != c->seen->device || s->dtype != (wide ? FLOAT64 : FLOAT32) ||
             !(is_table ? same_shape(s, ndim, shape) : s->numel == 1) ||
-            !has_memory(tensor, following, s) || (!is_table && !may_be_written(tensor)) ||
+            !has_memory(tensor, following, s, NULL) || (!is_table && !may_be_written(tensor)) ||
             overlap(s, &c->written))
             return 0;
         for (int k = 0; k < i; k++)
@@ -317,37 +383,56 @@ static int read_kind(int takes, PyObject *const *given, int64_t dtype, int wide,
     return rounded == py.dtypes[t->accumulate] && (dtype != FLOAT64 || t->accumulate == FLOAT64);
 }
 
-/* Fill in the call and the task; return 0 if Python is to decide. layout: count, numel, the
- * elements of each tensor, the boundaries of the slots, and each tensor's number of dimensions and
- * shape. */
-static int read_call(struct call *c, PyObject *const *given, int only_cpu, struct task *t)
+/* Return the description of a layout, which keeps it, or NULL if it is not sound. */
+static const int64_t *layout_at(PyObject *layout)
+{
+    PyObject *bytes = is_of(layout, py.layout) ? PyObject_GetAttr(layout, py.in_one) : NULL;
+    const char *found = bytes && PyObject_Size(bytes) > 0 ? PyBytes_AsString(bytes) : NULL;
+    Py_DecRef(bytes);
+    return (const int64_t *)found;
+}
+
+/* Read the descriptions of the inputs; return 0 if they differ in what must be equal. sizes: Each
+ * tensor's number of dimensions and shape; NULL for equal shapes. */
+static int read_inputs(struct call *c, int64_t count, const int64_t *sizes)
+{
+    struct seen *first = c->seen;
+    for (int64_t i = 0; i < count; i++) {
+        struct seen *s = first + i;
+        if (!see(PyTuple_GetItem(c->inputs, i), s) || s->device != first->device ||
+            (c->takes & ALIKE && s->dtype != first->dtype) ||
+            !same_shape(s, sizes ? *sizes : first->ndim, sizes ? sizes + 1 : first->shape))
+            return 0;
+        if (sizes)
+            sizes += 1 + *sizes;
+    }
+    return count < MANY || read_storages(c, count);
+}
+
+/* Fill in the call and the task; return 0 if Python is to decide. layout: count, numel, the number
+ * of the dtype, the elements of each tensor, the boundaries of the slots, and each tensor's number
+ * of dimensions and shape. */
+static int read_call(struct call *c, PyObject *const *given, struct task *t)
 {
     const int takes = c->takes;
-    PyObject *dtype = given[DTYPE];
-    const int64_t *layout = takes & PACKED ? PyLong_AsVoidPtr(given[BOUNDS]) : NULL, *sizes = NULL;
+    const int64_t *layout = takes & PACKED ? layout_at(given[BOUNDS]) : NULL;
+    PyObject *dtype = layout ? py.dtypes[layout[2]] : given[DTYPE];
     int64_t count = PyTuple_Size(c->inputs), following = tell(py.is_grad_enabled), widest = 0;
     if (count < 1 || following < 0 || (takes & PACKED && (!layout || layout[0] != count)))
         return 0;
     struct seen *seen = c->seen = malloc(count * sizeof *c->seen), *out = &c->written;
     c->addresses = malloc(2 * count * sizeof *c->addresses);
-    if (!seen || !c->addresses)
+    if (!seen || !c->addresses || !read_inputs(c, count, layout ? layout + 4 + 2 * count : NULL))
         return 0;
     int64_t *dtypes = (int64_t *)(c->addresses + count);
-    if (layout)
-        sizes = layout + 3 + 2 * count;
     for (int64_t i = 0; i < count; i++) {
         PyObject *tensor = PyTuple_GetItem(c->inputs, i);
-        if (!see(tensor, seen + i) || (only_cpu && seen[i].device >= 0) ||
-            seen[i].device != seen->device || (takes & ALIKE && seen[i].dtype != seen->dtype) ||
-            !same_shape(seen + i, sizes ? *sizes : seen->ndim, sizes ? sizes + 1 : seen->shape) ||
-            !has_memory(tensor, following, seen + i) ||
+        if (!has_memory(tensor, following, seen + i, c->storages ? c->storages + i : NULL) ||
             (takes & UNPACKS && !may_be_written(tensor)))
             return 0;
         c->addresses[i] = seen[i].data;
         dtypes[i] = seen[i].dtype;
         widest = seen[i].dtype > widest ? seen[i].dtype : widest;
-        if (sizes)
-            sizes += 1 + *sizes;
     }
     if (!layout && !read_bounds(c, given[BOUNDS], seen->numel, &t->segments))
         return 0;
@@ -364,7 +449,7 @@ static int read_call(struct call *c, PyObject *const *given, int only_cpu, struc
     if (!c->out || !see(c->out, out) || out->device != seen->device || in_dual_level(c->out) ||
         (dtype != py.none && dtype != py.dtypes[out->dtype]))
         return 0;
-    if (!c->made && (!has_memory(c->out, following, out) ||
+    if (!c->made && (!has_memory(c->out, following, out, NULL) ||
                      (!(takes & UNPACKS) && !may_be_written(c->out))))
         return 0;
     if (!(own ? same_shape(out, own, shape) : same_shape(out, seen->ndim, seen->shape)) ||
@@ -383,9 +468,8 @@ static int read_call(struct call *c, PyObject *const *given, int only_cpu, struc
     t->out = out->data, t->out_dtype = out->dtype;
     t->bounds = c->bounds;
     if (layout) {
-        t->numels = layout + 2, t->bounds = layout + 2 + count, t->segments = count;
+        t->numels = layout + 3, t->bounds = layout + 3 + count, t->segments = count;
         t->packing = !(takes & UNPACKS);
     }
-    c->on_cpu = seen->device < 0;
     return !(takes & UNPACKS) || disjoint(seen, count);
 }

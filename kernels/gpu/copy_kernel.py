@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import math
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from kernels.gpu import launcher
 from kernels.gpu.device_tables import TABLES, AddressTable, upload
 from kernels.gpu.launcher import Kernel, Launch, jit, tl
 from kernels.gpu.tiles import load_tile, part_of, report, rescale, store_tile
-from kernels.layout import Layout
+from kernels.layout import PackedList
 
 # The largest float32: a larger factor would be infinite in float32.
 _LARGEST = torch.finfo(torch.float32).max
@@ -71,9 +71,10 @@ def _copy_kernel(
 ):
     """Copy one tile between one tensor and its slot.
 
-    The table starts with the number of every tile's row. There is one row per tensor: the offset of
-    its slot in the buffer, its elements, the elements of the slot (with padding) and its first
-    tile. Addresses are in another table, since they change while the layout stays.
+    The table starts with the number of every tile's tensor. There is one row per tensor: the offset
+    of its slot in the buffer, its elements, the elements of the slot (with padding) and its first
+    tile. Addresses are in another table, since they change while the layout stays. Only tensors of
+    dtype TENSOR have tiles. If these are all, `tensor_count` is their number, otherwise 0.
     """
     tile = tl.program_id(0).to(tl.int64)
     index = tile
@@ -137,67 +138,45 @@ def _copy_kernel(
             )  # fmt: skip
 
 
-class Copies:
-    """One launch for each dtype among the tensors."""
+class _Kind(NamedTuple):
+    """The tensors of one dtype in a list, for `_copy_kernel`: `tensors` is its `tensor_count`."""
 
-    def __init__(self, call: Call, table: AddressTable) -> None:
-        assert call.packed is not None
-        self._call, layout, kinds = call, call.packed.layout, call.packed.kinds()
-        # The key: whether there is a scale, whether it is finite in float32 and in float64, and its
-        # dtype if it is a tensor.
-        self._launches: dict[tuple[bool, bool, bool, torch.dtype | None], list[Launch]] = {}
-        # For each dtype: the addresses and the table, the numbers of tiles and tensors, and a
-        # tile's elements and warps. Uploaded now: the first run may be captured, and only replays
-        # would fill a table that is uploaded in a capture.
-        self._kinds: dict[torch.dtype, tuple[Tensor, Tensor, int, int, int, int]] = {}
-        ordered, done = call.addresses, 0
-        if len(kinds) > 1 or len(ordered) > sum(map(len, kinds.values())):
-            # Sort the addresses by dtype.
-            order = itertools.chain.from_iterable(kinds.values())
-            ordered = array("Q", [call.addresses[i] for i in order])
-        addresses = table.write(ordered, call.out.device) if kinds else None
-        for dtype, chosen in kinds.items():
-            assert addresses is not None
-            narrower = min(dtype.itemsize, layout.dtype.itemsize)
-            block, warps = launcher.block_of(layout.numel, narrower, TILE_BYTES)
-            rows, tiles = _table(layout, chosen, block, call.out.device)
-            count = len(chosen)
-            own = addresses[done : done + count] if len(kinds) > 1 else addresses
-            self._kinds[dtype] = own, rows, tiles, count, block, warps
-            done += count
+    dtype: torch.dtype
+    table: Tensor
+    tiles: int
+    tensors: int
+    block: int
+    warps: int
 
-    def __call__(self, scale: float | Tensor) -> None:
-        """Launch the copies with this scale."""
-        bits, live = launcher.scalar_of(scale, self._call.out)
-        number = math.inf if live is not None else float(scale)
-        kind = (number != 1.0, abs(number) <= _LARGEST, math.isfinite(number), live)
-        launches = self._launches.get(kind)
-        if launches is None:
-            launches = self._launches[kind] = self._bind(*kind)
-        for launch in launches:
-            launch(bits)
 
-    def _bind(
-        self, scaled: bool, fits_float: bool, finite: bool, live: torch.dtype | None
+def copies(call: Call, table: AddressTable) -> Callable[[float | Tensor], None]:
+    """Bind one launch for each dtype among the tensors."""
+    packed, out = call.packed, call.out
+    assert packed is not None
+    if not any(packed.layout.numels):
+        return launcher.nothing
+    # Uploaded now: the first run may be captured, and only replays would fill a table that is
+    # uploaded in a capture.
+    kinds, addresses = _kinds(packed, out.device), table.write(call.addresses, out.device)
+
+    def bind(
+        scaled: bool, fits_float: bool, finite: bool, live: torch.dtype | None
     ) -> list[Launch]:
-        launches, out = [], self._call.out
-        if (guard := launcher.elsewhere(out)) is not None:
-            with guard:
-                return self._bind(scaled, fits_float, finite, live)
-        for dtype, (addresses, table, tiles, count, block, warps) in self._kinds.items():
+        launches = []
+        for dtype, rows, tiles, tensors, block, warps in kinds:
             wide = compute_dtype(dtype, out.dtype)
             launch = _copy_kernel.bind(
                 tiles,
                 (0,),
-                table,
+                rows,
                 addresses,
                 out,
-                self._call.findings,
-                count,
+                call.findings,
+                tensors,
                 TENSOR=dtype,
                 BUFFER=out.dtype,
                 WIDE=wide,
-                PACK=self._call.packing,
+                PACK=call.packing,
                 SCALED=scaled,
                 FINITE=finite if wide == torch.float64 else fits_float,
                 LIVE=live,
@@ -207,22 +186,45 @@ class Copies:
             launches.append(launch)
         return launches
 
+    # By whether there is a scale, whether it is finite in float32 and in float64, and its dtype if
+    # it is a tensor.
+    bound: dict[tuple[bool, bool, bool, torch.dtype | None], list[Launch]] = {}
 
-def _table(
-    layout: Layout, chosen: Sequence[int], block: int, device: torch.device
-) -> tuple[Tensor, int]:
-    """Return the chosen tensors' device table, and their number of tiles of `block` elements."""
+    def run(scale: float | Tensor) -> None:
+        bits, live = launcher.scalar_of(scale, out)
+        number = math.inf if live is not None else float(scale)
+        kind = (number != 1.0, abs(number) <= _LARGEST, math.isfinite(number), live)
+        if kind not in bound:
+            with launcher.elsewhere(out) or contextlib.nullcontext():
+                bound[kind] = bind(*kind)
+        for launch in bound[kind]:
+            launch(bits)
 
-    def make(pinned: Tensor | None) -> tuple[Tensor, Tensor, int]:
-        index, (numels, edges) = np.array(chosen), map(np.array, layout.in_c)
-        offsets, slots, sizes = edges[:-1][index], np.diff(edges)[index], numels[index]
-        tiles = -(-slots // block)
-        ends = np.cumsum(tiles)
-        rows = np.stack([offsets, sizes, slots, ends - tiles])
-        owners = np.repeat(np.arange(len(chosen)), tiles)
-        table, host = upload(np.concatenate([owners, rows.T.reshape(-1)]), device, pinned)
-        return table, host, int(ends[-1])
+    return run
 
-    key = ("copy", block, chosen, layout.content)
-    table, _, tiles = TABLES.fetch(key, device, make)
-    return table, tiles
+
+def _kinds(packed: PackedList, device: torch.device) -> list[_Kind]:
+    """Return each dtype's tensors, with their tables on the device."""
+    layout = packed.layout
+
+    def make(pinned: Tensor | None) -> tuple[Tensor, Tensor, list[_Kind]]:
+        numels, edges = map(np.array, layout.in_c)
+        slots, parts, kinds = np.diff(edges), [], []
+        for dtype, chosen in packed.kinds().items():
+            narrower = min(dtype.itemsize, layout.dtype.itemsize)
+            block, warps = launcher.block_of(layout.numel, narrower, TILE_BYTES)
+            tiles = np.zeros_like(slots)
+            tiles[chosen] = -(-slots[chosen] // block)
+            rows = np.stack([edges[:-1], numels, slots, np.cumsum(tiles) - tiles])
+            owners = np.repeat(np.arange(len(tiles)), tiles)
+            parts.append(np.concatenate([owners, rows.T.reshape(-1)]))
+            tensors = len(numels) if len(chosen) == len(numels) else 0
+            kinds.append((dtype, len(owners), tensors, block, warps))
+        table, host = upload(np.concatenate(parts), device, pinned)
+        tables = table.split([len(part) for part in parts])
+        pairs = zip(kinds, tables, strict=True)
+        return table, host, [_Kind(kind[0], own, *kind[1:]) for kind, own in pairs]
+
+    key = ("copy", packed.codes, layout.dtype, layout.content)
+    found: tuple[Tensor, Tensor, list[_Kind]] = TABLES.fetch(key, device, make)
+    return found[2]

@@ -155,29 +155,36 @@ class AddressTable:
         Raises:
             RuntimeError: A graph is being captured, and would write the addresses at each replay.
         """
-        new = self._table is None or len(addresses) != len(self._table)
-        capturing = _is_capturing(device)
-        if new and (self._planned or capturing):
+        capturing, known = _is_capturing(device), self._table
+        if not (self._planned or capturing):
+            return _on_host(addresses, device).to(device, non_blocking=True)
+        if known is None or len(addresses) != len(known):
             key = ("addresses", addresses.tobytes())
 
             def make(pinned: Tensor | None) -> tuple[Tensor, Tensor]:
                 return upload(np.array(addresses, dtype=np.int64), device, pinned)
 
-            self._table, self._own = TABLES.fetch(key, device, make)[0], False
-            return self._table
+            found: Tensor = TABLES.fetch(key, device, make)[0]
+            if self._planned:
+                self._table, self._own = found, False
+            return found
         if capturing:
             raise RuntimeError("a plan cannot be bound to other tensors while a graph is captured")
-        host = torch.frombuffer(addresses, dtype=torch.int64)
-        # Up to 64 KiB, CUDA copies pageable memory before the call returns. Larger tables use
-        # pinned memory, which torch keeps alive until the copy is done.
-        on_gpu = device.type == "cuda"
-        if on_gpu and 8 * len(addresses) > _COPIED_AT_ONCE:
-            host = host.pin_memory()
-        if self._table is None or new or not self._own:
-            self._table, self._own = host.to(device, non_blocking=True), on_gpu
-        else:
-            self._table.copy_(host, non_blocking=True)
+        host = _on_host(addresses, device)
+        if self._own:
+            return known.copy_(host, non_blocking=True)
+        self._table, self._own = host.to(device, non_blocking=True), device.type == "cuda"
         return self._table
+
+
+def _on_host(addresses: array[int], device: torch.device) -> Tensor:
+    """Return the addresses as a tensor that can be copied to the device without waiting."""
+    host = torch.frombuffer(addresses, dtype=torch.int64)
+    # Up to 64 KiB, CUDA copies pageable memory before the call returns. Larger tables use pinned
+    # memory, which torch keeps alive until the copy is done.
+    if 8 * len(addresses) > _COPIED_AT_ONCE and device.type == "cuda":
+        return host.pin_memory()
+    return host
 
 
 class Scratch:
