@@ -56,13 +56,21 @@ TAKES = {
 
 
 def check_pack(
-    tensors: Iterable[Tensor], layout: Layout | None, out: Tensor | None, findings: Findings
+    tensors: Iterable[Tensor],
+    layout: Layout | None,
+    out: Tensor | None,
+    findings: Findings,
+    *,
+    copies: bool,
 ) -> Call:
-    """Check the arguments of `pack`, and make the buffer if `out` is None."""
+    """Check the arguments of `pack`, and make the buffer if `out` is None.
+
+    copies: Whether tensors that are not contiguous are copied.
+    """
     given, chosen = lay_out(tensors, layout, None)
     if (call := read("pack", given, out, None, chosen, findings)) is not None:
         return call
-    inputs, target = check_packed(given, chosen), out
+    inputs, target = check_packed(given, chosen, any_order=copies), out
     device = device_of(inputs)
     if out is not None:
         check_tensor("out", out)
@@ -72,6 +80,7 @@ def check_pack(
     findings.check(device, chosen.dtype)
     if target is None:
         target = torch.empty(chosen.numel, dtype=chosen.dtype, device=device)
+    inputs = [one.contiguous() for one in inputs]
     return call_of("pack", inputs, target, chosen, out is None, b"", codes_of(inputs), *findings)
 
 
@@ -83,7 +92,7 @@ def check_unpack(
     given, chosen = lay_out(tensors, layout, buffer.dtype)
     if (call := read("unpack", given, buffer, None, chosen, findings)) is not None:
         return call
-    inputs = check_packed(given, chosen)
+    inputs = check_packed(given, chosen, any_order=False)
     device = inputs[0].device if inputs else buffer.device
     check_buffer("buffer", buffer, chosen, device)
     check_all_writable("tensors", inputs)
@@ -128,6 +137,10 @@ def check(
         check_accumulate(accumulate, first.dtype)
     bounds = check_segments(segments, first.numel())
     rows, count = len(bounds) - 1, len(inputs)
+    if rows != 1 and not first.is_contiguous():
+        raise ValueError(
+            f"{name} is not contiguous, and segments are of contiguous elements: pass .contiguous()"
+        )
     shapes = {"rows": (rows, 3), "matrices": (rows, count, count, *((2,) if kind else ()))}
     if (shape := shapes.get(takes.out)) is not None:
         target = check_written("out", out, shape, first.device)
@@ -170,7 +183,7 @@ def check_equals(tensors: object) -> list[Tensor]:
     given = read_list("tensors", tensors)
     if not given:
         raise ValueError(EMPTY)
-    first = check_tensor("tensors[0]", given[0])
+    first = check_tensor("tensors[0]", given[0], any_order=True)
     for i, tensor in enumerate(given[1:], 1):
         check_like(f"tensors[{i}]", tensor, "tensors[0]", first)
     return given
@@ -192,7 +205,8 @@ def check_target(
     if dtype is not None:
         check_dtype("dtype", dtype)
     if out is None:
-        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+        order = torch.contiguous_format if like.is_contiguous() else torch.preserve_format
+        return torch.empty_like(like, dtype=dtype, memory_format=order)
     target = check_writable("out", check_like("out", out, like_name, like, any_dtype=any_dtype))
     if dtype is not None and target.dtype != dtype:
         raise TypeError(f"out has dtype {target.dtype} but dtype is {dtype}: drop one of them")
@@ -202,7 +216,7 @@ def check_target(
 def _check_pair(tensors: object, takes: Takes) -> list[Tensor]:
     """Return the tensors a and b if they are equal in shape and device and, if asked, dtype."""
     a, b = cast("tuple[object, object]", tensors)
-    left = check_tensor("a", a)
+    left = check_tensor("a", a, any_order=True)
     return [left, check_like("b", b, "a", left, any_dtype=not takes.alike)]
 
 

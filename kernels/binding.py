@@ -109,11 +109,11 @@ def _check_overlap(call: Call, others: list[tuple[str, Tensor]]) -> None:
                 if not (in_place and _byte_range(one) == _byte_range(tensor)):
                     _check_no_overlap(name, tensor, call.name(i), one)
     if call.function == "unpack":
-        _check_disjoint("tensors", call.inputs)
+        check_disjoint("tensors", call.inputs)
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of a contiguous tensor, and the first one after it."""
+    """Return the first address of a tensor that fills its memory, and the first one after it."""
     start = tensor.data_ptr()
     return start, start + tensor.nbytes
 
@@ -125,7 +125,7 @@ def _check_no_overlap(name: str, written: Tensor, other_name: str, other: Tensor
         raise ValueError(f"{name} overlaps {other_name} in memory: pass a separate tensor")
 
 
-def _check_disjoint(name: str, tensors: Sequence[Tensor]) -> None:
+def check_disjoint(name: str, tensors: Sequence[Tensor]) -> None:
     """Raise ValueError if two tensors of a list share memory; all of them are written."""
     last, owner = 0, 0
     for (start, end), i in sorted((_byte_range(one), i) for i, one in enumerate(tensors)):

@@ -133,7 +133,7 @@ def layout_of(
         >>> layout.offsets, layout.numel
         ((0, 16), 32)
     """
-    given = check_each("tensors", read_list("tensors", tensors))
+    given = check_each("tensors", read_list("tensors", tensors), any_order=True)
     if dtype is None:
         dtype = given[0].dtype if given else torch.float32
         for i, other in enumerate(given):
@@ -201,14 +201,16 @@ def lay_out(
     return given, layout
 
 
-def check_packed(given: list[Any], layout: Layout) -> list[Tensor]:
+def check_packed(given: list[Any], layout: Layout, *, any_order: bool = True) -> list[Tensor]:
     """Return a list's tensors if they can be read and have a layout's shapes.
+
+    any_order: As in `check_tensor`.
 
     Raises:
         TypeError: A tensor has another type or dtype.
         ValueError: A tensor cannot be read, or has another shape.
     """
-    inputs = check_each("tensors", given)
+    inputs = check_each("tensors", given, any_order=any_order)
     if tuple([one.shape for one in inputs]) != layout.shapes:
         raise ValueError(
             f"layout holds {len(layout.shapes)} tensors of other shapes than the "

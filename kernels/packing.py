@@ -8,12 +8,21 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import check_pack, check_unpack, device_of
+from kernels.binding import check_disjoint
 from kernels.findings import Findings
 from kernels.layout import Layout, check_buffer, check_layout, check_packed, lay_out
 from kernels.plans import PackPlan, UnpackPlan
 from kernels.reading import in_c
 from kernels.torch_ops import run
-from kernels.validation import check_factor, check_tensor
+from kernels.validation import (
+    check_all_writable,
+    check_each,
+    check_factor,
+    check_tensor,
+    fills_memory,
+    read_list,
+    tracing,
+)
 
 
 def pack(
@@ -30,7 +39,8 @@ def pack(
     Products are computed in float32 (float64 if either dtype is float64) and rounded once.
 
     Args:
-        tensors: Contiguous tensors on one device, of any supported dtypes.
+        tensors: Tensors on one device, of any supported dtypes. Elements are packed in the order of
+            contiguous tensors: others, such as those in `torch.channels_last`, are copied first.
         layout: Where each tensor goes, and the buffer's dtype; `layout_of(tensors)` if None.
         out: The buffer to write: 1-D, `layout.numel` elements of `layout.dtype`, which shares no
             memory with the tensors. None makes one.
@@ -58,7 +68,8 @@ def pack(
     findings = found_inf, max_abs
     packed = in_c("pack")(tensors, out, None, scale, 1.0, layout, *findings)
     if not isinstance(packed, Tensor):
-        packed = run(packed or check_pack(tensors, layout, out, Findings(*findings)), scale)
+        call = packed or check_pack(tensors, layout, out, Findings(*findings), copies=True)
+        packed = run(call, scale)
     return packed
 
 
@@ -81,7 +92,7 @@ def plan_pack(
         >>> plan(scale=2.0)
         tensor([2., 4., 6., 0.])
     """
-    return PackPlan(check_pack(tensors, layout, out, Findings(found_inf, max_abs)))
+    return PackPlan(check_pack(tensors, layout, out, Findings(found_inf, max_abs), copies=False))
 
 
 def unpack(
@@ -99,7 +110,8 @@ def unpack(
 
     Args:
         buffer: 1-D, packed as `layout` says.
-        tensors: The tensors to write, which share no memory with each other or the buffer.
+        tensors: The tensors to write, which share no memory with each other or the buffer. Those
+            that are not contiguous are written by a copy, as `pack` reads them.
         layout: The layout of `buffer`; `layout_of(tensors, dtype=buffer.dtype)` if None.
         scale: As in `pack`.
         found_inf: As in `pack`.
@@ -121,9 +133,39 @@ def unpack(
     findings = found_inf, max_abs
     unpacked = in_c("unpack")(tensors, buffer, None, scale, 1.0, layout, *findings)
     if not isinstance(unpacked, list):
-        call = unpacked or check_unpack(buffer, tensors, layout, Findings(*findings))
+        given = read_list("tensors", tensors)
+        if unpacked is None and any(map(_is_permuted, given)):
+            return _unpack_permuted(buffer, given, layout, scale, *findings)
+        call = unpacked or check_unpack(buffer, given, layout, Findings(*findings))
         unpacked = run(call, scale)
     return unpacked
+
+
+def _is_permuted(tensor: object) -> bool:
+    """Whether this is a tensor such as in torch.channels_last: contiguous once it is permuted."""
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return not tensor.is_contiguous() and fills_memory(tensor)
+
+
+def _unpack_permuted(
+    buffer: Tensor,
+    given: list[Tensor],
+    layout: Layout | None,
+    scale: float | Tensor,
+    *findings: Tensor | None,
+) -> list[Tensor]:
+    """`unpack` into contiguous tensors, and copy these into the tensors that are not."""
+    check_all_writable("tensors", check_each("tensors", given, any_order=True))
+    if not tracing():
+        check_disjoint("tensors", given)
+    dense = torch.contiguous_format
+    parts = [torch.empty_like(t, memory_format=dense) if _is_permuted(t) else t for t in given]
+    unpack(buffer, parts, layout=layout, scale=scale, found_inf=findings[0], max_abs=findings[1])
+    for tensor, part in zip(given, parts, strict=True):
+        if tensor is not part:
+            tensor.copy_(part)
+    return given
 
 
 def plan_unpack(

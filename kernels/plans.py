@@ -90,6 +90,8 @@ class Plan:
     def __init__(self, call: Call) -> None:
         _refuse_outside_eager(call.function)
         _refuse_followed(call)
+        if call.inputs and not call.inputs[0].is_contiguous():
+            raise ValueError(f"{call.name(0)} is not contiguous, in a plan: pass .contiguous()")
         self._dtypes, self._shapes = call.dtypes, call.shapes
         self._device, self._table = call.out.device, AddressTable()
         # The index of the input that is also `out`, if any.
@@ -172,6 +174,7 @@ class Plan:
             (fresh.dtypes == self._dtypes if packed is None else fresh.packed == packed)
             and first.shape == self._shapes[0]
             and first.device == self._device
+            and first.is_contiguous()
         )
 
     def _check_equal(self, inputs: list[Tensor]) -> None:

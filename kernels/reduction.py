@@ -48,7 +48,8 @@ def sum_n(
     `accumulate`.
 
     Args:
-        tensors: At least one, equal in shape, dtype and device.
+        tensors: At least one, equal in shape, dtype and device, and contiguous or in one order in
+            memory, such as `torch.channels_last`, which `out` has, too.
         more: An error: tensors are passed as one list.
         out: The tensor to write and return, which may be one of the tensors. None makes one.
         scale: The factor of the sum: a float, or a 0-d tensor of any supported dtype. If it is on
@@ -133,7 +134,7 @@ def scaled_add(
     """Return alpha*a + beta*b, computed in float32 (float64 if a dtype is), rounded once.
 
     Args:
-        a: A tensor of any supported dtype.
+        a: A tensor of any supported dtype, in memory as the tensors of `sum_n`.
         b: Equal to a in shape and device, of any supported dtype.
         alpha: The factor of a, as `scale` in `sum_n`.
         beta: The factor of b, as `scale` in `sum_n`.
@@ -251,7 +252,7 @@ def scaled_add_reference(
         >>> kernels.scaled_add_reference(torch.tensor([1.0]), torch.tensor([3.0]), alpha=2.0)
         tensor([5.], dtype=torch.float64)
     """
-    left = check_tensor("a", a)
+    left = check_tensor("a", a, any_order=True)
     right = check_like("b", b, "a", left, any_dtype=True)
     alpha, beta = check_factor("alpha", alpha), check_factor("beta", beta)
     return alpha * left.detach().double() + beta * right.detach().double()

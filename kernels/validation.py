@@ -46,9 +46,10 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{name} {has} {dtype}, which is not supported: convert to {_NAMES}")
 
 
-def check_tensor(name: str, tensor: object) -> Tensor:
+def check_tensor(name: str, tensor: object, *, any_order: bool = False) -> Tensor:
     """Return `tensor` if a kernel can read it: dense, contiguous, supported dtype, CPU or CUDA.
 
+    any_order: Whether its dimensions may be in any order in memory, as in torch.channels_last.
     Raises TypeError (not a tensor, dtype) or ValueError (layout, contiguity, device).
     """
     if not isinstance(tensor, Tensor) or not (type(tensor) in PLAIN or tracing()):
@@ -63,9 +64,25 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         raise ValueError(f"{name} is a negative view: pass {name}.resolve_neg()")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {tensor.device}: move it to the CPU or a CUDA device")
-    if not tensor.is_contiguous():
+    if not tensor.is_contiguous() and not (any_order and fills_memory(tensor)):
         raise ValueError(f"{name} is not contiguous: pass {name}.contiguous()")
     return tensor
+
+
+def fills_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous if its dimensions are permuted, as in torch.channels_last."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Return the strides of all dimensions but those of one element."""
+    rows = zip(tensor.stride(), tensor.shape, strict=True)
+    return [] if tensor.is_contiguous() else [stride for stride, size in rows if size != 1]
 
 
 def _not_plain(argument: str, tensor: object) -> str:
@@ -136,9 +153,11 @@ def read_list(name: str, tensors: object) -> list[Any]:
     return list(tensors)
 
 
-def check_each(name: str, given: Sequence[Any]) -> list[Tensor]:
+def check_each(name: str, given: Sequence[Any], *, any_order: bool = False) -> list[Tensor]:
     """Return the elements of `read_list` if all are readable tensors on one device."""
-    checked = [check_tensor(f"{name}[{i}]", tensor) for i, tensor in enumerate(given)]
+    checked = [
+        check_tensor(f"{name}[{i}]", tensor, any_order=any_order) for i, tensor in enumerate(given)
+    ]
     for i, tensor in enumerate(checked[1:], 1):
         if tensor.device != checked[0].device:
             raise ValueError(
@@ -151,8 +170,8 @@ def check_each(name: str, given: Sequence[Any]) -> list[Tensor]:
 def check_like(
     name: str, tensor: object, like_name: str, like: Tensor, *, any_dtype: bool = False
 ) -> Tensor:
-    """Return `tensor` if it is readable and has the shape, device and dtype of `like`."""
-    checked = check_tensor(name, tensor)
+    """Return `tensor` if it is readable and has the shape, device, dtype and order of `like`."""
+    checked = check_tensor(name, tensor, any_order=True)
     if checked.dtype != like.dtype and not any_dtype:
         raise TypeError(
             f"{name} has dtype {checked.dtype} but {like_name} has {like.dtype}: convert one"
@@ -165,6 +184,11 @@ def check_like(
         raise ValueError(
             f"{name} has shape {tuple(checked.shape)} but {like_name} has "
             f"{tuple(like.shape)}: they must be equal"
+        )
+    if _strides(checked) != _strides(like):
+        raise ValueError(
+            f"{name} is not in memory in the order of {like_name}, with strides {checked.stride()} "
+            f"and {like.stride()}: pass .contiguous() of both"
         )
     return checked
 

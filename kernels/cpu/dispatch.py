@@ -11,7 +11,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+
+from torch import Tensor
 
 from kernels.call import Call
 from kernels.cpu import native, torch_fallback
@@ -76,4 +79,14 @@ def bind(call: Call) -> Callable[..., None]:
     """Return a function of the call's scalars, which runs the call and can be used repeatedly."""
     if (found := library()) is not None:
         return found.bind(call)
+    inputs = call.inputs
+    if inputs and not inputs[0].is_contiguous():
+        # All tensors are in one order in memory, so that is an order of elements.
+        out = _flat(call.out) if call.in_place else call.out
+        call = replace(call, inputs=[_flat(tensor) for tensor in inputs], out=out)
     return partial(getattr(torch_fallback, call.function), call)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements in the order in which they are in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))

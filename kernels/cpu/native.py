@@ -198,8 +198,8 @@ def _calls(path: Path, team: dict[str, int]) -> list[dict[str, Callable[..., Any
             *(Tensor.is_neg, Tensor.is_inference, Tensor.untyped_storage, Tensor.storage_offset),
             *("requires_grad", torch.is_grad_enabled, torch.is_inference_mode_enabled, unpack_dual),
             *(increment_version, torch.get_num_threads, Tensor.new_empty, ("dtype",)),
-            *(torch.empty_like, ("dtype", "memory_format"), torch.contiguous_format),
-            *(*_CODES, capsule),
+            *(torch.empty_like, ("dtype", "memory_format")),
+            *(torch.contiguous_format, torch.preserve_format, *_CODES, capsule),
         )
         at = addresses.buffer_info()[0]
         return [

@@ -46,7 +46,7 @@ static struct {
     PyObject *is_neg, *is_inference, *untyped_storage, *storage_offset, *requires_grad;
     PyObject *is_grad_enabled, *is_inference_mode_enabled, *unpack_dual;
     PyObject *increment_version, *get_num_threads;
-    PyObject *new_empty, *new_names, *empty_like, *like_names, *contiguous;
+    PyObject *new_empty, *new_names, *empty_like, *like_names, *contiguous, *preserve;
     PyObject *dtypes[4];
     PyObject *capsule;
 } py;
@@ -64,6 +64,8 @@ struct seen {
     int64_t device;
     int64_t ndim;
     const int64_t *shape;
+    /* NULL if the tensor is contiguous. */
+    const int64_t *strides;
 };
 
 /* A tensor's address, the elements of its storage before it, and the bytes of the storage. */
@@ -138,7 +140,23 @@ static int dtype_of(const DLTensor *t)
     return t->bits == 16 ? FLOAT16 : t->bits == 32 ? FLOAT32 : t->bits == 64 ? FLOAT64 : -1;
 }
 
-/* Describe a tensor in `s`; return whether it is plain, contiguous and on the CPU or a GPU. */
+/* Whether a tensor is contiguous once its dimensions are permuted, as in torch.channels_last. */
+static int fills_memory(const DLTensor *t, int64_t numel)
+{
+    int64_t step = 1;
+    for (int found = 1; found;) {
+        found = 0;
+        for (int i = 0; i < t->ndim && !found; i++)
+            if (t->shape[i] != 1 && t->strides[i] == step) {
+                step *= t->shape[i];
+                found = 1;
+            }
+    }
+    return step == numel;
+}
+
+/* Describe a tensor in `s`; return whether it is plain, fills its memory and is on the CPU or a
+ * GPU. */
 static int see(PyObject *tensor, struct seen *s)
 {
     PyObject *type = PyObject_Type(tensor);
@@ -155,10 +173,12 @@ static int see(PyObject *tensor, struct seen *s)
         dense &= t.shape[i] == 1 || t.strides[i] == step;
         step *= t.shape[i];
     }
-    if (step && !dense)
+    dense |= step == 0;
+    if (!dense && !fills_memory(&t, step))
         return 0;
     *s = (struct seen){.data = (char *)t.data + t.byte_offset, .numel = step, .dtype = dtype,
-                       .device = on_gpu ? t.device_id : -1, .ndim = t.ndim, .shape = t.shape};
+                       .device = on_gpu ? t.device_id : -1, .ndim = t.ndim, .shape = t.shape,
+                       .strides = dense ? NULL : t.strides};
     s->bytes = bytes_of(dtype, step);
     return 1;
 }
@@ -234,9 +254,21 @@ static int has_memory(PyObject *tensor, int following, const struct seen *s,
            start + s->bytes <= found->held;
 }
 
-static int same_shape(const struct seen *s, int64_t ndim, const int64_t *shape)
+/* Whether a tensor is contiguous and has this shape. */
+static int has_shape(const struct seen *s, int64_t ndim, const int64_t *shape)
 {
-    return s->ndim == ndim && (ndim == 0 || !memcmp(s->shape, shape, ndim * sizeof *shape));
+    return s->ndim == ndim && !s->strides &&
+           (ndim == 0 || !memcmp(s->shape, shape, ndim * sizeof *shape));
+}
+
+/* Whether tensors are equal in shape and in one order in memory. */
+static int is_like(const struct seen *s, const struct seen *other)
+{
+    int equal = s->ndim == other->ndim && !s->strides == !other->strides;
+    for (int i = 0; equal && i < s->ndim; i++)
+        equal = s->shape[i] == other->shape[i] &&
+                (!s->strides || s->shape[i] == 1 || s->strides[i] == other->strides[i]);
+    return equal;
 }
 
 static int overlap(const struct seen *a, const struct seen *b)
@@ -298,12 +330,13 @@ static int shape_of(int takes, int64_t rows, int64_t count, int precise, int64_t
     return takes & PACKED ? 1 : matrices ? 3 + precise : 2;
 }
 
-/* Make an output as kernels/arguments.py does: of this shape, or like the first tensor if ndim is
- * 0. */
-static PyObject *make(int ndim, const int64_t *shape, PyObject *first, PyObject *dtype)
+/* Make an output as kernels/arguments.py does: of this shape, or if ndim is 0 like the first
+ * tensor, which may be `contiguous`. */
+static PyObject *make(int ndim, const int64_t *shape, PyObject *first, int contiguous,
+                      PyObject *dtype)
 {
     if (!ndim) {
-        PyObject *given[] = {first, dtype, py.contiguous};
+        PyObject *given[] = {first, dtype, contiguous ? py.contiguous : py.preserve};
         return PyObject_Vectorcall(py.empty_like, given, 1, py.like_names);
     }
     PyObject *given[6] = {first}, *made = NULL;
@@ -348,7 +381,7 @@ static int read_others(struct call *c, PyObject *const *given, int following, in
             continue;
         if ((is_table && !(c->takes & (DOTS | FACTORS))) || !see(tensor, s) ||
             s->device != c->seen->device || s->dtype != (wide ? FLOAT64 : FLOAT32) ||
-            !(is_table ? same_shape(s, ndim, shape) : s->numel == 1) ||
+            !(is_table ? has_shape(s, ndim, shape) : s->numel == 1) ||
             !has_memory(tensor, following, s, NULL) || (!is_table && !may_be_written(tensor)) ||
             overlap(s, &c->written))
             return 0;
@@ -401,7 +434,7 @@ static int read_inputs(struct call *c, int64_t count, const int64_t *sizes)
         struct seen *s = first + i;
         if (!see(PyTuple_GetItem(c->inputs, i), s) || s->device != first->device ||
             (c->takes & ALIKE && s->dtype != first->dtype) ||
-            !same_shape(s, sizes ? *sizes : first->ndim, sizes ? sizes + 1 : first->shape))
+            !(sizes ? has_shape(s, *sizes, sizes + 1) : is_like(s, first)))
             return 0;
         if (sizes)
             sizes += 1 + *sizes;
@@ -434,7 +467,8 @@ static int read_call(struct call *c, PyObject *const *given, struct task *t)
         dtypes[i] = seen[i].dtype;
         widest = seen[i].dtype > widest ? seen[i].dtype : widest;
     }
-    if (!layout && !read_bounds(c, given[BOUNDS], seen->numel, &t->segments))
+    if (!layout && (!read_bounds(c, given[BOUNDS], seen->numel, &t->segments) ||
+                    (seen->strides && t->segments != 1)))
         return 0;
     if (!read_kind(takes, given, seen->dtype, widest == FLOAT64, t))
         return 0;
@@ -444,7 +478,7 @@ static int read_call(struct call *c, PyObject *const *given, struct task *t)
     c->made = c->out == py.none && !(takes & UNPACKS);
     if (c->made) {
         Py_DecRef(c->out);
-        c->out = make(own, shape, PyTuple_GetItem(c->inputs, 0), dtype);
+        c->out = make(own, shape, PyTuple_GetItem(c->inputs, 0), !seen->strides, dtype);
     }
     if (!c->out || !see(c->out, out) || out->device != seen->device || in_dual_level(c->out) ||
         (dtype != py.none && dtype != py.dtypes[out->dtype]))
@@ -452,7 +486,7 @@ static int read_call(struct call *c, PyObject *const *given, struct task *t)
     if (!c->made && (!has_memory(c->out, following, out, NULL) ||
                      (!(takes & UNPACKS) && !may_be_written(c->out))))
         return 0;
-    if (!(own ? same_shape(out, own, shape) : same_shape(out, seen->ndim, seen->shape)) ||
+    if (!(own ? has_shape(out, own, shape) : is_like(out, seen)) ||
         (takes & OUT_ALIKE && out->dtype != seen->dtype) ||
         (takes & (ROWS | MATRICES) && out->dtype != FLOAT64))
         return 0;

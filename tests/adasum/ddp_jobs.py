@@ -186,6 +186,24 @@ def check_precision(rank: int) -> None:
         compare(gradients(wrapped), "Adasum", columns_of(model, 0), dtype)
 
 
+def check_channels_last(rank: int) -> None:
+    """A model in torch.channels_last gets the gradients of a contiguous one, in its own strides."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 2)).double()
+    x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(rank)).double()
+    for op in OPS:
+        found = []
+        for order in (torch.contiguous_format, torch.channels_last):
+            wrapped = wrap(model.to(memory_format=order), op)
+            wrapped(x.to(memory_format=order)).square().sum().backward()
+            found.append(gradients(wrapped))
+        weight = next(wrapped.parameters())
+        assert weight.grad is not None and weight.grad.stride() == weight.stride()
+        for want, mine in zip(*found, strict=True):
+            assert want is not None and mine is not None
+            assert relative_error(mine, want) <= tolerance(torch.float64), op
+
+
 def check_two_models(rank: int) -> None:
     """Two models in one backward, each with a state, and one state for two models."""
     models = [Net(), Net()]
@@ -212,6 +230,7 @@ CHECKS: list[Callable[[int], None]] = [
     check_join,
     check_compression,
     check_precision,
+    check_channels_last,
     check_two_models,
     ddp_cases.check_observer,
     ddp_cases.check_gradient_recorder,

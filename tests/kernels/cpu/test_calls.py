@@ -74,6 +74,7 @@ STAND_INS: dict[str, tuple[Callable[[Shape], Any], bool]] = {
     "empty": (lambda s: torch.ones(0), False),
     "strided": (lambda s: torch.ones(*s, 2)[..., 0], False),
     "expanded": (lambda s: torch.ones(1).expand(s), False),
+    "permuted": (lambda s: like(7, shape=s[::-1]).permute(*range(len(s))[::-1]), False),
     "negative": (lambda s: torch._neg_view(like(7, shape=s)), False),
     "negative by conjugation": (negative_by_conjugation, False),
     "sparse": (lambda s: like(7, shape=s).to_sparse(), False),
@@ -144,7 +145,7 @@ def layout(count: int = 3) -> kernels.Layout:
 
 
 def several() -> list[Tensor]:
-    """Further tensors, with which a list is long enough to be asked for its storages at once."""
+    """More tensors, which make a list long enough to be asked for its storages at once."""
     return [like(seed) for seed in range(12)]
 
 
@@ -278,6 +279,19 @@ def test_modes_of_torch(asked: Asked, function: str) -> None:
         return lambda: torch.vmap(lambda a: CALLS[function](a, *others))(x)
 
     asked.same(mapped)
+
+
+@pytest.mark.parametrize("function", CALLS)
+def test_all_tensors_permuted(asked: Asked, function: str) -> None:
+    def make() -> Callable[[], Any]:
+        given = [one.t().contiguous().t() if one.dim() == 2 else one for one in arguments(function)]
+        return functools.partial(CALLS[function], *given)
+
+    asked.same(make)
+    # What `unpack` writes, and copies then, is contiguous.
+    decided = {"sum_n", "sum_n as a tree", "sum_n with findings", "scaled_add", "adasum", "gram"}
+    decided |= {"weighted_sum", "unpack", "unpack of many"}
+    assert asked.decided == (function in decided)
 
 
 def overlapping(first: int, second: int, written: int) -> list[Tensor]:
