@@ -34,6 +34,12 @@ ERRORS: dict[str, tuple[Callable[[Tensor], Any], type[Exception]]] = {
     "a is not contiguous: pass a.contiguous()": (
         lambda x: kernels.dot_and_norms(x[::2], x[:4]), ValueError,
     ),
+    "b is not contiguous: pass b.contiguous()": (
+        lambda x: kernels.scaled_add(x[:4], x[::2]), ValueError,
+    ),
+    "out is not contiguous: pass out.contiguous()": (
+        lambda x: kernels.adasum(x[:4], x[:4], out=x[::2]), ValueError,
+    ),
     "a must be a torch.Tensor, got list": (lambda x: kernels.scaled_add([1.0], x), TypeError),
     "b is on meta": (lambda x: kernels.adasum(x, torch.ones(8, device="meta")), ValueError),
     "out has shape (3,) but a has (8,)": (lambda x: kernels.adasum(x, x, out=x[:3]), ValueError),

@@ -94,12 +94,3 @@ def test_the_gradient_is_scaled_by_the_value() -> None:
     total = kernels.sum_n([kernels.scaled_add(a, b, alpha=scale, beta=0.5), a], scale=scale)
     kernels.pack([total], scale=scale).sum().backward()
     assert (a.grad == 36.0).all() and (b.grad == 4.5).all()  # type: ignore[union-attr]
-
-
-def test_gradients_are_clipped_and_unscaled_without_the_host() -> None:
-    gradients = [random((4, 3), F32, "cpu", seed) for seed in (1, 2)]
-    norm = torch.linalg.vector_norm(torch.stack([one.norm() for one in gradients]))
-    factor = (1.0 / (norm + 1e-6)).clamp(max=1.0)
-    expected = [one * factor for one in gradients]
-    packed = kernels.pack(iter(gradients), scale=factor)
-    assert all(map(torch.equal, kernels.layout_of(gradients).views(packed), expected))

@@ -29,5 +29,5 @@ Never reached without a GPU, and what stays untested by it:
   as those that fail, and tests/kernels/torch_compile;
 - autograd's device threads and DistributedDataParallel on CUDA: tests/processes marked `gpu`;
 - memory that is pinned or runs out, the caching allocator, record_stream;
-- `chip_of` on other chips, `second_gpu` and whatever needs two GPUs; compute-sanitizer.
+- `chip_of` on other chips, and whatever needs two GPUs; compute-sanitizer.
 """
