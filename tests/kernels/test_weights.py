@@ -133,13 +133,3 @@ def test_weights_that_cannot_be_used_are_refused_before_a_write() -> None:
         with pytest.raises(ValueError, match="weights must be positive and finite"):
             call()
     assert out.isnan().all()
-
-
-def test_weights_in_traced_code_are_those_of_eager_calls() -> None:
-    def blend(a: torch.Tensor, b: torch.Tensor, p: float) -> torch.Tensor:
-        return kernels.adasum(a, b, weights=(p, 1.0))
-
-    traced = torch.compile(blend, backend="eager", fullgraph=True)
-    a, b = random(64, torch.float32, "cpu", 8), random(64, torch.float32, "cpu", 9)
-    for p in (1.0, 2.0, 5.0):
-        assert bits(traced(a, b, p)) == bits(kernels.adasum(a, b, weights=(p, 1.0)))

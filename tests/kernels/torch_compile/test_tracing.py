@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernels
 from kernels.call import FUNCTIONS
@@ -146,14 +145,7 @@ def test_a_plan_in_a_compiled_function_says_so():
     assert torch.equal(torch.compile(lambda: plan() + 1, backend="aot_eager")(), a + b + 1)
 
 
-def test_dispatch_modes():
-    a, b, _ = pair(F32, "cpu", 1)
-    graph = make_fx(lambda a, b: kernels.adasum(a, kernels.sum_n([a, b])))(a, b)
-    assert flat(graph(a, b)) == flat(kernels.adasum(a, kernels.sum_n([a, b])))
-    targets = [str(node.target) for node in graph.graph.nodes]
-    assert [t for t in targets if t.startswith("adasum")] == [
-        "adasum.sum_n_8.default", "adasum.adasum_8.default",
-    ]  # fmt: skip
+def test_fake_tensors_have_shapes_alone():
     with FakeTensorMode():
         packed = kernels.pack([torch.empty(5), torch.empty(1 << 40)])
     assert packed.shape == ((1 << 40) + 16,)
