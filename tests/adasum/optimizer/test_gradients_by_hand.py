@@ -185,19 +185,6 @@ def test_gradients_in_odd_memory_give_the_steps_of_plain_torch(change: Step, way
     check(way, 1, change)
 
 
-def test_a_scheduler_of_the_optimizer_that_was_wrapped_raises_and_says_of_which() -> None:
-    def run(group: Group) -> None:
-        model = Heads()
-        plain = sgd(model)
-        optimizer: Any = hvd.DistributedOptimizer(plain, op=hvd.Average)
-        torch.optim.lr_scheduler.StepLR(plain, 1)
-        (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
-        with pytest.raises(hvd.OptimizerOrderError, match="schedulers have to be made"):
-            optimizer.step()
-
-    run_threads(SIZE, run)
-
-
 @pytest.mark.parametrize("way", ["average", "sum"])
 def test_gradients_that_share_memory_raise_and_name_the_bucket(way: str) -> None:
     def run(group: Group) -> None:

@@ -186,7 +186,7 @@ def test_a_step_of_the_optimizer_that_was_wrapped_raises_while_its_wrapper_lives
         optimizer: Any = hvd.DistributedOptimizer(plain, **WAYS[way])
         loss_of(model, group.rank, 0).backward()
         before = flat(model)
-        with pytest.raises(OptimizerOrderError, match=r"call that of the one .* returned"):
+        with pytest.raises(OptimizerOrderError, match=r"call that .* returned.* schedulers have"):
             plain.step()
         assert torch.equal(before, flat(model))
         optimizer.step()

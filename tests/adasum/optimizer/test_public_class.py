@@ -8,9 +8,8 @@ from typing import Any, Generic, TypeVar
 import pytest
 import torch
 
-import adasum as hvd
 import collectives
-from adasum import DistributedOptimizer, OptimizerOrderError
+from adasum import DistributedOptimizer
 from tests.adasum.definition import loss_of, make_model
 from tests.adasum.jobs import take_steps, ways
 
@@ -110,13 +109,3 @@ def test_clip_grad_norm_by_every_method_clips_what_step_takes(way: str) -> None:
     if way != "owners":
         for norm, each in zip(norms, kept, strict=True):
             assert each >= 1e-3 * norm / (norm + 1e-6) * (1 - 1000 * EPS)
-
-
-def test_clip_grad_norm_with_step_in_backward_raises() -> None:
-    def run(group: collectives.Group) -> None:
-        sgd = torch.optim.SGD(make_model().parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(sgd, op=hvd.Adasum, step_in_backward=True)
-        with pytest.raises(OptimizerOrderError, match="before gradients could be clipped"):
-            optimizer.clip_grad_norm_(1.0)
-
-    collectives.run_threads(2, run)
