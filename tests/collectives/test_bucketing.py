@@ -47,14 +47,6 @@ def test_extract_ranges_keeps_every_index(indices, limit):
     assert all(2 <= last - first + 1 <= limit for first, last in ranges)
 
 
-@pytest.mark.parametrize("indices", [[2, 1], [1, 1], [1, 2, 2]])
-def test_extract_ranges_of_indices_that_do_not_ascend_raises(indices):
-    with pytest.raises(ValueError, match="indices must ascend"):
-        extract_ranges(indices)
-    with pytest.raises(ValueError, match="range_size_limit must be at least 1, got 0"):
-        extract_ranges([1], 0)
-
-
 def test_split_by_size_keeps_the_order():
     tensors = [torch.zeros(n) for n in (5, 4, 0, 6)]
     small, large = split_by_size(tensors, 4)
@@ -74,12 +66,6 @@ def test_split_by_size_keeps_the_order():
 )
 def test_group_devices_spreads_devices(count, size, groups):
     assert group_devices(range(count), size) == groups
-
-
-@pytest.mark.parametrize("size", [0, -1, 4])
-def test_group_devices_of_a_bad_size_raises(size):
-    with pytest.raises(ValueError, match=f"got {size} of 3"):
-        group_devices([0, 1, 2], size)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +97,6 @@ def test_pack_small_tensors_counts_each_tensors_own_bytes():
 
 
 def test_pack_small_tensors_of_bad_arguments_raises():
-    with pytest.raises(ValueError, match="max_bytes must not be negative, got -1"):
-        pack_small_tensors([], -1)
     tensors = [torch.zeros(2) for _ in range(3)]
     packed, packing = pack_small_tensors(tensors, 64)
     with pytest.raises(ValueError, match="1 packed and 0 other tensors expected, got 2"):
@@ -176,13 +160,6 @@ def test_plan_groups_keeps_kinds_apart_and_limits(tensors, memory_size, groups_s
             assert (memory_size is not None and held > memory_size * 2**20) or (
                 groups_size is not None and len(one) == groups_size
             )
-
-
-def test_plan_groups_of_bad_arguments_raises():
-    with pytest.raises(ValueError, match="memory_size must be a positive number of MiB, got 0"):
-        plan_groups([], memory_size=0)
-    with pytest.raises(ValueError, match="groups_size must be at least 1, got 0"):
-        plan_groups([], groups_size=0)
 
 
 @pytest.mark.parametrize("algorithm", ["rd", "rechd", "xring"])

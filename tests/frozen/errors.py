@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -99,7 +100,17 @@ def _rebound(*tensors: Any) -> Call:
     return lambda group: group.grouped_all_reduce_init([ones(4), ones(2)]).start(list(tensors))
 
 
-def _one_step(steps: Callable[[int], list[Step]], chunks: int = 2) -> Call:
+class _Unhashable:
+    """Steps of an object with an equality of its own."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __call__(self, rank: int) -> list[Step]:
+        return []
+
+
+def _one_step(steps: Callable[[int], Any], chunks: int = 2) -> Call:
     def call(group: Group) -> Any:
         schedule = Schedule("mine", group.size, chunks, Collective.ALL_REDUCE, steps)
         return group.run(schedule, ones(8))
@@ -229,6 +240,17 @@ REFUSED: dict[str, Call] = {
     "run_unmatched": _one_step(
         lambda rank: [Step(sends=(Transfer(1, 0, 2),))] if rank == 0 else [Step()]
     ),
+    "run_broadcast": lambda group: group.run(
+        Schedule("mine", group.size, 2, Collective.BROADCAST, lambda rank: []), ones(8)
+    ),
+    "run_for_ever": _one_step(lambda rank: repeat(Step())),
+    "run_no_step": _one_step(lambda rank: [None]),
+    "run_no_transfer": _one_step(lambda rank: [Step(sends=((1, 0, 1),))]),
+    "run_no_rank": _one_step(lambda rank: [Step(sends=(Transfer("1", 0, 1),))]),
+    "run_no_action": _one_step(lambda rank: [Step(recvs=(Transfer(1, 0, 1, "copy"),))]),
+    "run_messages": _one_step(lambda rank: [Step(sends=repeat(Transfer(1, 0, 1)))]),
+    "run_ranks": _one_step(lambda rank: [Step(group=repeat(rank))]),
+    "run_no_hash": _one_step(_Unhashable()),
     "run_beyond": _one_step(lambda rank: [Step(sends=(Transfer(1 - rank, 0, 3),))]),
     "run_adasum": lambda group: group.run(_ring(group), ones(4), Adasum),
     "start_twice": _started_twice,
@@ -270,6 +292,59 @@ REFUSED: dict[str, Call] = {
     "init_differs": lambda group: collectives.init(transport="carrier pigeon"),
     "split_bounds": lambda group: collectives.split_bounds(-1, 2),
     "size_word": lambda group: collectives.parse_general_int("1.5k"),
+}
+
+
+def _plain(function: Callable[..., Any], *args: Any, **options: Any) -> Call:
+    """A function that needs no ranks."""
+    return lambda group: function(*args, **options)
+
+
+_nodes = collectives.Topology(4, 2)
+WITHOUT_RANKS: dict[str, Call] = {
+    "rings_shards": _plain(collectives.ring_permutations, 1, 3, [0, 1]),
+    "rings_negative": _plain(collectives.ring_permutations, 1, -1, [0]),
+    "rings_no_node": _plain(collectives.ring_permutations, 0, 1, [0]),
+    "rings_order": _plain(collectives.ring_permutations, 1, 1, [1, 2]),
+    "rings_twice": _plain(collectives.ring_permutations, 1, 1, [0, 0]),
+    "rings_member": _plain(collectives.ring_permutations, 1, 1, [-1]),
+    "rings_text": _plain(collectives.ring_permutations, 1, 1, ["a"]),
+    "rings_float": _plain(collectives.ring_permutations, 1.0, 1, [0]),
+    "rings_bool": _plain(collectives.ring_permutations, 1, True, [0]),
+    "topology_size": _plain(collectives.Topology, 0, 1),
+    "topology_local": _plain(collectives.Topology, 4, 0),
+    "topology_divides": _plain(collectives.Topology, 6, 4),
+    "topology_float": _plain(collectives.Topology, 4, 2.0),
+    "topology_order": _plain(collectives.Topology, 4, 2, (0, 2)),
+    "topology_short": _plain(collectives.Topology, 4, 2, (0,)),
+    "topology_rank": _plain(_nodes.node_of, 4),
+    "topology_local_rank": _plain(_nodes.local_rank_of, -1),
+    "topology_node": _plain(_nodes.ranks_of, 2),
+    "ranges_descend": _plain(collectives.extract_ranges, [2, 1]),
+    "ranges_equal": _plain(collectives.extract_ranges, [1, 2, 2]),
+    "ranges_limit": _plain(collectives.extract_ranges, [1], 0),
+    "devices_none": _plain(collectives.group_devices, [0, 1, 2], 0),
+    "devices_many": _plain(collectives.group_devices, [0, 1, 2], 4),
+    "groups_memory": _plain(collectives.plan_groups, [], memory_size=0),
+    "groups_size": _plain(collectives.plan_groups, [], groups_size=0),
+    "pack_bytes": _plain(collectives.pack_small_tensors, [], -1),
+    "split_pieces": _plain(collectives.split_bounds, 4, 0),
+    "order_of_ring": _plain(collectives.order_of, "xring", 4),
+    "order_of_ranges": _plain(collectives.order_of, "rd:4:rechd", 4),
+    "order_of_auto": _plain(collectives.order_of, "auto", 4),
+    "order_of_nodes": _plain(collectives.order_of, "rd", 4, nodes=3),
+    "order_of_nccl": _plain(collectives.order_of, "nccl", 4),
+    "schedule_auto": _plain(collectives.schedule, "auto", 4),
+    "schedule_ranges": _plain(collectives.schedule, "rd:1:xring", 4, device="cpu"),
+    "schedule_device": _plain(collectives.schedule, "auto", 4, nbytes=4),
+    "schedule_nbytes": _plain(collectives.schedule, "rd", 4, nbytes=-1),
+    "schedule_nccl": _plain(collectives.schedule, "nccl", 4),
+    "schedule_collective": _plain(collectives.schedule, "collective/rd", 4),
+    "schedule_shards": _plain(collectives.schedule, "xring#5", 4),
+    "schedule_nodes": _plain(collectives.schedule, "rd", 4, 3),
+    "schedule_size": _plain(collectives.schedule, "rd", 0),
+    "schedule_op": _plain(collectives.schedule, "rd", 4, op="max"),
+    "schedule_name": _plain(collectives.schedule, "rdd", 4),
 }
 
 SPECIFICATIONS: dict[str, Call] = {
@@ -446,4 +521,4 @@ ENDS: dict[str, Call] = {
 }
 
 
-ERRORS: dict[str, Call] = REFUSED | SPECIFICATIONS | MISMATCHES | ENDS
+ERRORS: dict[str, Call] = REFUSED | WITHOUT_RANKS | SPECIFICATIONS | MISMATCHES | ENDS

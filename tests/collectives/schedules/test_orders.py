@@ -41,19 +41,6 @@ def test_order_of_says_how_the_operator_joins_several() -> None:
     assert order_of("rechd/rd", 6, nodes=2) == (((0, 1), 2), ((3, 4), 5))
 
 
-def test_order_of_what_has_none_is_an_error_that_names_the_fix() -> None:
-    with pytest.raises(ValueError, match="'xring' of 4 ranks reduces its elements in different"):
-        order_of("xring", 4)
-    with pytest.raises(ValueError, match="must be one algorithm, such as 'rd', got 'rd:4:rechd'"):
-        order_of("rd:4:rechd", 4)
-    with pytest.raises(ValueError, match="must be one algorithm, such as 'rd', got 'auto'"):
-        order_of("auto", 4)
-    with pytest.raises(ValueError, match="nodes must divide size 4, got 3"):
-        order_of("rd", 4, nodes=3)
-    with pytest.raises(ValueError, match="'nccl' is no schedule"):
-        order_of("nccl", 4)
-
-
 def test_tree_is_spelled_out_while_it_fits() -> None:
     assert tree_text(1) == "0"
     assert tree_text(3) == "((0·1)·2)"

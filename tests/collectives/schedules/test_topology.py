@@ -48,28 +48,6 @@ def test_every_ring_visits_every_rank_once(nodes: int, local: int, data: st.Data
     assert len(crossings) == shards, "shards leave a node at different ranks"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((1, 3, [0, 1]), ValueError, "3 ring shards .* which has 2"),
-        ((2, 2, [0]), ValueError, "2 ring shards .* which has 1"),
-        ((1, -1, [0]), ValueError, "shards must not be negative, got -1"),
-        ((0, 1, [0]), ValueError, "num_nodes must be at least 1, got 0"),
-        ((1, 1, [1, 2]), ValueError, "permutation of 0 to 1"),
-        ((1, 1, [0, 0]), ValueError, "permutation of 0 to 1"),
-        ((1, 1, [-1]), ValueError, "members must not be negative, got -1"),
-        ((1, 1, ["a"]), TypeError, "local_order's members must be an int, got str"),
-        ((1.0, 1, [0]), TypeError, "num_nodes must be an int, got float"),
-        ((1, True, [0]), TypeError, "shards must be an int, got bool"),
-    ],
-)
-def test_ring_permutations_of_bad_arguments_are_refused(
-    arguments: tuple[int, int, list[int]], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        ring_permutations(*arguments)
-
-
 def test_nodes_hold_consecutive_ranks() -> None:
     topology = Topology(6, 3)
     assert topology.num_nodes == 2
@@ -79,31 +57,3 @@ def test_nodes_hold_consecutive_ranks() -> None:
     assert topology.ranks_of(1) == range(3, 6)
     assert topology == Topology(6, 3, (0, 1, 2)) != Topology(6, 3, (0, 2, 1))
     assert topology.ring_orders() == ((0, 1, 2, 3, 4, 5),)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((0, 1), ValueError, "size must be at least 1"),
-        ((4, 0), ValueError, "local_size must be at least 1"),
-        ((6, 4), ValueError, "local_size 4 does not divide size 6"),
-        ((4, 2.0), TypeError, "local_size must be an int"),
-        ((4, 2, (0, 2)), ValueError, "permutation of 0 to 1"),
-        ((4, 2, (0,)), ValueError, "permutation of 0 to 1"),
-    ],
-)
-def test_topology_of_bad_sizes_is_refused(
-    arguments: tuple[int, int], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        Topology(*arguments)
-
-
-def test_ranks_and_nodes_out_of_range_are_refused() -> None:
-    topology = Topology(4, 2)
-    for call in (topology.node_of, topology.local_rank_of):
-        for rank in (-1, 4):
-            with pytest.raises(ValueError, match=f"rank must be a rank from 0 to 3, got {rank}"):
-                call(rank)
-    with pytest.raises(ValueError, match="node must be from 0 to 1, got 2"):
-        topology.ranks_of(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,29 +181,6 @@ def test_sizes_and_devices_choose_the_schedule() -> None:
     assert name("auto", nbytes=1 << 20, device="cpu") == "rechd"
     assert name("auto", nbytes=1 << 20, device="cuda") == "rd"
     assert name("auto", nbytes=1 << 30, device="cpu", op="adasum") == "direct"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "text"),
-    [
-        (("auto", 4), {}, "goes by size: give nbytes"),
-        (("rd:1:xring", 4), {"device": "cpu"}, "goes by size: give nbytes"),
-        (("auto", 4), {"nbytes": 4}, 'device must be "cpu" or "cuda", got None'),
-        (("rd", 4), {"nbytes": -1}, "nbytes must be finite and not negative"),
-        (("nccl", 4), {}, "'nccl' is no schedule: use xring"),
-        (("collective/rd", 4), {}, "'collective' is no schedule"),
-        (("xring#5", 4), {}, "xring takes 1 to 4 shards"),
-        (("rd", 4, 3), {}, "nodes must divide size 4, got 3"),
-        (("rd", 0), {}, "size must be at least 1"),
-        (("rd", 4), {"op": "max"}, "op must be one of sum, adasum, got 'max'"),
-        (("rdd", 4), {}, "invalid algorithm 'rdd'"),
-    ],
-)
-def test_what_is_no_schedule_is_an_error_that_names_it(
-    arguments: Any, options: Any, text: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(text)):
-        collectives.schedule(*arguments, **options)
 
 
 def test_commands_write_what_the_methods_return(
