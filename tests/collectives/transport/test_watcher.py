@@ -219,8 +219,8 @@ def test_close_ends_the_thread(machine: Machine) -> None:
 
     def work(transport: nccl.NcclTransport) -> tuple[bool, bool]:
         swap(transport, full(3, 1.0), full(3, 0.0), "step 0")
-        name = f"nccl-watch-{transport.rank}"
-        (thread,) = (each for each in threading.enumerate() if each.name == name)
+        thread = transport._watcher._thread
+        assert thread is not None
         alive = thread.is_alive()
         transport.close()
         return alive, thread.is_alive()
