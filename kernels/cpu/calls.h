@@ -137,9 +137,9 @@ static PyObject *read_only(PyObject *self, PyObject *const *arguments, Py_ssize_
 }
 
 /* Return a Python function that runs calls of `functions[number]`, or only `reads` them; NULL with
- * an exception if torch does not lend tensors as DLPack 1 does. handles: A tuple with the fields
- * of `py`; it is kept alive. addresses: The fields of `torch`. self: The function's number and
- * name. */
+ * an exception if torch does not lend tensors as DLPack 1 does, and in Python 3.10. handles: A
+ * tuple with the fields of `py`; it is kept alive. addresses: The fields of `torch`. self: The
+ * function's number and name. */
 PyObject *direct_call(PyObject *handles, const void *addresses, PyObject *self, int64_t reads)
 {
     static PyMethodDef methods[] = {{"run_call", run_call, METH_FASTCALL, NULL},
@@ -153,8 +153,8 @@ PyObject *direct_call(PyObject *handles, const void *addresses, PyObject *self, 
     exchange = PyCapsule_GetPointer(py.capsule, "dlpack_exchange_api");
     if (!exchange)
         return NULL;
-    if (exchange->major != 1 || !exchange->lend) {
-        PyErr_SetString(py.exception, "torch lends no tensors as DLPack 1 does");
+    if (exchange->major != 1 || !exchange->lend || !PyObject_Vectorcall) {
+        PyErr_SetString(py.exception, "it takes DLPack 1 and Python 3.11");
         return NULL;
     }
     return PyCFunction_NewEx(methods + reads, self, NULL);

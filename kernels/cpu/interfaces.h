@@ -22,8 +22,9 @@ typedef struct {
 PyObject *PyCFunction_NewEx(PyMethodDef *method, PyObject *self, PyObject *module);
 PyObject *PyObject_Type(PyObject *one);
 PyObject *PyObject_GetAttr(PyObject *one, PyObject *name);
-PyObject *PyObject_Vectorcall(PyObject *callable, PyObject *const *arguments, size_t count,
-                              PyObject *names);
+/* NULL in Python 3.10. */
+__attribute__((weak)) PyObject *PyObject_Vectorcall(PyObject *callable, PyObject *const *arguments,
+                                                    size_t count, PyObject *names);
 int PyObject_IsTrue(PyObject *one);
 Py_ssize_t PyObject_Size(PyObject *one);
 PyObject *PySequence_Tuple(PyObject *sequence);

@@ -105,7 +105,7 @@ class Library:
         calls: The functions of calls.h, by the names in `CALLS`. Each checks and runs a direct call
             on CPU tensors and returns its output, or checks a call on a GPU and returns it as a
             `Call`, or returns None if the checks in Python are to decide. Empty if this torch does
-            not give C access to tensors.
+            not give C access to tensors, and in Python 3.10.
         reads: Likewise functions that return a `Call` on any device.
     """
 
