@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{ROOT / name}/" for name in ("kernels", "collectives", "adasum"))
 WARM = 5
 # Of as many calls the one with the least waiting in it counts.
-TURNS = 20
+TURNS = 50
 
 
 class Hop(NamedTuple):
