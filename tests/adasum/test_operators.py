@@ -84,9 +84,9 @@ def test_operator_that_does_not_say_whether_it_averages_is_refused_by_name() -> 
     def job(group: Group) -> None:
         optimizer = OPTIMIZERS["sgd"](make_model().parameters())
         for op in (Silent(), hvd.Max):
-            with pytest.raises(ValueError, match="set its `averages` to True where equal"):
+            with pytest.raises(ValueError, match="set its `averages` to True if equal"):
                 DistributedOptimizer(optimizer, op=op)
-            with pytest.raises(ValueError, match="set its `averages` to True where equal"):
+            with pytest.raises(ValueError, match="set its `averages` to True if equal"):
                 HookState(op=op)
 
     collectives.run_threads(2, job)

@@ -101,7 +101,7 @@ def test_sparse_allreduce_async_on_a_process_set_reduces_over_its_ranks() -> Non
 def test_sparse_all_reduce_with_bad_arguments_raises() -> None:
     def run(group: Group) -> None:
         entry = torch.sparse_coo_tensor([[0]], [1.0], (3 + group.rank,))
-        with pytest.raises(TypeError, match=r"sparse COO tensor, not torch\.strided"):
+        with pytest.raises(TypeError, match=r"sparse COO tensor, got torch\.strided"):
             sparse_all_reduce_async(group, torch.ones(2))
         with pytest.raises(NotImplementedError, match="Adasum of sparse"):
             sparse_all_reduce_async(group, entry, hvd.Adasum)

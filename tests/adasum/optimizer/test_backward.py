@@ -47,7 +47,7 @@ def test_too_many_backward_passes_raise_and_name_the_parameter(op: str, size: in
         loss_of(model, group.rank, 1).backward()
         with pytest.raises(OptimizerOrderError, match="backward_passes_per_step=1"):
             backward_and_step(1, 0)
-        with pytest.raises(ValueError, match="not -1"):
+        with pytest.raises(ValueError, match="got -1"):
             optimizer.set_backward_passes_per_step(-1)
 
     collectives.run_threads(size, run)
