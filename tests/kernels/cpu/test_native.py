@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,6 +98,17 @@ def test_header_and_python_have_the_same_fields_and_numbers() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
+def test_library_loads_in_python_3_10_which_lacks_a_function() -> None:
+    need_compiled()
+    if not shutil.which("nm"):
+        pytest.skip("no nm on the PATH")
+    symbols = subprocess.run(
+        ["nm", "-D", "--undefined-only", native.LIBRARY], capture_output=True, text=True, check=True
+    ).stdout.split()
+    # "U" would be an error where the function is missing.
+    assert ("w", "PyObject_Vectorcall") in itertools.pairwise(symbols)
+
+
 def test_the_choice_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADASUM_CPU_KERNELS", "torch")
     assert kernels.backend_info().cpu_path == "torch: ADASUM_CPU_KERNELS=torch" and works()
