@@ -77,13 +77,6 @@ class Findings(NamedTuple):
         return reset_and_run
 
 
-# The findings as arguments of an operator's schema; its output has the letter `a`.
-SCHEMA = ", ".join(
-    f"Tensor({letter}!)? {name}=None"
-    for letter, name in zip("bcdefg", Findings._fields, strict=False)
-)
-
-
 def max_abs_reference(written: Sequence[Tensor]) -> Tensor:
     """Return the `max_abs` of a function that writes these tensors: float64, 0-D.
 

@@ -36,7 +36,7 @@ from kernels.cpu.torch_fallback import tree_of, weighed
 from kernels.findings import Findings
 from kernels.plans import AdasumCoefficientsPlan, GramPlan, WeightedSumPlan
 from kernels.reading import in_c
-from kernels.torch_ops import run
+from kernels.torch_ops import check_and_run, run
 from kernels.validation import (
     check_flag,
     check_segments,
@@ -80,11 +80,10 @@ def gram(
         tensor([[[1., 1.],
                  [1., 2.]]], dtype=torch.float64)
     """
-    matrices = in_c("gram")(tensors, out, None, 1.0, 1.0, segments, None, None, None, precise)
-    if not isinstance(matrices, Tensor):
-        kind = check_flag("precise", precise)
-        matrices = run(matrices or check("gram", tensors, out, segments=segments, kind=kind))
-    return matrices
+    kind = check_flag("precise", precise)
+    given = tensors, out, None, 1.0, 1.0, segments, None, None, None, kind
+    found = in_c("gram")(*given)
+    return found if isinstance(found, Tensor) else check_and_run("gram", found, *given)
 
 
 def plan_gram(
@@ -195,15 +194,9 @@ def weighted_sum(
         >>> kernels.weighted_sum([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])], coefficients)
         tensor([1.2500, 0.7500])
     """
-    given = found_inf, max_abs
-    total = in_c("weighted_sum")(tensors, out, None, 1.0, 1.0, segments, *given, coefficients)
-    if not isinstance(total, Tensor):
-        table, findings = coefficients, Findings(*given)
-        call = total or check(
-            "weighted_sum", tensors, out, findings, segments=segments, table=table
-        )
-        total = run(call)
-    return total
+    given = tensors, out, None, 1.0, 1.0, segments, found_inf, max_abs, coefficients
+    total = in_c("weighted_sum")(*given)
+    return total if isinstance(total, Tensor) else check_and_run("weighted_sum", total, *given)
 
 
 def plan_weighted_sum(

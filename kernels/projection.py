@@ -24,7 +24,7 @@ from kernels.cpu.torch_fallback import blend_of, dots_of
 from kernels.findings import Findings
 from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan
 from kernels.reading import in_c
-from kernels.torch_ops import run
+from kernels.torch_ops import check_and_run
 from kernels.validation import (
     EQUAL,
     check_like,
@@ -60,10 +60,9 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
         tensor([[ 3.,  1.,  9.],
                 [ 8.,  4., 16.]], dtype=torch.float64)
     """
-    dots = in_c("dot_and_norms")((a, b), None, None, 1.0, 1.0, segments)
-    if not isinstance(dots, Tensor):
-        dots = run(dots or check("dot_and_norms", (a, b), None, segments=segments))
-    return dots
+    given = (a, b), None, None, 1.0, 1.0, segments
+    dots = in_c("dot_and_norms")(*given)
+    return dots if isinstance(dots, Tensor) else check_and_run("dot_and_norms", dots, *given)
 
 
 def plan_dot_and_norms(
@@ -125,14 +124,9 @@ def combine(
         >>> kernels.combine(a, b, kernels.dot_and_norms(a, b))  # a / 2 + 3 b / 4
         tensor([1.2500, 0.7500])
     """
-    factors = check_weights(weights)
-    given = found_inf, max_abs
-    combined = in_c("combine")((a, b), out, None, *factors, segments, *given, dots)
-    if not isinstance(combined, Tensor):
-        findings = Findings(*given)
-        call = combined or check("combine", (a, b), out, findings, segments=segments, table=dots)
-        combined = run(call, *factors)
-    return combined
+    given = (a, b), out, None, *check_weights(weights), segments, found_inf, max_abs, dots
+    found = in_c("combine")(*given)
+    return found if isinstance(found, Tensor) else check_and_run("combine", found, *given)
 
 
 def plan_combine(
@@ -198,14 +192,10 @@ def adasum(
             "adasum takes two tensors, a and b: for a list of any number use gram, "
             "adasum_coefficients and weighted_sum"
         )
-    factors = check_weights(weights)
-    given, kind = (found_inf, max_abs), cooperative
-    combined = in_c("adasum")((a, b), out, None, *factors, segments, *given, None, kind)
-    if not isinstance(combined, Tensor):
-        findings = Findings(*given)
-        call = combined or check("adasum", (a, b), out, findings, segments=segments, kind=kind)
-        combined = run(call, *factors)
-    return combined
+    findings, factors = (found_inf, max_abs), check_weights(weights)
+    given = (a, b), out, None, *factors, segments, *findings, None, cooperative
+    found = in_c("adasum")(*given)
+    return found if isinstance(found, Tensor) else check_and_run("adasum", found, *given)
 
 
 def plan_adasum(

@@ -19,7 +19,7 @@ from kernels.arithmetic import joined
 from kernels.findings import Findings
 from kernels.plans import ScaledAddPlan, SumPlan
 from kernels.reading import in_c
-from kernels.torch_ops import run
+from kernels.torch_ops import check_and_run
 from kernels.validation import (
     check_dtype,
     check_factor,
@@ -78,18 +78,9 @@ def sum_n(
     if more:
         raise TypeError("sum_n takes its tensors as one list: sum_n([a, b])")
     scale = check_factor("scale", scale)
-    total = in_c("sum_n")(
-        tensors, out, dtype, scale, 1.0, None, found_inf, max_abs, None, order, accumulate
-    )
-    if not isinstance(total, Tensor):
-        call = total or check(
-            *("sum_n", tensors, out, Findings(found_inf, max_abs)),
-            dtype=dtype,
-            kind=order,
-            accumulate=accumulate,
-        )
-        total = run(call, scale)
-    return total
+    given = tensors, out, dtype, scale, 1.0, None, found_inf, max_abs, None, order, accumulate
+    total = in_c("sum_n")(*given)
+    return total if isinstance(total, Tensor) else check_and_run("sum_n", total, *given)
 
 
 def plan_sum_n(
@@ -153,12 +144,9 @@ def scaled_add(
         tensor([-1.,  0.])
     """
     alpha, beta = check_factor("alpha", alpha), check_factor("beta", beta)
-    total = in_c("scaled_add")((a, b), out, dtype, alpha, beta, None, found_inf, max_abs)
-    if not isinstance(total, Tensor):
-        findings = Findings(found_inf, max_abs)
-        call = total or check("scaled_add", (a, b), out, findings, dtype=dtype)
-        total = run(call, alpha, beta)
-    return total
+    given = (a, b), out, dtype, alpha, beta, None, found_inf, max_abs
+    total = in_c("scaled_add")(*given)
+    return total if isinstance(total, Tensor) else check_and_run("scaled_add", total, *given)
 
 
 def plan_scaled_add(

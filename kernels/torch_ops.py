@@ -1,10 +1,11 @@
 """Calls and torch: run directly in eager mode, recorded as one operator `adasum::*` in traced code.
 
-Eager calls bind a launch and run it; they do not use the operators. While torch traces, the public
-functions make all checks that need no addresses, and call the operator; overlap is checked when the
-operator runs, since that needs addresses. An operator's schema names the arguments that it writes,
-so that torch orders it correctly and copies tensors if necessary. If gradients are asked for, an
-autograd.Function is around both.
+Eager calls bind a launch and run it; they do not use the operators. torch.compile records an
+operator that checks its arguments twice: without data while torch traces, and when it runs, since
+overlap needs addresses. So dynamo traces little of this package, and guards little of it at each
+call. Other tracers run the checks themselves, as dynamo does for packed lists and gradients. An
+operator's schema names the arguments that it writes, so that torch orders it correctly and copies
+tensors if necessary. If gradients are asked for, an autograd.Function is around all of it.
 
 The operators are not part of the public interface. If an operator's schema changes, its name must
 change: torch's cache of compiled graphs on disk knows operators only by their names.
@@ -12,46 +13,80 @@ change: torch's cache of compiled graphs on disk knows operators only by their n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.compiler import is_dynamo_compiling as is_compiling
 
+from kernels.arguments import TAKES, check
 from kernels.arithmetic import compute_dtype
 from kernels.binding import locate, run_at_once
-from kernels.call import FUNCTIONS, UNREAD, Call
-from kernels.findings import SCHEMA, Findings
+from kernels.call import UNREAD, Call
+from kernels.findings import Findings
 from kernels.gradients import is_followed, refuse_followed
 from kernels.layout import packed_within
 from kernels.reading import in_c
-from kernels.validation import tracing
+from kernels.validation import check_segments, tracing
 
 Scalar = float | Tensor
 _LIBRARY = torch.library.Library("adasum", "FRAGMENT")
-# The arguments of each function's operator, in addition to `inputs` and `out`.
-_BOUNDS, _FIRST = "SymInt[] bounds=[]", "float first=1, Tensor? first_at=None"
-_BOTH = f"{_FIRST}, float second=1, Tensor? second_at=None"
-_TAKES = {
-    "pack": f"{_BOUNDS}, int alignment=1, {_FIRST}, {SCHEMA}",
-    "unpack": f"{_BOUNDS}, int alignment=1, {_FIRST}, {SCHEMA}",
-    "sum_n": f"{_FIRST}, {SCHEMA}, str order='list', ScalarType? accumulate=None",
-    "scaled_add": f"{_BOTH}, {SCHEMA}",
-    "dot_and_norms": _BOUNDS,
-    "combine": f"Tensor dots, {_BOUNDS}, {_BOTH}, {SCHEMA}",
-    "adasum": f"{_BOUNDS}, {_BOTH}, {SCHEMA}, bool cooperative=True",
-    "gram": _BOUNDS,
-    "adasum_coefficients": "float[] tree=[], Tensor(d!)? spread=None",
-    "weighted_sum": f"Tensor coefficients, {_BOUNDS}, {SCHEMA}",
-}
-_FIELDS = {
-    name: [field.split("=")[0].split()[-1] for field in takes.split(", ")]
-    for name, takes in _TAKES.items()
-}
+# No argument has a default: Inductor would pass it by its name, which takes 0.3 us.
+_FINDINGS = "Tensor(b!)? found_inf, Tensor(c!)? max_abs"
+_SLOTS = f"SymInt[] starts, int alignment, float first, Tensor? first_at, {_FINDINGS}"
+_OPTIONS = (
+    "ScalarType? dtype, SymInt[]? starts, Tensor? table, str kind, ScalarType? accumulate, "
+    "float first, Tensor? first_at, float second, Tensor? second_at"
+)
+# The first of these are options of `check`, in the same order.
+_NAMES = ("dtype", "segments", "table", "kind", "accumulate")
+# How many scalars a function of `TAKES` has.
+_SCALARS = {"sum_n": 1, "scaled_add": 2, "combine": 2, "adasum": 2}
 # Functions whose calls leave nothing on the device. Tables and scratch memory outlive calls, and
 # torch would take them for leaks in its CUDA graphs' memory pool (mode="reduce-overhead").
 _SAFE_IN_GRAPHS = ("sum_n", "scaled_add")
+
+
+def check_and_run(
+    function: str,
+    checked: Call | None,
+    tensors: Any,
+    out: Tensor | None,
+    dtype: torch.dtype | None,
+    first: Scalar,
+    second: Scalar,
+    segments: Sequence[int] | None,
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
+    table: Tensor | None = None,
+    kind: str | bool = "list",
+    accumulate: torch.dtype | None = None,
+) -> Any:
+    """Check a call of a function of `TAKES`, run it or have torch record it, and return `out`.
+
+    For calls that `in_c` has not run, with the same arguments. checked: What it has returned.
+    first, second: The function's scalars, if it has any.
+
+    Raises:
+        TypeError: An argument has another type or dtype.
+        ValueError: An argument is unusable, or a gradient is required that the call cannot give.
+    """
+    given = function, tensors, out, Findings(found_inf, max_abs)
+    options = dtype, segments, table, kind, accumulate
+    if is_compiling() and _is_recordable(*given[1:], table, dtype, accumulate):
+        return _record(*given, options, first, second)
+    call = checked or _checked(*given, options)
+    return run(call, *(first, second)[: _SCALARS.get(function, 0)])
+
+
+def _checked(
+    function: str, tensors: Any, out: Tensor | None, findings: Findings, options: Sequence[Any]
+) -> Call:
+    named: dict[str, Any] = dict(zip(_NAMES, options, strict=True))
+    return check(function, tensors, out, findings, **named)
 
 
 def run(call: Call, *scalars: Scalar) -> Any:
@@ -152,85 +187,164 @@ def _as_arguments(scalar: Scalar) -> tuple[float, Tensor | None]:
     return 1.0, torch.ones((), dtype=torch.float64, device="cpu") * scalar
 
 
-def _trace(call: Call, first: Scalar = 1.0, second: Scalar = 1.0) -> None:
-    """Have torch record the call's operator."""
-    (first, first_at), (second, second_at) = _as_arguments(first), _as_arguments(second)
-    packed = call.packed
-    every = {
-        # Without the ends, which follow from the inputs: Inductor cannot pass an unknown length.
-        "bounds": call.bounds[1:-1] if packed is None else call.bounds,
-        "alignment": 0 if packed is None else packed.layout.alignment,
-        "first": first,
-        "first_at": first_at,
-        "second": second,
-        "second_at": second_at,
-        "found_inf": call.findings.found_inf,
-        "max_abs": call.findings.max_abs,
-        "order": call.order,
-        "accumulate": call.accumulate,
-        "dots": call.dots,
-        "cooperative": call.cooperative,
-        # A flat list of floats, since operators take no rows.
-        "tree": [float(number) for row in call.tree for number in row],
-        "spread": call.spread,
-        "coefficients": call.coefficients,
-    }
-    operator = getattr(torch.ops.adasum, f"{call.function}_8").default
-    operator(call.inputs, call.out, **{name: every[name] for name in _FIELDS[call.function]})
-
-
-def _run_operator(function: str, inputs: list[Tensor], out: Tensor, *values: Any) -> None:
-    """Run a function's operator. values: In the schema's order; defaults at the end are omitted."""
-    given = dict(zip(_FIELDS[function], values, strict=False))
-    # AOTInductor passes None for an empty list.
-    bounds, tree = given.pop("bounds", None) or (), given.pop("tree", None) or ()
-    scalars = []
-    for name in ("first", "second"):
-        number, tensor = given.pop(name, 1.0), given.pop(f"{name}_at", None)
-        if name in _FIELDS[function]:
-            scalars.append(number if tensor is None else tensor)
-    findings = Findings(given.pop("found_inf", None), given.pop("max_abs", None))
-    packed = None
-    if alignment := given.pop("alignment", None):
-        packed = packed_within(out, inputs, bounds[:-1], alignment)
-    else:
-        bounds = (0, *bounds, inputs[0].numel())
-    table, kind = given.get("dots", given.get("coefficients")), given.get("order", "list")
-    if function == "gram":
-        kind = out.dim() == 4
-    elif function == "adasum":
-        kind = given.get("cooperative", True)
-    place = packed.layout if packed else bounds
-    others = *findings, table, kind, given.get("accumulate")
-    found = in_c(function)(inputs, out, None, *[*scalars, 1.0, 1.0][:2], place, *others)
-    if isinstance(found, Call):
-        run_at_once(found, *scalars)
-    if found is not None:
-        return
-    rows = zip(tree[::4], tree[1::4], tree[2::4], tree[3::4], strict=True)
-    tree = tuple([(int(left), int(right), p, q) for left, right, p, q in rows])
-    call = Call(function, inputs, out, tuple(bounds), findings, tree=tree, packed=packed, **given)
-    # An exported graph may run on other tensors than torch has traced it with.
-    refuse_followed(call, "torch traced this call without gradients")
-    locate(call)
-    run_at_once(call, *scalars)
-
-
-def _no_vmap(function: str, *_: object) -> None:
-    raise TypeError(f"{function} of tensors inside vmap has no rule: call it outside, row by row")
-
-
-for _name in FUNCTIONS:
-    _inputs, _out = ("Tensor(a!)[]", "Tensor") if _name == "unpack" else ("Tensor[]", "Tensor(a!)")
-    # Keep torch.compile from changing the strides of contiguous inputs.
-    _tags = ["needs_exact_strides", "needs_fixed_stride_order"]
-    if _name not in _SAFE_IN_GRAPHS:
-        _tags.append("cudagraph_unsafe")
-    _LIBRARY.define(
-        f"{_name}_8({_inputs} inputs, {_out} out, {_TAKES[_name]}) -> ()",
-        tags=tuple(getattr(torch.Tag, tag) for tag in _tags if hasattr(torch.Tag, tag)),
+def _is_recordable(
+    tensors: Any, out: object, findings: Findings, table: object, *dtypes: object
+) -> bool:
+    """Whether an operator takes these unchecked arguments, and no derivative is asked for."""
+    # torch does not compile an operator that both returns a tensor and writes one.
+    if type(tensors) not in (list, tuple) or not tensors or (out is None and findings.given()):
+        return False
+    followed = torch.is_grad_enabled()
+    for one in (*tensors, *[one for one in (out, *findings, table) if one is not None]):
+        if not isinstance(one, Tensor) or (followed and one.requires_grad):
+            return False
+    # The primal is another object only inside a forward-mode level.
+    return unpack_dual(tensors[0]).primal is tensors[0] and all(
+        one is None or isinstance(one, torch.dtype) for one in dtypes
     )
-    _LIBRARY.impl(f"{_name}_8", partial(_run_operator, _name), "CompositeExplicitAutograd")
-    # Nothing to do for tensors without data, since operators only write to their arguments.
-    torch.library.register_fake(f"adasum::{_name}_8", lambda *_, **__: None, lib=_LIBRARY)
-    torch.library.register_vmap(f"adasum::{_name}_8", partial(_no_vmap, _name), lib=_LIBRARY)
+
+
+def _record(
+    function: str,
+    tensors: Sequence[Tensor],
+    out: Tensor | None,
+    findings: Findings,
+    options: Sequence[Any],
+    first: Scalar,
+    second: Scalar,
+) -> Any:
+    """Have torch record the operator of a function of `TAKES`, and return `out`."""
+    dtype, segments, table, kind, accumulate = options
+    if segments is not None:
+        # Without the end, which follows from the tensors: Inductor cannot pass an unknown length.
+        segments = check_segments(segments, tensors[0].numel())[:-1]
+    scalars = *_as_arguments(first), *_as_arguments(second)
+    given = list(tensors), dtype, segments, table, str(kind), accumulate, *scalars
+    packet = getattr(torch.ops.adasum, f"{function}_9")
+    if out is None:
+        return packet.default(*given)
+    packet.out(*given, out, *findings)
+    return out
+
+
+def _trace(call: Call, first: Scalar = 1.0, second: Scalar = 1.0) -> None:
+    """Have torch record a checked call's operator."""
+    given, packet = (call.inputs, call.out), getattr(torch.ops.adasum, f"{call.function}_9")
+    if call.packed is not None:
+        starts, alignment = call.bounds[:-1], call.packed.layout.alignment
+        packet.default(*given, starts, alignment, *_as_arguments(first), *call.findings)
+    elif call.function == "adasum_coefficients":
+        # A flat list of floats, since operators take no rows.
+        packet.default(*given, [float(one) for row in call.tree for one in row], call.spread)
+    else:
+        options = None, call.bounds, call.table, call.kind, call.accumulate
+        _record(call.function, *given, call.findings, options, first, second)
+
+
+def _run_operator(function: str, inputs: list[Tensor], *given: Any, fake: bool = False) -> Tensor:
+    """Run the operator of a function of `TAKES`, and return `out`.
+
+    given: In the schema's order. fake: Only check the arguments, as far as that needs no data.
+    """
+    dtype, starts, table, kind, accumulate, *scalars = given[:9]
+    out, *findings = given[9:] or (None, None, None)
+    segments = None if starts is None else (*starts, inputs[0].numel())
+    first, second = [by if at is None else at for by, at in (scalars[:2], scalars[2:])]
+    if function in ("gram", "adasum"):
+        kind = kind == "True"
+    options = dtype, segments, table, kind, accumulate
+    if fake:
+        return _checked(function, inputs, out, Findings(*findings), options).out
+    found = in_c(function)(
+        *(inputs, out, dtype, first, second, segments, *findings, table, kind, accumulate)
+    )
+    if not isinstance(found, Tensor):
+        found = found or _checked(function, inputs, out, Findings(*findings), options)
+        found = _run_checked(found, *(first, second)[: _SCALARS.get(function, 0)])
+    return found
+
+
+def _write(function: str, *given: Any, fake: bool = False) -> None:
+    """`_run_operator` with a given `out`."""
+    _run_operator(function, *given, fake=fake)
+
+
+def _run_checked(call: Call, *scalars: Scalar) -> Tensor:
+    if call.addresses is UNREAD:
+        # An exported graph may run on other tensors than torch has traced it with.
+        refuse_followed(call, "torch traced this call without gradients")
+        locate(call)
+    run_at_once(call, *scalars)
+    return call.out
+
+
+def _run_packed(
+    function: str,
+    inputs: list[Tensor],
+    buffer: Tensor,
+    starts: Sequence[int],
+    alignment: int,
+    first: Scalar,
+    first_at: Tensor | None,
+    *findings: Tensor | None,
+) -> None:
+    """Run the operator of `pack` or `unpack`."""
+    # AOTInductor passes None for an empty list.
+    packed = packed_within(buffer, inputs, starts or (), alignment)
+    scale, layout = first if first_at is None else first_at, packed.layout
+    found = in_c(function)(inputs, buffer, None, scale, 1.0, layout, *findings)
+    if found is None:
+        kinds = Findings(*findings)
+        found = Call(function, inputs, buffer, layout.segments, kinds, packed=packed)
+    if isinstance(found, Call):
+        _run_checked(found, scale)
+
+
+def _run_coefficients(
+    inputs: list[Tensor], out: Tensor, tree: list[float], spread: Tensor | None
+) -> None:
+    """Run the operator of `adasum_coefficients`."""
+    flat = tree or []
+    rows = zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
+    joins = tuple([(int(left), int(right), p, q) for left, right, p, q in rows])
+    _run_checked(Call("adasum_coefficients", inputs, out, (), spread=spread, tree=joins))
+
+
+def _check(run: Callable[..., Any], function: str, *given: Any) -> Any:
+    """Check a call of dynamo's while it traces. If it is wrong, dynamo leaves it to eager mode."""
+    try:
+        return run(function, *given, fake=True)
+    except (TypeError, ValueError) as error:
+        raise NotImplementedError(str(error)) from error
+
+
+def _define(
+    schema: str, run: Callable[..., Any], check: Callable[..., Any] = lambda *_: None
+) -> None:
+    """Define an operator. check: What to do for tensors without data."""
+    name = schema.partition("(")[0]
+    # Keep torch.compile from changing the strides of contiguous inputs.
+    tags = ["needs_exact_strides", "needs_fixed_stride_order"]
+    if not name.startswith(_SAFE_IN_GRAPHS):
+        tags.append("cudagraph_unsafe")
+    known = tuple(getattr(torch.Tag, tag) for tag in tags if hasattr(torch.Tag, tag))
+    _LIBRARY.define(schema, tags=known)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"adasum::{name}", check, lib=_LIBRARY)
+
+
+for _name in TAKES:
+    for _schema, _run in (
+        (f"{_name}_9(Tensor[] inputs, {_OPTIONS}) -> Tensor", _run_operator),
+        (f"{_name}_9.out(Tensor[] inputs, {_OPTIONS}, Tensor(a!) out, {_FINDINGS}) -> ()", _write),
+    ):
+        _define(_schema, partial(_run, _name), partial(_check, _run, _name))
+for _schema in (
+    f"pack_9(Tensor[] inputs, Tensor(a!) out, {_SLOTS}) -> ()",
+    f"unpack_9(Tensor(a!)[] inputs, Tensor out, {_SLOTS}) -> ()",
+):
+    _define(_schema, partial(_run_packed, _schema.partition("_")[0]))
+_JOINS = "float[] tree, Tensor(d!)? spread"
+_define(
+    f"adasum_coefficients_9(Tensor[] inputs, Tensor(a!) out, {_JOINS}) -> ()", _run_coefficients
+)

@@ -220,7 +220,8 @@ def check_segments(segments: object, numel: int) -> tuple[int, ...]:
     bounds = tuple(segments)
     if not is_compiling() and _all_rise(bounds, numel):
         return bounds
-    if not all(type(bound) is int for bound in bounds):
+    # torch's operators pass a SymInt for what may change between calls of a graph.
+    if not all(type(bound) in (int, torch.SymInt) for bound in bounds):
         bad = next(bound for bound in bounds if type(bound) is not int)
         raise TypeError(f"segments must hold ints, got {type(bad).__name__}")
     if not bounds or bounds[0] != 0 or bounds[-1] != numel:

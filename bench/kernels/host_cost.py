@@ -2,10 +2,13 @@
 
     python -m bench.kernels.host_cost
     python -m bench.kernels.host_cost --gpu
+    python -m bench.kernels.host_cost --compiled
     python -m bench.kernels.host_cost --against OTHER_TREE
 
 The second has a GPU's tensors, and torch's functions beside ours: a call's time until it returns.
-The third runs in turns, in processes of their own, this tree and another one that has plans, too.
+The third has functions that torch has compiled: what torch.add and an operator that does nothing
+take there, no operator takes less. The last runs in turns, in processes of their own, this tree and
+another one that has plans, too.
 Figures are minima in microseconds of the calling thread's processor time, to which what else runs
 on the machine adds least.
 
@@ -48,12 +51,12 @@ _ENQUEUED = 20
 Call = Callable[[], object]
 
 
-def microseconds(call: Call) -> float:
-    """Return the least time of a call over several samples of about 20 ms."""
+def microseconds(call: Call, seconds: float = _SECONDS, repeats: int = _REPEATS) -> float:
+    """Return the least time of a call over several samples, each of about so many seconds."""
     timer = timeit.Timer(call, timer=time.thread_time)
     timer.timeit(10)
-    number = max(1, int(100 * _SECONDS / max(timer.timeit(100), 1e-9)))
-    return min(timer.repeat(_REPEATS, number)) / number * 1e6
+    number = max(1, int(100 * seconds / max(timer.timeit(100), 1e-9)))
+    return min(timer.repeat(repeats, number)) / number * 1e6
 
 
 def to_return(call: Call) -> float:
@@ -178,6 +181,33 @@ def figures() -> dict[str, float]:
     return found
 
 
+def compiled() -> dict[str, float]:
+    """Return the figures of calls in eager mode and compiled by torch, on tensors of 1 KiB."""
+    a, b, out = (torch.randn(256) for _ in range(3))
+    layout = kernels.layout_of([a, b])
+    flat = kernels.pack([a, b], layout=layout)
+    library = torch.library.Library("adasum_bench", "FRAGMENT")
+    library.define("nothing(Tensor[] inputs, Tensor(a!) out) -> ()")
+    library.impl("nothing", lambda *_: None, "CompositeExplicitAutograd")
+    torch.library.register_fake("adasum_bench::nothing", lambda *_: None, lib=library)
+    calls: dict[str, Call] = {
+        "torch.add": partial(torch.add, a, b, out=out),
+        "an empty operator": lambda: torch.ops.adasum_bench.nothing.default([a, b], out),
+        "sum_n of 2": lambda: kernels.sum_n([a, b], out=out),
+        "scaled_add": lambda: kernels.scaled_add(a, b, alpha=0.5, out=out),
+        "dot_and_norms": lambda: kernels.dot_and_norms(a, b),
+        "adasum": lambda: kernels.adasum(a, b, out=out),
+        "gram of 2": lambda: kernels.gram([a, b]),
+        "pack of 2": lambda: kernels.pack([a, b], layout=layout, out=flat),
+    }
+    # Short samples: of those, some run between what else uses the core's caches.
+    least, found = partial(microseconds, seconds=_SECONDS / 20, repeats=20 * _REPEATS), {}
+    for name, call in calls.items():
+        found[name] = least(call)
+        found[f"{name}, compiled"] = least(torch.compile(call, fullgraph=True))
+    return found
+
+
 def on_gpu() -> dict[str, float]:
     """Return the figures of a GPU's tensors, and of torch's functions."""
     calls = planned(SIZES[1], "cuda") | launches("cuda")
@@ -197,12 +227,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of both trees, in turns")
     parser.add_argument("-J", "--json", type=Path, metavar="FILE", help="write figures as JSON")
     parser.add_argument("--gpu", action="store_true", help="of a GPU's tensors")
+    parser.add_argument("--compiled", action="store_true", help="of functions compiled by torch")
     given = parser.parse_args(argv)
     if given.gpu and not torch.cuda.is_available():
         print("bench.kernels.host_cost: torch sees no GPU here", file=sys.stderr)
         return 2
     if given.against is None:
-        found = on_gpu() if given.gpu else figures()
+        found = (on_gpu if given.gpu else compiled if given.compiled else figures)()
         if given.json is not None:
             given.json.write_text(json.dumps(found))
         print(*(f"{name:44} {value:8.2f}" for name, value in found.items()), sep="\n")
@@ -212,7 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     here = Path(__file__).resolve()
     trees = {"here": here.parents[2], "there": given.against.resolve()}
-    commands = {tree: [sys.executable, str(here)] for tree in trees}
+    flags = ["--compiled"] if given.compiled else []
+    commands = {tree: [sys.executable, str(here), *flags] for tree in trees}
     least: dict[str, dict[str, float]] = {tree: {} for tree in trees}
     for _, tree, found in in_turns(commands, given.rounds, trees):
         least[tree] = {name: min(each, least[tree].get(name, each)) for name, each in found.items()}

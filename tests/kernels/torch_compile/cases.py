@@ -55,7 +55,22 @@ def operators(counter: CompileCounterWithBackend) -> list[str]:
     targets = [node.target for graph in counter.graphs for node in graph.graph.nodes]
     names = [str(t).split(".")[1] for t in targets if str(t).startswith("adasum.")]
     # What follows an underscore and is a number tells schemas apart.
-    return [name.removesuffix("_8") for name in names]
+    return [name.removesuffix("_9") for name in names]
+
+
+def options(**given: Any) -> tuple[Any, ...]:
+    """Arguments of the operator of a function of one list or pair, in the schema's order."""
+    defaults: dict[str, Any] = {
+        **dict.fromkeys(("dtype", "starts", "table")),
+        "kind": "list",
+        "accumulate": None,
+        "first": 1.0,
+        "first_at": None,
+        "second": 1.0,
+        "second_at": None,
+    }
+    assert given.keys() <= defaults.keys()
+    return tuple((defaults | given).values())
 
 
 def several(dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernels
@@ -87,6 +88,12 @@ def test_make_fx_records_backward_passes() -> None:
     assert flat(make_fx(step)(*tensors)(*tensors)) == flat(step(*tensors))
 
 
-def test_vmap_in_traced_code_is_named() -> None:
-    with pytest.raises(TypeError, match="adasum of tensors inside vmap has no rule"):
-        make_fx(torch.vmap(lambda row: kernels.adasum(row, row)))(torch.ones(4, 3))
+def test_a_tangent_in_compiled_code_is_an_error_as_in_eager_mode() -> None:
+    x = torch.ones(4)
+    call = torch.compile(
+        lambda x: torch.func.jvp(lambda one: kernels.scaled_add(one, one), (x,), (x,)),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    with pytest.raises(Unsupported):
+        call(x)

@@ -17,7 +17,17 @@ from kernels.call import FUNCTIONS
 from tests.kernels.cases import misaligned, random
 from tests.kernels.gpu import test_launches
 from tests.kernels.test_arguments import ERRORS
-from tests.kernels.torch_compile.cases import BF16, CUTS, F16, F32, F64, compiled, flat, pair
+from tests.kernels.torch_compile.cases import (
+    BF16,
+    CUTS,
+    F16,
+    F32,
+    F64,
+    compiled,
+    flat,
+    options,
+    pair,
+)
 
 # What torch itself deprecates in its compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled", "ignore:.*torch.jit")
@@ -43,6 +53,24 @@ def test_errors_while_tracing(text):
     assert text in str(eager.value) and str(traced.value) == str(eager.value)
 
 
+@pytest.mark.parametrize("out", [None, X.clone()], ids=["", "out"])
+def test_a_compiled_call_leaves_its_checks_to_the_operator(out):
+    """dynamo adds a guard for each global name in code it traces, which every call checks."""
+    names: list[str] = []
+
+    def note(guards: Any) -> list[bool]:
+        names.extend(guard.name for guard in guards if "kernels" in guard.name)
+        return [True] * len(guards)
+
+    torch.compile(
+        lambda x, y: kernels.scaled_add(x, y, alpha=0.5, out=out),
+        backend="aot_eager",
+        fullgraph=True,
+        options={"guard_filter_fn": note},
+    )(X, X)
+    assert names and not [name for name in names if "kernels_dot_arguments" in name]
+
+
 def test_errors_in_a_whole_graph_are_wrapped_by_torch():
     """fullgraph=True turns what the traced code raises into an error of torch's own."""
     call, _ = ERRORS["alpha must be a float, got str"]
@@ -55,9 +83,11 @@ def test_overlap_is_found_when_the_operator_runs():
         compiled(lambda b, x: kernels.unpack(b, [x[:8], x[4:12]]))[0](torch.ones(32), X.clone())
     base = X.clone()
     with pytest.raises(ValueError, match="out overlaps a"):
-        torch.ops.adasum.adasum_8([base[:8], base[8:]], base[4:12], [], 2.0, None, 2.0)
+        torch.ops.adasum.adasum_9.out(
+            *([base[:8], base[8:]], *options(first=2.0, second=2.0), base[4:12], None, None)
+        )
     with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
-        torch.ops.adasum.pack_8([base], base, [0, 16], 64, 2.0)
+        torch.ops.adasum.pack_9([base], base, [0], 64, 2.0, None, None, None)
     assert torch.equal(base, X)
 
 
@@ -67,42 +97,51 @@ def vector(seed: int, dtype: torch.dtype = F32, numel: int = 16) -> Tensor:
 
 @pytest.mark.parametrize("flag", [None, torch.zeros(())], ids=["", "found_inf"])
 def test_opcheck(flag):
-    ops, x, y, out, cuts = torch.ops.adasum, vector(1), vector(2), vector(3), [0, 5, 16]
-    dots, slots = kernels.dot_and_norms(x, y, cuts), [0, 16, 32]
+    ops, x, y, out, starts = torch.ops.adasum, vector(1), vector(2), vector(3), [0, 5]
+    cuts, slots = [*starts, 16], [0, 16]
+    dots = kernels.dot_and_norms(x, y, cuts)
     # found_inf and max_abs.
     flags = (None, None) if flag is None else (flag, torch.zeros(()))
     double = (flag, None if flag is None else torch.zeros((), dtype=torch.float64))
-    half, two = (0.5, None), (2.0, None)
+    half, tree = options(first=0.5), options(first=0.5, kind="tree", accumulate=F32)
+    adds, blend = options(first=0.5, second=-1.0), options(starts=starts, table=dots, first=3.0)
+    halves, cut = options(starts=starts, first=2.0, second=2.0), options(starts=starts)
     tables, rows = kernels.gram([x, y], cuts)[None], torch.full((2, 2), 0.5, dtype=F64)
-    tree = [0.0, 1.0, 1.0, 1.0]
+    weighted, joins = options(starts=starts, table=rows), [0.0, 1.0, 1.0, 1.0]
+    gram = torch.zeros(2, 2, 2, dtype=F64)
     for op, args in [
-        (ops.pack_8, ([x, y[:5]], vector(4, F16, 32), slots, 64, *half, *flags)),
-        (ops.pack_8, ([x, y[:5]], vector(4, F16, 32), slots, 64, 1.0, vector(5, F64, 1)[0])),
+        (ops.pack_9.default, ([x, y[:5]], vector(4, F16, 32), slots, 64, 0.5, None, *flags)),
         (
-            ops.unpack_8,
-            ([x.clone(), out[:5].clone()], vector(4, BF16, 32), slots, 64, *half, *flags),
+            ops.pack_9.default,
+            ([x, y[:5]], vector(4, F16, 32), slots, 64, 1.0, vector(5, F64, 1)[0], None, None),
         ),
-        (ops.sum_n_8, ([x, y], out.double(), *half, *double)),
-        (ops.sum_n_8, ([x, y, out], out, *half, *flags, "tree", F32)),
-        (ops.scaled_add_8, ([x, y], out, *half, -1.0, None, *flags)),
-        (ops.dot_and_norms_8, ([x, y], dots.clone(), [5])),
-        (ops.combine_8, ([x, y], out, dots, [5], 3.0, None, 1.5, None, *flags)),
-        (ops.adasum_8, ([x, y], out, [5], *two, *two, *flags, False)),
-        (ops.gram_8, ([x, y], torch.zeros(2, 2, 2, dtype=F64), [5])),
-        (ops.adasum_coefficients_8, ([tables], rows.clone(), tree, rows[:, 0].clone())),
-        (ops.weighted_sum_8, ([x, y], misaligned(out), rows, [5], *flags)),
+        (
+            ops.unpack_9.default,
+            ([x.clone(), out[:5].clone()], vector(4, BF16, 32), slots, 64, 0.5, None, *flags),
+        ),
+        (ops.sum_n_9.default, ([x, y], *half)),
+        (ops.sum_n_9.out, ([x, y], *half, out.double(), *double)),
+        (ops.sum_n_9.out, ([x, y, out], *tree, out, *flags)),
+        (ops.scaled_add_9.out, ([x, y], *adds, out, *flags)),
+        (ops.dot_and_norms_9.default, ([x, y], *cut)),
+        (ops.combine_9.out, ([x, y], *blend, out, *flags)),
+        (ops.adasum_9.out, ([x, y], *halves, out, *flags)),
+        (ops.gram_9.out, ([x, y], *options(starts=starts, kind="False"), gram, None, None)),
+        (ops.adasum_coefficients_9.default, ([tables], rows.clone(), joins, rows[:, 0].clone())),
+        (ops.weighted_sum_9.out, ([x, y], *weighted, misaligned(out), *flags)),
     ]:
-        torch.library.opcheck(op.default, args)
+        torch.library.opcheck(op, args)
 
 
 def test_calls_that_leave_memory_stay_out_of_torchs_own_cuda_graphs():
     if not hasattr(torch.Tag, "cudagraph_unsafe"):
         pytest.skip("this torch has no such tag")
     for name in FUNCTIONS:
-        tags = getattr(torch.ops.adasum, f"{name}_8").default.tags
+        packet = getattr(torch.ops.adasum, f"{name}_9")
         # These two leave neither tables nor scratch on the device.
         safe = name in ("sum_n", "scaled_add")
-        assert (torch.Tag.cudagraph_unsafe in tags) != safe
+        for overload in packet.overloads():
+            assert (torch.Tag.cudagraph_unsafe in getattr(packet, overload).tags) != safe
 
 
 @pytest.mark.parametrize("strict", [True, False])
