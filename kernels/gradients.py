@@ -58,14 +58,10 @@ def _asking(call: Call) -> tuple[str, Tensor] | None:
     dual = unpack_dual(call.out).primal is not call.out
     if not dual and not enabled:
         return None
-    for i, tensor in enumerate(call.inputs):
-        if (enabled and tensor.requires_grad) or (dual and _has_tangent(tensor)):
-            return call.name(i), tensor
-    for name, tensor in call.others():
-        if (enabled and tensor.requires_grad) or (dual and _has_tangent(tensor)):
+    inputs = [(call.name(i), tensor) for i, tensor in enumerate(call.inputs)]
+    for name, tensor in (*inputs, *call.others()):
+        if enabled and tensor.requires_grad:
+            return name, tensor
+        if dual and unpack_dual(tensor).tangent is not None:
             return name, tensor
     return None
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    return unpack_dual(tensor).tangent is not None

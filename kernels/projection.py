@@ -16,10 +16,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kernels.arguments import (
-    check,
-    check_dots,
-)
+from kernels.arguments import check, check_dots
 from kernels.cpu.torch_fallback import blend_of, dots_of
 from kernels.findings import Findings
 from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan

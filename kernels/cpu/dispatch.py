@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from kernels.call import Call
@@ -84,7 +85,7 @@ def bind(call: Call) -> Callable[..., None]:
         # All tensors are in one order in memory, so that is an order of elements.
         out = _flat(call.out) if call.in_place else call.out
         call = replace(call, inputs=[_flat(tensor) for tensor in inputs], out=out)
-    return partial(getattr(torch_fallback, call.function), call)
+    return torch.no_grad()(partial(getattr(torch_fallback, call.function), call))
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -39,7 +39,6 @@ def _report(call: Call, written: Sequence[Tensor]) -> None:
                 max_abs.copy_(torch.maximum(max_abs, largest.to(max_abs.dtype)))
 
 
-@torch.no_grad()
 def copy(call: Call, scale: float) -> None:
     """Copy between tensors and their slots of the buffer; packing zeroes the padding."""
     assert call.packed is not None
@@ -55,7 +54,6 @@ def copy(call: Call, scale: float) -> None:
 pack = unpack = copy
 
 
-@torch.no_grad()
 def sum_n(call: Call, scale: float) -> None:
     """Write out = scale * (t0 + t1 + ...), in the call's order."""
     inputs, wide = call.inputs, compute_dtype(call.inputs[0].dtype, call.out.dtype)
@@ -63,14 +61,12 @@ def sum_n(call: Call, scale: float) -> None:
     _write(call, total.to(wide) * scale)
 
 
-@torch.no_grad()
 def scaled_add(call: Call, alpha: float, beta: float) -> None:
     """Write out = alpha*a + beta*b."""
     a, b = call.inputs
     _write(call, a.double() * alpha + b.double() * beta)
 
 
-@torch.no_grad()
 def dots_of(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
     """Return a row (a.b, |a|^2, |b|^2) for each segment."""
     x, y = a.double().view(-1), b.double().view(-1)
@@ -88,7 +84,6 @@ def dot_and_norms(call: Call) -> None:
     call.out.copy_(dots_of(a, b, call.bounds))
 
 
-@torch.no_grad()
 def blend_of(a: Tensor, b: Tensor, dots: Tensor, bounds: Sequence[int], *factors: float) -> Tensor:
     """Return (1 - d/(fA)) a + (1 - d/(gB)) b per segment, flat; (d, A, B) are rows of `dots`.
 
@@ -123,7 +118,6 @@ def adasum(call: Call, factor_a: float, factor_b: float) -> None:
     combine(replace(call, dots=dots_of(a, b, call.bounds)), factor_a, factor_b)
 
 
-@torch.no_grad()
 def gram(call: Call) -> None:
     """Write into `out` the matrix of dot products of each segment."""
     vectors = [one.double().view(-1) for one in call.inputs]
@@ -156,7 +150,6 @@ def _exact_dot(x: Tensor, y: Tensor) -> Tensor:
     return x.new_tensor([high, math.fsum([*terms, -high])])
 
 
-@torch.no_grad()
 def tree_of(partials: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
     """Return the coefficients [S, n] of a tree, and the spread [S], computed with 60 digits."""
     found = [_replay(partials[:, i], tree) for i in range(partials.shape[1])]
@@ -212,7 +205,6 @@ def _replay(tables: Tensor, tree: Tree) -> tuple[list[float], float]:
         return [float(vectors[last][i]) for i in range(size)], float(widest)
 
 
-@torch.no_grad()
 def adasum_coefficients(call: Call) -> None:
     """Write into `out` the coefficients of each segment, and find its spread."""
     coefficients, spread = tree_of(call.inputs[0], call.tree)
