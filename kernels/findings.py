@@ -53,7 +53,9 @@ class Findings(NamedTuple):
         """
         for name, tensor in self.given():
             dtype = compute_dtype(*written) if name == "max_abs" else torch.float32
-            if isinstance(tensor, Tensor) and (tensor.dtype != dtype or tensor.numel() != 1):
+            fits = isinstance(tensor, Tensor) and tensor.dtype == dtype and tensor.numel() == 1
+            # A nested tensor has no shape to name: the check below refuses it.
+            if isinstance(tensor, Tensor) and not (fits or tensor.is_nested):
                 kind = str(dtype).removeprefix("torch.")
                 raise TypeError(
                     f"{name} must be one {kind}, torch.zeros((), dtype={dtype}, device=...), got "
