@@ -196,7 +196,7 @@ def _is_recordable(
         return False
     followed = torch.is_grad_enabled()
     for one in (*tensors, *[one for one in (out, *findings, table) if one is not None]):
-        if not isinstance(one, Tensor) or (followed and one.requires_grad):
+        if not isinstance(one, Tensor) or one.is_meta or (followed and one.requires_grad):
             return False
     # The primal is another object only inside a forward-mode level.
     return unpack_dual(tensors[0]).primal is tensors[0] and all(

@@ -83,7 +83,7 @@ def bind(call: Call) -> Callable[..., None]:
     inputs = call.inputs
     if inputs and not inputs[0].is_contiguous():
         # All tensors are in one order in memory, so that is an order of elements.
-        out = _flat(call.out) if call.in_place else call.out
+        out = call.out if call.out.is_contiguous() else _flat(call.out)
         call = replace(call, inputs=[_flat(tensor) for tensor in inputs], out=out)
     return torch.no_grad()(partial(getattr(torch_fallback, call.function), call))
 

@@ -191,6 +191,7 @@ void write_storages(void **stack, uint64_t arguments, uint64_t results)
     void *list = stack[0], *tensor;
     struct storage *to = stack[1];
     size_t count = 0;
+    (void)arguments, (void)results;
     /* Otherwise torch would take and release Python's lock for each tensor that is deleted. */
     int state = PyGILState_Ensure();
     torch.abi.list_size(list, &count);

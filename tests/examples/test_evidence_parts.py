@@ -103,7 +103,7 @@ def test_interval_of_differences_is_paired_by_seed(load):
     # Differences 1, 2, 3: mean 2, deviation 1, t of two degrees of freedom 4.303.
     assert (found.mean, found.half) == (2.0, pytest.approx(4.303 / math.sqrt(3)))
     assert intervals.interval([5.0]).half == math.inf
-    with pytest.raises(ValueError, match="not 0"):
+    with pytest.raises(ValueError, match="got 0"):
         intervals.interval([])
 
 

@@ -21,7 +21,7 @@ from tests.processes.harness import run_ranks
 # No case waits for a rank that does not come: this is for a machine that has much else to do.
 TIMEOUT = 120.0
 # After these a group is as it was before the call.
-_KEEPS = ("ValueError", "TypeError", "CollectiveMismatchError")
+_KEEPS = ("ValueError", "TypeError", "RuntimeError", "CollectiveMismatchError")
 _IS_ERROR = re.compile(r"(\w+): ")
 # What errors say that is another in each process.
 _OF_THIS_RUN = (

@@ -63,7 +63,11 @@ def _holds_anywhere(case: Case) -> bool:
     And whether the group goes on.
     """
     by_rates = "all_reduce" in case.kind and case.algorithm in ("-", "auto")
-    return not by_rates and "collective" not in case.algorithm and case.option not in ENDS
+    return (
+        not by_rates
+        and "collective" not in case.algorithm + case.option
+        and case.option not in ENDS
+    )
 
 
 def check_float16_average(group: Group) -> None:

@@ -97,7 +97,6 @@ def test_header_and_python_have_the_same_fields_and_numbers() -> None:
     assert float.fromhex(numbers["SPREAD_LIMIT"]) == arithmetic.SPREAD_LIMIT
 
 
-@pytest.mark.usefixtures("fresh")
 def test_library_loads_in_python_3_10_which_lacks_a_function() -> None:
     need_compiled()
     if not shutil.which("nm"):
@@ -109,6 +108,7 @@ def test_library_loads_in_python_3_10_which_lacks_a_function() -> None:
     assert ("w", "PyObject_Vectorcall") in itertools.pairwise(symbols)
 
 
+@pytest.mark.usefixtures("fresh")
 def test_the_choice_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADASUM_CPU_KERNELS", "torch")
     assert kernels.backend_info().cpu_path == "torch: ADASUM_CPU_KERNELS=torch" and works()

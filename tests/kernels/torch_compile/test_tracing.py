@@ -42,6 +42,8 @@ QUICK = ("alpha must be", "b has shape", "must hold ints", "tensors[1] is not", 
     [
         text if text.startswith(QUICK) else pytest.param(text, marks=pytest.mark.slow)
         for text in ERRORS
+        # dynamo ends at float() of such an int with an error of its own.
+        if "that no float64 holds" not in text
     ],
 )
 def test_errors_while_tracing(text):
