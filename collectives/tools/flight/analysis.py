@@ -68,9 +68,11 @@ class Analysis:
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
         self._dumps = dumps
         self._made = {r: {each.key: each for each in dump.calls} for r, dump in dumps.items()}
-        # By call, the time of the first failure.
+        # By call, the times of the first begin and of the first failure.
+        self._first: dict[tuple[str, int], float] = defaultdict(lambda: _NEVER)
         self._given_up: dict[tuple[str, int], float] = defaultdict(lambda: _NEVER)
         for call in (each for dump in dumps.values() for each in dump.calls):
+            self._first[call.key] = min(call.begun, self._first[call.key])
             if call.error and call.ended:
                 self._given_up[call.key] = min(call.ended, self._given_up[call.key])
         self._seen: dict[tuple[int, tuple[str, int]], Wait] = {}
@@ -149,7 +151,9 @@ class Analysis:
         """Return whether `rank` has not made the call, or only after a member had failed in it."""
         its = self._made[rank].get(call.key)
         if its is not None:
-            return its.begun > self._given_up[call.key]
+            # Without delay, others failed for another reason, such as a third rank's end.
+            delay = its.begun - self._first[call.key]
+            return its.begun > self._given_up[call.key] and delay >= _PATIENCE
         state = self._dumps[rank].groups.get(call.group)
         if state and state.last and state.last.number > call.number:
             return False

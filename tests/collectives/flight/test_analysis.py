@@ -166,3 +166,13 @@ def test_rank_that_aborts_because_another_one_is_late_is_not_named(
     write(tmp_path, 1, [before], [group("part", (0, 1), before)])
     status, out, _ = run(capsys, tmp_path)
     assert status == 0 and out.count("CULPRIT: rank 1 on a has not made") == out.count("CULPRIT")
+
+
+def test_rank_that_came_just_after_a_failure_is_not_named_for_the_killed_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, begun in ((0, 10.0), (1, 10.002)):
+        last = call(3, begun, begun + 0.001, error="CollectiveTimeoutError: no answer from rank 2")
+        write(tmp_path, rank, [last], [group("init", (0, 2), last)])
+    status, out, _ = run(capsys, tmp_path)
+    assert status == 0 and "CULPRIT: rank 2" in out and "late" not in out
