@@ -73,8 +73,8 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
     operands in one order, each chunk once, with each rank's part in one range: a pair of operands,
     or any number if the group is one rank or the step has a tree for them. Each tree joins every
     operand once. With whole_segments each group is one rank, which holds whole segments. A gathered
-    schedule only copies, and ends with every rank's vector on every rank. If receives
-    or trees state how many ranks their operands combine, these numbers are checked.
+    schedule only copies, and ends with every rank's vector on every rank. If receives or trees
+    state how many ranks their operands combine, these numbers are checked.
 
     Args:
         schedule: The schedule.

@@ -151,7 +151,7 @@ class Analysis:
         """Return whether `rank` has not made the call, or only after a member had failed in it."""
         its = self._made[rank].get(call.key)
         if its is not None:
-            # Without delay, others failed for another reason, such as a third rank's end.
+            # If it came without delay, the others failed for another reason: a third rank's end.
             delay = its.begun - self._first[call.key]
             return its.begun > self._given_up[call.key] and delay >= _PATIENCE
         state = self._dumps[rank].groups.get(call.group)

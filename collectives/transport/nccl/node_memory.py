@@ -193,8 +193,8 @@ def _lack_between(places: Sequence[tuple[str, int, str]]) -> str:
 def _has_native_atomics(source: int, target: int) -> bool:
     """Return whether the first GPU's atomics work in the second one's memory, as over NVLink.
 
-    The kernels only load and store there. But CUDA's memory model asks for this of whatever
-    accesses in the scope of the system two GPUs make of one word, so of the signals' stores, too.
+    The kernels only load and store there. But CUDA's memory model requires native atomics if two
+    GPUs access one word in system scope, and the signals' stores are such accesses.
     """
     driver, value = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
     failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, source, target)

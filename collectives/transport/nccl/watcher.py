@@ -145,7 +145,7 @@ class Watcher:
         self.fail(CollectiveTimeoutError(said))
 
     def stop(self) -> None:
-        """End the thread, which may not outlive the interpreter: its query would abort the process.
+        """End the thread: if it queried an event during the interpreter's exit, that would abort.
 
         In a forked child nothing may call this: the thread that held a lock may not exist there.
         """
