@@ -58,7 +58,7 @@ class _BF16Compressor(_NoneCompressor):
 
 class _Named(type):
     def __getattr__(cls, name: str) -> Any:
-        raise AttributeError(f"{cls.__name__} has none, fp16 and bf16, no {name!r}")
+        raise AttributeError(f"{cls.__name__} has no {name!r}: use none, fp16 or bf16")
 
 
 class Compression(metaclass=_Named):

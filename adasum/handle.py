@@ -59,6 +59,6 @@ def poll(handle: Handle[Any] | Work[Any]) -> bool:
 def _checked(handle: Any) -> Any:
     if not (hasattr(handle, "wait") and hasattr(handle, "is_completed")):
         raise TypeError(
-            f"handle must be what an _async function returned, got {type(handle).__name__}"
+            f"handle must be the result of an _async function, got {type(handle).__name__}"
         )
     return handle

@@ -126,13 +126,12 @@ class Arguments:
             )
         if local_size > NODE_RANKS:
             raise ValueError(
-                f"symmetric memory is for at most {NODE_RANKS} ranks of a node, and there are "
-                f"{local_size}"
+                f"symmetric memory is for at most {NODE_RANKS} ranks per node, got {local_size}"
             )
         if local_size == 1 < self._transport.size:
             raise ValueError(
-                "symmetric memory is that of a node's GPUs, and the group has one rank a node, or "
-                "not equally many consecutive ranks on each: split it by host"
+                "symmetric memory needs nodes with equal numbers, above one, of consecutive ranks: "
+                "split the group by host"
             )
         if not self._transport.shares_gpu_memory(device or torch.device("cpu")):
             raise ValueError(
@@ -184,7 +183,7 @@ class Arguments:
         if getattr(out, "dtype", None) == torch.float32 and dtype in _HALVES:
             if options.get("order") is None:
                 raise TypeError(
-                    f"out must be of {dtype} as tensor is, got torch.float32: pass order='tree' "
+                    f"out must be of {dtype} like tensor, got torch.float32: pass order='tree' "
                     "for sums in float32, which are written to it without being rounded"
                 )
             options["accumulate"] = dtype = torch.float32
@@ -240,7 +239,7 @@ class Arguments:
             return None
         validation.instance("owners", owners, list | tuple, "a list of ranks, or None")
         if len(owners) != count:
-            raise ValueError(f"owners must be one rank for each of {count} tensors: {owners}")
+            raise ValueError(f"owners must be one rank for each of {count} tensors, got {owners}")
         for i, owner in enumerate(owners):
             validation.rank(f"owners[{i}]", owner, self._transport.size)
         return list(owners)
@@ -308,9 +307,9 @@ def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...], dtype: torch
     """Check `out`: its shape and dtype, and that it is on the device of the call's tensor."""
     validation.tensor("out", out)
     if out.dtype != dtype:
-        raise TypeError(f"out must be of {tensor.dtype} as tensor is, got {out.dtype}")
+        raise TypeError(f"out must be of {tensor.dtype} like tensor, got {out.dtype}")
     if out.device != tensor.device:
-        raise ValueError(f"out must be on {tensor.device} as tensor is, got one on {out.device}")
+        raise ValueError(f"out must be on {tensor.device} like tensor, got {out.device}")
     if tuple(out.shape) != shape:
         raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
 

@@ -213,8 +213,8 @@ class AdasumProcessGroup(dist.ProcessGroup):
             store = dist.PrefixStore("nccl", shared)
             members = place.global_ranks_in_group
             backends["cuda"] = new_nccl(store, rank, size, timeout, place.group_id, members)
-        # On this group too: torch asks it for its devices and its name, and runs methods that are
-        # not overridden (send, recv, gather, scatter) on its backends.
+        # Set on this group, too: torch asks it for its devices and its name, and runs methods that
+        # are not overridden (send, recv, gather, scatter) on its backends.
         for group in (self, self._inner):
             for device, backend in backends.items():
                 kind = kinds.GLOO if device == "cpu" else kinds.NCCL

@@ -125,7 +125,7 @@ def negotiate_by_messages(mine: Call | Joined, transport: Transport, timeout: fl
     try:
         return _conclude(said, transport)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise TransportError(f"{label}: what ranks said is no call: {error}") from error
+        raise TransportError(f"{label}: the ranks' reports describe no call: {error}") from error
 
 
 def _largest(numbers: Sequence[int], transport: Transport, label: str, timeout: float) -> list[int]:

@@ -90,7 +90,7 @@ class GroupRecord:
         self.on = os.environ.get(FOLDER_VARIABLE) != "0"
         self.closed = False
         self._rank = rank
-        # With its own recorder, as for a thread, until `attach` is called again.
+        # A recorder of its own, as for a rank that is a thread, until `attach` sets another.
         self.attach(Recorder(), "group")
 
     def attach(self, recorder: Recorder, name: str, ranks: Sequence[int] = ()) -> None:

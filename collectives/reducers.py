@@ -277,7 +277,7 @@ class SumReducer(Reducer):
         if dtype == torch.bool:
             raise TypeError(f"{self.name} has no meaning on {dtype}: convert to an integer dtype")
         if dtype not in ADDED:
-            raise TypeError(f"{self.name} needs additions, which torch has not for {dtype}")
+            raise TypeError(f"{self.name} needs additions, which torch lacks for {dtype}")
 
     def algorithm(self, nbytes: int, size: int) -> str:
         if nbytes <= _SMALL_BYTES:

@@ -141,7 +141,7 @@ class Request(Generic[T_co]):
     def _rebind(self, tensors: Sequence[Tensor]) -> None:
         tensors = validation.tensor_list("tensor", tensors)
         if len(tensors) != len(self._kinds):
-            raise ValueError(f"{self!r} is of {len(self._kinds)} tensors, got {len(tensors)}")
+            raise ValueError(f"{self!r} has {len(self._kinds)} tensors, got {len(tensors)}")
         for (shape, dtype, device), new in zip(self._kinds, tensors, strict=True):
             if (shape, dtype, device) != (new.shape, new.dtype, new.device):
                 raise ValueError(

@@ -223,7 +223,7 @@ def names(argument: str, values: object, count: int) -> tuple[str, ...]:
     for i, value in enumerate(checked):
         instance(f"{argument}[{i}]", value, str, "a str")
     if checked and len(checked) != count:
-        raise ValueError(f"{argument} must be {count}, one a tensor, got {len(checked)}")
+        raise ValueError(f"{argument} must be {count}, one per tensor, got {len(checked)}")
     return checked
 
 
@@ -288,7 +288,7 @@ def row_splits(
         raise ValueError(f"{argument} must be {size} numbers of rows, got {counts.tolist()}")
     # Summed in Python, whose integers cannot overflow.
     if (whole := sum(counts.tolist())) > rows:
-        raise ValueError(f"{argument} are {whole} rows in all, tensor has {rows}")
+        raise ValueError(f"{argument} must add up to at most tensor's {rows} rows, got {whole}")
     return counts.to(torch.int64)
 
 
@@ -344,7 +344,7 @@ def scales_of(dtype: torch.dtype, **scales: float) -> None:
     Larger factors would make all values except zero infinite, or exceed the dtype's integers.
     """
     if dtype == torch.bool:
-        raise TypeError(f"factors before and after have no meaning on {dtype}")
+        raise TypeError(f"prescale and postscale have no meaning for {dtype}")
     if dtype.is_floating_point or dtype.is_complex:
         wide = dtype.to_real() == torch.float64
         most = torch.finfo(torch.float64 if wide else torch.float32).max

@@ -50,11 +50,11 @@ _SAME, _SAME_NORM = 2.0**-12, 1e-9
 _MARGIN = 0.25
 # The number of correlated steps that count as one, for a momentum of 0.9: (1 + 0.9)/(1 - 0.9).
 _DIFFERENCES_WORTH = 19.0
-# The evidence that suffices for an alarm of direction after an alarm of a norm, and for an alarm of
-# a norm after the run is lost.
+# The lower threshold of evidence for a direction after an alarm for a norm, and for a norm once the
+# run is lost.
 _ENOUGH = 1000.0
 _LONG, _SHORT, _UNLIKE = range(3)
-# The factor per step in the running shares of steps with a zero or an opposed gradient.
+# The decay per step of the running fractions of steps with a zero or an opposed gradient.
 _KEPT = 0.9
 
 

@@ -127,7 +127,8 @@ class GradientRecorder:
         # The number of the running step, its reductions, and the reductions of ended steps.
         self._step, self._open = 0, list[_Reduction]()
         self._closed = deque[list[_Reduction]]()
-        # The number of ranks, and whether of differences, that these two were made for.
+        # What the two objects below were made for: the number of ranks, and whether tensors are
+        # differences of parameters.
         self._known = (0, False)
         self._watch, self._noise = Watch(1, factor), NoiseScale()
 
@@ -194,7 +195,7 @@ class GradientRecorder:
             self._close()
 
     def _close(self) -> None:
-        """End the step and evaluate it; on a GPU the previous step, whose numbers have arrived."""
+        """End the step and evaluate it; on a GPU evaluate the previous step, which is complete."""
         for name in (name for each in self._open for name in each.names):
             self._places.setdefault(name, len(self._places))
         reductions, self._open = self._open, []

@@ -137,8 +137,8 @@ def start_named(
     earlier = named.get((kind, name)) if isinstance(name, str) else None
     if earlier is not None and not earlier.is_completed():
         raise ValueError(
-            f"name {name!r} is that of another {kind} which is still under way: call synchronize "
-            "on its handle first, or give this one a name of its own"
+            f"name {name!r} is in use by another {kind} that is still under way: call synchronize "
+            "on its handle first, or pass another name"
         )
     work = call(*args, name=name, async_op=True, **options)
     if isinstance(name, str):

@@ -1,4 +1,4 @@
-"""Collectives with gradients for autograd, which other collectives compute."""
+"""Gradients of collectives for autograd: other collectives compute them."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _entries_of(params: Any) -> list[Entry]:
             named.append(entry if pair else (f"parameter {i}", entry))
         if isinstance(params, Iterator) and not named:
             raise ValueError(
-                "params has no tensors: an iterator such as model.parameters() gives them once"
+                "params has no tensors: an iterator such as model.parameters() has been used up"
             )
     entries = []
     for name, value in named:

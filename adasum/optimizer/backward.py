@@ -371,7 +371,7 @@ class Backward:
         method = self._method()
         if method is None or method.is_dropped:
             raise OptimizerOrderError(
-                "the optimizer that DistributedOptimizer returned was dropped, and the one given "
-                "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
+                "the optimizer that DistributedOptimizer returned was dropped, and the one passed "
+                "to it reduces nothing: keep it, as in optimizer = DistributedOptimizer(optimizer)"
             )
         return method

@@ -279,8 +279,8 @@ def tensors_to_pack(
         if gradient is not None and gradient.shape != parameter.shape:
             raise ValueError(
                 f"the gradient of {record.name} has shape {tuple(gradient.shape)} and the "
-                f"parameter {tuple(parameter.shape)}: where a parameter is given another shape, "
-                "set its grad to None, and change what the optimizer keeps of it"
+                f"parameter {tuple(parameter.shape)}: after a change of a parameter's shape, set "
+                "its grad to None, and update its state in the optimizer"
             )
         if gradient is not None and not copies and _is_writable(gradient):
             tensor = in_memory_order(gradient.detach(), order)

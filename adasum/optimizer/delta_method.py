@@ -115,7 +115,7 @@ class DeltaMethod(Method):
         return result
 
     def is_left(self, parameter: Tensor, record: Record) -> bool:
-        """Return False: another step by the same gradient is reduced too."""
+        """Return False: a second step with the same gradient is reduced, too."""
         return False
 
     def start(self, bucket: Bucket, members: list[Member]) -> list[Reduction]:

@@ -20,8 +20,8 @@ def too_many_passes(name: str, passes: int) -> OptimizerOrderError:
     return OptimizerOrderError(
         f"the gradient of {name} was computed more than backward_passes_per_step={passes} times "
         "before step(): raise backward_passes_per_step to accumulate gradients, call step() "
-        "between (of the optimizer that DistributedOptimizer returned), or, to leave gradients out "
-        "as a GAN's generator does the discriminator's, optimizer.zero_grad() and not the model's"
+        "of the optimizer that DistributedOptimizer returned in between, or, to discard gradients "
+        "as in training a GAN, call optimizer.zero_grad() and not the model's"
     )
 
 
@@ -36,10 +36,10 @@ def too_late(name: str, when: str) -> OptimizerOrderError:
 def reduced_twice(name: str) -> OptimizerOrderError:
     """Return the error for a step if a newer optimizer has one of its parameters."""
     return OptimizerOrderError(
-        f"the gradient of {name} would be reduced twice: it is in a second optimizer that "
-        "DistributedOptimizer returned, made after the one that steps now. Step the newer one "
-        "alone; parameters that two losses share go into one optimizer, as a group of their own, "
-        "or into two with op=Adasum and method='delta'"
+        f"the gradient of {name} would be reduced twice: a second DistributedOptimizer, made after "
+        "the one that steps now, has the same parameter. Step only the newer one; put parameters "
+        "that two losses share into one optimizer, as a group of their own, or into two with "
+        "op=Adasum and method='delta'"
     )
 
 
@@ -56,8 +56,8 @@ def changed_under_way(name: str) -> OptimizerOrderError:
 def given_too_late(name: str) -> OptimizerOrderError:
     """Return the error for a gradient that was set after the step's reduction had begun."""
     return OptimizerOrderError(
-        f"the gradient of {name} is this rank's own: it was given, or the parameter made trainable "
-        "or put into param_groups, between backward and step(). Do that before backward, or set "
+        f"the gradient of {name} was not reduced: it was set, or the parameter was made trainable "
+        "or added to param_groups, between backward and step(). Do that before backward, or set "
         "the gradient to None"
     )
 
@@ -78,6 +78,6 @@ def explain_shapes(
             if alike and value.shape != parameter.shape:
                 raise ValueError(
                     f"the {key} of {name} has shape {tuple(value.shape)} and the parameter "
-                    f"{tuple(parameter.shape)}: where a parameter is given another shape, give it "
-                    "to its tensors in optimizer.state, too, or drop them, and set its grad to None"
+                    f"{tuple(parameter.shape)}: after a change of a parameter's shape, reshape or "
+                    "delete its tensors in optimizer.state, and set its grad to None"
                 ) from error

@@ -40,9 +40,9 @@ def refuse_plain_steps(optimizer: torch.optim.Optimizer, wrapper: torch.optim.Op
     def refuse(stepping: torch.optim.Optimizer, *_: Any) -> None:
         if reference() not in (None, stepping):
             raise OptimizerOrderError(
-                "step() of the optimizer that was given to DistributedOptimizer, which reduces "
-                "nothing: call that of the one that DistributedOptimizer returned, of which "
-                "learning-rate schedulers have to be made, too"
+                "step() was called on the optimizer that was passed to DistributedOptimizer, which "
+                "reduces nothing: call step() on the optimizer that DistributedOptimizer returned, "
+                "and pass that one to learning-rate schedulers, too"
             )
 
     refuse.__name__ = _REFUSE

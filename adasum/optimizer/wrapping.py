@@ -75,8 +75,8 @@ def guard_methods(both: type, kind: type[torch.optim.Optimizer], method: str) ->
     }
     if "train" in functions and "eval" in functions:
         raise ValueError(
-            f"{kind.__name__} changes parameters in train() and eval(), by a state that with "
-            f"{method} differs between the ranks: pass {_RIGHT}"
+            f"{kind.__name__} changes parameters in train() and eval() by its state, which differs "
+            f"between ranks with {method}: pass {_RIGHT}"
         )
     for name, function in functions.items():
         setattr(both, name, _guarded(function, method))
@@ -94,8 +94,8 @@ def _guarded(function: Callable[..., Any], method: str) -> Callable[..., Any]:
         changed = [each._version for each in parameters] != before
         if changed and not held.stepping and not held.settings.one_rank:
             raise OptimizerOrderError(
-                f"{function.__name__}() changed parameters outside of step(), where with {method} "
-                f"nothing is reduced, and which are this rank's alone now. Pass {_RIGHT}"
+                f"{function.__name__}() changed parameters outside of step(), where {method} "
+                f"reduces nothing, so they differ from the other ranks' now: pass {_RIGHT}"
             )
         return result
 

@@ -84,7 +84,7 @@ class AllReduceOptions(NamedTuple):
         return found
 
     def as_vector(self, tensors: Sequence[Tensor]) -> tuple[AllReduceOptions, Vector | None]:
-        """Return the tensors as one vector, None if they cannot be one, after its options."""
+        """Return (options, vector): the tensors as one vector, or None if they cannot be one."""
         options = self
         if len(tensors) > 1:
             (options, _), *others = self.by_range(tensors)
@@ -119,7 +119,7 @@ class Runner:
         # The number of the memory of each GPU; None if an earlier call could not allocate it.
         self.staging: dict[torch.device, int | None] = {}
         self.libraries = Libraries(transport)
-        # How many starts of requests all ranks were ready to capture.
+        # The number of starts of requests at which all ranks were ready to capture.
         self.captures = 0
         # The first rank that the next call's shards are placed on, modulo the number of ranks.
         self.first = 0

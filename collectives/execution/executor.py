@@ -163,7 +163,7 @@ def _reduce(
     parted = True
     if by_segment:
         if step.tree and not operator.reads_tree:
-            raise ValueError(f"{label} hands over a tree, which {operator} does not read: use vhdd")
+            raise ValueError(f"{label} passes a tree, which {operator} does not read: use vhdd")
         kinds, context = _alike(step, operator, label), replace(call, label=label)
         if step.tree and len(step.group) > 1:
             gather_partials = partial(_gather_partials, group=step.group, step=context)
@@ -193,8 +193,8 @@ def _alike(
     for reduction in step.reductions:
         if reduction.leaves is None:
             raise ValueError(
-                f"{label} does not say how many ranks stand behind what it reduces, which "
-                f"{operator} weighs: run the schedule that verify.with_leaves returns"
+                f"{label} does not state how many ranks each operand combines, and {operator} "
+                "weights operands by that: run the schedule that verify.with_leaves returns"
             )
         found.setdefault(reduction.leaves, []).append(reduction)
     return list(found.items()) or [((), ())]

@@ -180,7 +180,7 @@ def _check_counts(runner: Runner, call: Call, counts: Tensor) -> None:
     """Raise TransportError for impossible numbers of rows, before memory for them is allocated."""
     said = counts.tolist()
     if min(said) < 0 or sum(said) >= 1 << 63:
-        raise TransportError(f"{call.label}: ranks say that they have {said} rows")
+        raise TransportError(f"{call.label}: ranks report impossible numbers of rows: {said}")
 
 
 def _exchange(

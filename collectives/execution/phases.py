@@ -176,7 +176,7 @@ class Libraries:
             )
         if name == "nccl" and not self._transport.sums_on_gpu:
             raise ValueError(
-                "algorithm 'nccl' needs a group over NCCL of its own: call init with "
+                "algorithm 'nccl' needs a group with its own NCCL communicator: call init with "
                 "transport='nccl' and one GPU a rank, or use 'collective'"
             )
 

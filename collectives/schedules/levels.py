@@ -64,10 +64,10 @@ def levels_of(
     inner, node, nodes = algorithm(spec.inner), topology.node(), topology.num_nodes
     if not inner.inner:
         names = ", ".join(name for name, record in ALGORITHMS.items() if record.inner)
-        raise ValueError(f"{inner.name!r} is no algorithm inside a node: use {names}")
+        raise ValueError(f"{inner.name!r} cannot run inside a node: use {names}")
     if not outer.outer:
         names = ", ".join(name for name, record in ALGORITHMS.items() if record.outer)
-        raise ValueError(f"{outer.name!r} is no algorithm across nodes: use {names}")
+        raise ValueError(f"{outer.name!r} cannot run across nodes: use {names}")
     near = Level(
         node.size, spec.inner_shards if node.size > 1 else 1, node, round_robin=round_robin
     )
@@ -95,7 +95,7 @@ def schedule_of(
     near, far = levels_of(spec, topology, one_tree=one_tree, round_robin=round_robin)
     make = algorithm(spec.outer).schedule
     if make is None:
-        raise ValueError(f"{spec.outer!r} is no schedule: use {', '.join(SCHEDULES)}")
+        raise ValueError(f"{spec.outer!r} has no schedule: use {', '.join(SCHEDULES)}")
     if near is None or spec.inner is None:
         return make(far)
     scatter_gather = algorithm(spec.inner).scatter_gather
@@ -164,11 +164,11 @@ def two_level(topology: Topology, inner: ScatterGather | None, outer: Schedule) 
     local_size, nodes = topology.local_size, topology.num_nodes
     node = inner or ring.scatter_gather(local_size, topology.node().ring_orders())
     if node.size != local_size:
-        raise ValueError(f"inner is of {node.size} ranks, a node of the topology has {local_size}")
+        raise ValueError(f"inner must have {local_size} ranks like a node, got {node.size}")
     if outer.size != nodes:
-        raise ValueError(f"outer is of {outer.size} ranks, the topology has {nodes} nodes")
+        raise ValueError(f"outer must have {nodes} ranks, one per node, got {outer.size}")
     if outer.gathered:
-        raise ValueError(f"outer is {outer.name}, which reduces whole buffers, not regions")
+        raise ValueError(f"outer must reduce regions, and {outer.name} reduces whole buffers")
 
     # With `inner` each node's value counts for all of its ranks.
     behind = 1 if inner is None else local_size

@@ -48,5 +48,5 @@ ORDERED = carriers(Needs.ONE_TREE, reads_tree=True)
 def algorithm(name: str) -> Algorithm:
     """Return the record of a name; raise ValueError for an unknown one."""
     if name not in ALGORITHMS:
-        raise ValueError(f"{name!r} is no algorithm: use {', '.join(ALGORITHMS)}")
+        raise ValueError(f"{name!r} is not an algorithm: use {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]

@@ -123,7 +123,7 @@ def run_step(
             counted.append(_leaves(mine, values, expressions) if reduces else None)
             if recv.leaves is not None and recv.leaves != counted[-1]:
                 raise ScheduleError(
-                    f"{where}: rank {rank} says that {recv.leaves} ranks stand behind its value "
+                    f"{where}: rank {rank} says that {recv.leaves} ranks are combined in its value "
                     f"and rank {recv.peer}'s message, not {counted[-1]}"
                 )
             for chunk, value in enumerate(values, recv.start):
@@ -231,8 +231,8 @@ def _joined(
         behind = [expressions.ranks[each].bit_count() for each in pair]
         if said != behind:
             raise ScheduleError(
-                f"{where} says that {tuple(said)} ranks stand behind operands {left} and {right} "
-                f"of its tree, not {tuple(behind)}"
+                f"{where} says that {tuple(said)} ranks are combined in operands {left} and "
+                f"{right} of its tree, not {tuple(behind)}"
             )
         left_over[left] = expressions.reduce(*pair, phase, where)
     if len(left_over) > 1:

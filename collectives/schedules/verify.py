@@ -212,7 +212,7 @@ def _check_groups(
             continue
         seen.add(group)
         if list(group) != sorted(set(group)) or not 0 <= group[0] <= group[-1] < len(steps):
-            raise ScheduleError(f"{where}: group {group} is not ranks in ascending order")
+            raise ScheduleError(f"{where}: group {group} must have its ranks in ascending order")
         for member in group:
             other = steps[member]
             if (other.group, other.phase) != (group, step.phase):
@@ -221,7 +221,7 @@ def _check_groups(
                 raise ScheduleError(f"{where}: ranks {rank} and {member} name different trees")
         if schedule.whole_segments:
             if len(group) > 1:
-                raise ScheduleError(f"{where}: group {group} is of more ranks than hold a segment")
+                raise ScheduleError(f"{where}: group {group} has more ranks than hold a segment")
             continue
         held = [reduced for member in group for reduced in reductions[member].items()]
         operands = {each for _, each in held}

@@ -307,19 +307,19 @@ def schedule_for(
     """
     specs = parse_all_reduce_spec(text)
     if nbytes is None and (len(specs) > 1 or specs[0].outer == "auto"):
-        raise ValueError(f"specification {text!r} goes by size: give nbytes")
+        raise ValueError(f"specification {text!r} depends on the size: pass nbytes")
     nbytes = 0 if nbytes is None else nbytes
     validation.nbytes(nbytes)
     size = int(nbytes)
     spec, one_tree = replace(spec_for(specs, size // 4), limit=-1), op == "adasum"
     if spec.outer == "auto" and device not in ("cpu", "cuda"):
-        raise ValueError(f'auto goes by device: device must be "cpu" or "cuda", got {device!r}')
+        raise ValueError(f'for auto, device must be "cpu" or "cuda", got {device!r}')
     if spec.outer == "auto" and one_tree:
         spec = tree_algorithm(str(device), size, topology.size)
     elif spec.outer == "auto":
         spec = sum_algorithm(str(device), size, topology)
     if spec.inner is not None and algorithm(spec.inner).is_library:
-        raise ValueError(f"{spec.inner!r} is no schedule, so its steps are not known")
+        raise ValueError(f"{spec.inner!r} has no schedule, so its steps are unknown")
     # Only shuffles depend on the number of tensors.
     tensors = RoundRobin(min(segments, topology.size) if spec.is_round_robin else 1)
     return spec, schedule_of(spec, topology, one_tree=one_tree, round_robin=tensors)

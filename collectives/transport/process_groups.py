@@ -239,7 +239,7 @@ def failed(said: str, error: BaseException) -> CollectiveError | OSError:
     """
     text = first_line(error)
     if os.strerror(errno.EFAULT) in text:
-        # No CollectiveError: the fault is this rank's own, not a peer's.
+        # Not a CollectiveTimeoutError: this rank is at fault, not a peer.
         return OSError(
             errno.EFAULT,
             "this rank's own tensor has memory that cannot be read or written, such as that of a "

@@ -129,7 +129,7 @@ def test_a_schedule_that_does_not_say_its_weights_is_refused() -> None:
         call = CallContext(group.transport, "a call", 30.0, Workspace())
         execute(schedule, torch.ones(4), Adasum, call)
 
-    with pytest.raises(ValueError, match=r"step 0 \(rd\) of a call does not say how many ranks"):
+    with pytest.raises(ValueError, match=r"step 0 \(rd\) of a call does not state how many ranks"):
         run_threads(2, run)
 
 

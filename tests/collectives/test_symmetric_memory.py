@@ -552,7 +552,7 @@ def test_rank_without_memory_is_told_to_all_before_torch_waits_for_it(machine, t
 
     for error in machine.run(2, work):
         assert isinstance(error, collectives.TransportError)
-        assert "cannot be had among these ranks: rank 1: CUDA out of memory" in str(error)
+        assert "is not available to these ranks: rank 1: CUDA out of memory" in str(error)
 
 
 def test_memory_inside_of_a_larger_block_is_found_there(torchs, monkeypatch):

@@ -68,7 +68,7 @@ def test_dtype_that_torch_cannot_add_raises(op: collectives.Reducer) -> None:
 
     def run(group: Group) -> float:
         ones = [torch.ones(2), torch.ones(2).to(torch.float8_e4m3fn)]
-        with pytest.raises(TypeError, match=r"additions, which torch has not for torch\.float8"):
+        with pytest.raises(TypeError, match=r"additions, which torch lacks for torch\.float8"):
             group.grouped_all_reduce(ones, op)
         assert ones[0].tolist() == [1.0, 1.0]
         # They can be moved.

@@ -1,4 +1,4 @@
-"""The check that all ranks have the same parameters and settings: a small message at times."""
+"""The check, by small messages, that all ranks have the same parameters and settings."""
 
 from __future__ import annotations
 

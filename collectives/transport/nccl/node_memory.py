@@ -153,7 +153,7 @@ def _together(
     if lacks:
         reasons = "; ".join(f"{', '.join(ranks)}: {text}" for text, ranks in lacks.items())
         raise TransportError(
-            f"torch's symmetric memory on {device} cannot be had among these ranks: {reasons}"
+            f"torch's symmetric memory on {device} is not available to these ranks: {reasons}"
         )
     return [(host, number, gpu) for _, host, number, gpu in said]
 

@@ -45,7 +45,7 @@ def test_name_that_is_under_way_is_refused_and_free_again_after_it() -> None:
                     # No other rank has this call yet, so it cannot end.
                     handle = first(name="gradient") if group.rank == 0 else None
                     if group.rank == 0:
-                        with pytest.raises(ValueError, match="'gradient' is that of another"):
+                        with pytest.raises(ValueError, match="'gradient' is in use by another"):
                             second(name="gradient")
                     both.wait(TIMEOUT)
                     handle = handle or first(name="gradient")

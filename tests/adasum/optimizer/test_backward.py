@@ -86,7 +86,7 @@ def test_backward_after_the_wrapper_was_dropped_raises() -> None:
         model = make_model()
         plain = _sgd(model)
         DistributedOptimizer(plain)
-        with pytest.raises(OptimizerOrderError, match="was dropped, and the one given"):
+        with pytest.raises(OptimizerOrderError, match="was dropped, and the one passed"):
             loss_of(model, group.rank, 0).backward()
         plain.zero_grad()
 

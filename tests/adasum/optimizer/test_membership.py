@@ -91,7 +91,7 @@ def test_param_group_added_after_backward_with_gradients_of_this_rank_raises() -
         optimizer: Any = DistributedOptimizer(torch.optim.SGD(others, lr=0.1))
         loss_of(model, group.rank, 0).backward()
         optimizer.add_param_group({"params": [first]})
-        with pytest.raises(OptimizerOrderError, match="put into param_groups, between backward"):
+        with pytest.raises(OptimizerOrderError, match="added to param_groups, between backward"):
             optimizer.step()
         first.grad = None
         optimizer.step()

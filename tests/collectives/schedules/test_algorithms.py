@@ -165,10 +165,10 @@ def test_every_lost_or_misplaced_message_is_found(schedule: Schedule) -> None:
 
 def test_names_and_sizes_out_of_range_are_refused() -> None:
     for name in ("auto", "bogus"):
-        with pytest.raises(ValueError, match=f"'{name}' is no algorithm: use xring.*nccl"):
+        with pytest.raises(ValueError, match=f"'{name}' is not an algorithm: use xring.*nccl"):
             one_level(name, 1, Topology(4, 2))
     for name in LIBRARIES:
-        with pytest.raises(ValueError, match=f"'{name}' is no schedule: use .*xring"):
+        with pytest.raises(ValueError, match=f"'{name}' has no schedule: use .*xring"):
             one_level(name, 1, Topology(4, 2))
     for make in (
         ring.all_reduce,

@@ -67,7 +67,7 @@ def test_leaves_that_are_not_so_are_an_error() -> None:
     step = list(schedule.steps(0))[1]
     wrong = step._replace(recvs=(step.recvs[0]._replace(leaves=(1, 1)),))
     message = (
-        r"step 1: rank 0 says that \(1, 1\) ranks stand behind its value and rank 2's message, "
+        r"step 1: rank 0 says that \(1, 1\) ranks are combined in its value and rank 2's message, "
         r"not \(2, 1\)"
     )
     with pytest.raises(ScheduleError, match=message):

@@ -193,7 +193,7 @@ def test_ranks_in_different_phases_of_a_group_are_found() -> None:
 def test_groups_are_ranks_in_ascending_order(group: tuple[int, ...]) -> None:
     steps = two_nodes()
     steps[0][1] = steps[0][1]._replace(group=group)
-    with pytest.raises(ScheduleError, match="not ranks in ascending order"):
+    with pytest.raises(ScheduleError, match="must have its ranks in ascending order"):
         verify(made(steps, 2))
 
 

@@ -160,7 +160,7 @@ def test_one_rank_costs_nothing() -> None:
 def test_algorithms_without_steps_are_refused() -> None:
     topology = Topology(4, 2)
     for text in ("nccl", "collective/xring"):
-        with pytest.raises(ValueError, match="is no schedule"):
+        with pytest.raises(ValueError, match="has no schedule"):
             estimate(text, 1, RATES, topology)
     with pytest.raises(ValueError, match='device must be "cpu" or "cuda", got None'):
         estimate("auto", 1, RATES, topology)

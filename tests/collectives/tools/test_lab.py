@@ -212,7 +212,7 @@ def test_commands_write_what_the_methods_return(
     [
         ("paint rd 4", "argument command: invalid choice: 'paint'"),
         ("draw rd four", "argument SIZE: invalid int value: 'four'"),
-        ("draw nccl 4", "draw nccl 4: 'nccl' is no schedule"),
+        ("draw nccl 4", "draw nccl 4: 'nccl' has no schedule"),
         ("cost rd,bogus 4", "invalid algorithm 'bogus'"),
         ("trace rd 4 --nodes 3", "nodes must divide size 4, got 3"),
         ("trace rd 4 --bytes 1q", "argument --bytes: '1q' is not a positive integer"),
