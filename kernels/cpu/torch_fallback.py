@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from decimal import Decimal, localcontext
+from decimal import Context, Decimal, localcontext
 
 import torch
 from torch import Tensor
@@ -164,7 +164,7 @@ def _replay(tables: Tensor, tree: Tree) -> tuple[list[float], float]:
     lost = [math.nan] * size, math.nan
     if not bool(tables.isfinite().all()) or not bool(tables.sum(0).isfinite().all()):
         return lost
-    with localcontext(prec=_DIGITS):
+    with localcontext(Context(prec=_DIGITS)):
         # Add the entries of all tables, with both of their parts, exactly.
         entries = tables.movedim(0, 2).reshape(size, size, -1).tolist()
         matrix = [[sum(map(Decimal, entry), Decimal(0)) for entry in row] for row in entries]

@@ -293,7 +293,8 @@ DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch
 def test_tables_of_dtypes_say_what_torch_computes(dtype: torch.dtype) -> None:
     def works(function: Callable[[Tensor], object]) -> bool:
         try:
-            with warnings.catch_warnings(action="ignore"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 # Of some dtypes torch multiplies vectors, and no single element.
                 for numel in (1, 2):
                     function(torch.empty(numel, dtype=dtype))
