@@ -6,7 +6,6 @@ What they raise is what the table has. After those of `ENDS` a group is of no mo
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -55,38 +54,18 @@ def _inference(group: Group) -> Any:
     return group.all_reduce(x)
 
 
-def _started_twice(group: Group) -> Any:
-    request = group.all_reduce_init(ones(4))
-    request.start()
-    try:
-        request.start()
-    finally:
-        request.wait()
+def _request_that(*methods: str) -> Call:
+    """Call a request's methods one after the other; wait for it at last where it was started."""
 
+    def call(group: Group) -> Any:
+        request = group.all_reduce_init(ones(4))
+        try:
+            return [getattr(request, method)() for method in methods]
+        finally:
+            if methods[0] == "start":
+                request.wait()
 
-def _waited_unstarted(group: Group) -> Any:
-    return group.all_reduce_init(ones(4)).wait()
-
-
-def _started_closed(group: Group) -> Any:
-    request = group.all_reduce_init(ones(4))
-    request.close()
-    return request.start()
-
-
-def _ended_started(group: Group, how: str) -> Any:
-    request = group.all_reduce_init(ones(4))
-    request.start()
-    try:
-        getattr(request, how)()
-    finally:
-        request.wait()
-
-
-def _started_released(group: Group) -> Any:
-    request = group.all_reduce_init(ones(4))
-    request.release()
-    return request.start()
+    return call
 
 
 def _started_moved(group: Group) -> Any:
@@ -253,10 +232,10 @@ REFUSED: dict[str, Call] = {
     "run_no_hash": _one_step(_Unhashable()),
     "run_beyond": _one_step(lambda rank: [Step(sends=(Transfer(1 - rank, 0, 3),))]),
     "run_adasum": lambda group: group.run(_ring(group), ones(4), Adasum),
-    "start_twice": _started_twice,
-    "wait_unstarted": _waited_unstarted,
-    "start_closed": _started_closed,
-    "start_released": _started_released,
+    "start_twice": _request_that("start", "start"),
+    "wait_unstarted": _request_that("wait"),
+    "start_closed": _request_that("close", "start"),
+    "start_released": _request_that("release", "start"),
     "start_moved": _started_moved,
     "rebind_count": _rebound(ones(4)),
     "rebind_shape": _rebound(ones(4), ones(3)),
@@ -264,8 +243,8 @@ REFUSED: dict[str, Call] = {
     "rebind_meta": _rebound(ones(4), ones(2, device="meta")),
     "rebind_strided": _rebound(ones(4), ones(4)[::2]),
     "rebind_text": _rebound(ones(4), "tensor"),
-    "wait_closed_started": partial(_ended_started, how="close"),
-    "wait_released_started": partial(_ended_started, how="release"),
+    "wait_closed_started": _request_that("start", "close"),
+    "wait_released_started": _request_that("start", "release"),
     "check_vhdd_sum": lambda group: group.check_algorithm("vhdd"),
     "check_xring_adasum": lambda group: group.check_algorithm("xring#2", Adasum),
     "order_list": _reduced(lambda: ones(4), order="list"),

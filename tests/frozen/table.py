@@ -15,15 +15,10 @@ import torch
 
 import kernels
 from tests.frozen import worlds
-from tests.frozen.cases import TRANSPORTS, Case, draw
-from tests.frozen.errors import ENDS, ERRORS, MISMATCHES
+from tests.frozen.cases import Case
+from tests.frozen.errors import ENDS
 
 PATH = Path(__file__).parent / "table.json"
-SEED, SAMPLE = 35, 2300
-# Where calls that differ between ranks are made; what one rank refuses by itself, and what ends a
-# group, is tried in fewer places.
-EVERYWHERE = tuple((transport, size) for transport in TRANSPORTS for size in (2, 3))
-SOMEWHERE = (("threads", 3), ("messages", 2))
 Outcome = str | list[str]
 _LISTED = re.compile(r"(?:\w+, )*\b(?:rechd|psgpu|oneshot)\b(?:, \w+)*")
 
@@ -38,15 +33,6 @@ class Table(NamedTuple):
 
     made: dict[str, str]
     outcomes: dict[str, Outcome]
-
-
-def error_cases() -> list[Case]:
-    """Every call of errors.py, over one transport or all."""
-    return [
-        Case.error(name, *where)
-        for name in ERRORS
-        for where in (EVERYWHERE if name in MISMATCHES else SOMEWHERE)
-    ]
 
 
 def backend() -> str:
@@ -83,12 +69,6 @@ def run(
     finally:
         torch.set_num_threads(threads)
     return found
-
-
-def make(seed: int, sample: int, say: Callable[[str], None]) -> Table:
-    """Draw a sample and run it, and every error."""
-    made = {"backend": backend(), "torch": torch.__version__, "seed": str(seed)}
-    return Table(made, run([*draw(seed, sample), *error_cases()], say=say))
 
 
 def chosen(table: Table, sample: int | None = None, seed: int = 0) -> list[Case]:
