@@ -127,35 +127,61 @@ def _reduced_directly(group: Group, cases: list[Any]) -> list[Tensor]:
     return answers
 
 
-@pytest.mark.usefixtures("by_messages")
-@pytest.mark.parametrize("size", SIZES)
-def test_direct_is_the_tree_of_longdoubles_within_100_eps_whatever_cancels(size: int) -> None:
-    cases = [(k, d, op) for k in KINDS for d in NARROW for op in (Adasum, UNWEIGHTED)]
+# Ranks that send messages, and ranks of nodes; folded ones, too.
+FEW_NODES = ((4, 2), (8, 4))
+MORE_NODES = ((8, 2), (16, 8), (16, 2), (17, 17), (24, 8), (32, 8), (32, 1))
+NODES = [*FEW_NODES, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_NODES)]
 
-    first, *others = run_threads(size, partial(_reduced_directly, cases=cases))
+
+def check_tree_of_longdoubles(size: int, cases: list[Any], **options: Any) -> None:
+    first, *others = run_threads(size, partial(_reduced_directly, cases=cases), **options)
     for number, (kind, dtype, op) in enumerate(cases):
         assert {bits(other[number]) for other in others} <= {bits(first[number])}
         wanted = defined(vectors(kind, size, dtype), weighted=op.weighted)
         check(first[number], wanted, (kind, dtype, op))
 
 
-@pytest.mark.parametrize("size", [3, 4, 5])
-def test_direct_has_the_same_bits_by_every_way_and_in_every_run(size: int) -> None:
+CASES = [(k, d, op) for k in KINDS for d in NARROW for op in (Adasum, UNWEIGHTED)]
+
+
+@pytest.mark.usefixtures("by_messages")
+@pytest.mark.parametrize("size", SIZES)
+def test_direct_is_the_tree_of_longdoubles_within_100_eps_whatever_cancels(size: int) -> None:
+    check_tree_of_longdoubles(size, CASES)
+
+
+@pytest.mark.parametrize(("size", "local"), NODES)
+def test_ranks_on_nodes_are_the_tree_of_longdoubles_within_100_eps(size: int, local: int) -> None:
+    """Powers of two unweighted are Horovod's Adasum; of more ranks each with every fifth kind."""
+    check_tree_of_longdoubles(size, CASES if size == 4 else CASES[::5], local_size=local)
+
+
+@pytest.mark.parametrize(
+    ("size", "topology"), [(3, None), (4, None), (5, None), (4, Topology(4, 2))], ids=str
+)
+def test_direct_has_the_same_bits_by_every_way_in_every_run_and_as_a_request(
+    size: int, topology: Topology | None
+) -> None:
     def work(group: Group) -> list[bytes]:
         answers = []
         for dtype in (*NARROW, torch.complex64):
             for kind in ("common", "opposed 1e-06"):
-                vector = vectors(kind, size, dtype.to_real())[group.rank]
+                real = dtype.to_real() if dtype.is_complex else dtype
+                vector = vectors(kind, size, real)[group.rank]
                 if dtype.is_complex:
                     vector = torch.complex(vector, vector.flip(0))
-                for _ in range(2):
-                    mine = vector.clone()
-                    group.all_reduce(mine, Adasum, algorithm="direct", segments=BOUNDS)
-                    answers.append(bits(mine))
-                assert answers[-1] == answers[-2]
+                mine, again = vector.clone(), vector.clone()
+                options: Any = {"algorithm": "direct", "segments": BOUNDS}
+                group.all_reduce(mine, Adasum, **options)
+                start_and_wait(group.all_reduce_init(again, Adasum, **options))
+                own = direct.all_reduce(size)
+                other = group.run(own, vector.clone(), Adasum, segments=BOUNDS)
+                answers.append(bits(mine))
+                assert answers[-1] == bits(again) == bits(other)
         return answers
 
-    found = [each for way in WAYS for each in run(way, size, work)]
+    options = {"topology": topology} if topology else {}
+    found = [each for way in WAYS for each in run(way, size, work, **options)]
     assert all(each == found[0] for each in found)
 
 
@@ -194,15 +220,11 @@ def test_an_operator_that_reads_no_trees_is_refused_before_anything_is_sent(
     run(way, 3, work)
 
 
-@pytest.mark.usefixtures("by_messages")
-def test_a_users_schedule_with_a_tree_carries_what_reads_it() -> None:
+def test_a_users_schedule_with_a_tree_refuses_what_does_not_read_it() -> None:
     def work(group: Group) -> None:
-        mine = vectors("common", 4, torch.float32)[group.rank]
-        named = group.all_reduce(mine.clone(), Adasum, algorithm="direct", segments=BOUNDS)
-        own = group.run(direct.all_reduce(4), mine.clone(), Adasum, segments=BOUNDS)
-        assert torch.equal(named, own)
+        mine = vectors("common", 4, torch.float64)[group.rank]
         with pytest.raises(ValueError, match=r"cannot carry Adasum of torch\.float64, which does"):
-            group.run(direct.all_reduce(4), mine.double(), Adasum)
+            group.run(direct.all_reduce(4), mine, Adasum)
 
     run_threads(4, work)
 
@@ -256,49 +278,3 @@ def test_reduce_and_plans_of_pieces_with_a_tree_have_the_same_bits(
         run_again()
         assert bits(outs[0]) == bits(outs[1])
         check(outs[0], defined(inputs, weighted=op.weighted), (kind, dtype, op, cuts))
-
-
-# Ranks, and ranks a node; folded ones, too.
-FEW_NODES = ((4, 2), (8, 4))
-MORE_NODES = ((8, 2), (16, 8), (16, 2), (17, 17), (24, 8), (32, 8), (32, 1))
-NODES = [*FEW_NODES, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_NODES)]
-
-
-@pytest.mark.parametrize(("size", "local"), NODES)
-def test_ranks_on_nodes_are_the_tree_of_longdoubles_within_100_eps(size: int, local: int) -> None:
-    """Powers of two unweighted are Horovod's Adasum."""
-    cases = [(k, d, op) for k in KINDS for d in NARROW for op in (Adasum, UNWEIGHTED)]
-    # Of more ranks each dtype and operator with every fifth kind.
-    cases = cases if size == 4 else cases[::5]
-
-    first, *others = run_threads(size, partial(_reduced_directly, cases=cases), local_size=local)
-    for number, (kind, dtype, op) in enumerate(cases):
-        assert {bits(other[number]) for other in others} == {bits(first[number])}
-        wanted = defined(vectors(kind, size, dtype), weighted=op.weighted)
-        check(first[number], wanted, (kind, dtype, op))
-
-
-def test_nodes_have_the_same_bits_by_every_way_in_every_run_and_as_requests() -> None:
-    topology = Topology(4, 2)
-
-    def work(group: Group) -> list[bytes]:
-        answers = []
-        for dtype in (torch.bfloat16, torch.complex64):
-            for kind in ("common", "opposed 1e-06"):
-                real = dtype.to_real() if dtype.is_complex else dtype
-                vector = vectors(kind, 4, real)[group.rank]
-                if dtype.is_complex:
-                    vector = torch.complex(vector, vector.flip(0))
-                mine, again = vector.clone(), vector.clone()
-                group.all_reduce(mine, Adasum, algorithm="direct", segments=BOUNDS)
-                start_and_wait(
-                    group.all_reduce_init(again, Adasum, algorithm="direct", segments=BOUNDS)
-                )
-                own = direct.all_reduce(4)
-                other = group.run(own, vector.clone(), Adasum, segments=BOUNDS)
-                answers.append(bits(mine))
-                assert answers[-1] == bits(again) == bits(other)
-        return answers
-
-    found = [each for way in WAYS for each in run(way, 4, work, topology=topology)]
-    assert all(each == found[0] for each in found)
