@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -114,39 +116,64 @@ def test_sparse_all_reduce_with_bad_arguments_raises() -> None:
 STEPS = 4
 
 
+WEIGHTS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).double()
+Rows = Callable[[int, int], list[int]]
+
+
+def trained(
+    group: Group, make: Any, rows: Rows, *, sparse: bool, by_closure: bool = False, **options: Any
+) -> Tensor:
+    """Train a table by the rows that each rank looks up in each step, if there are any."""
+    table = torch.nn.Embedding.from_pretrained(WEIGHTS.clone(), freeze=False, sparse=sparse)
+    optimizer: Any = DistributedOptimizer(make(list(table.parameters())), **options)
+
+    def closure(step: int) -> Any:
+        optimizer.zero_grad()
+        wanted = rows(group.rank, step)
+        loss = table(torch.tensor(wanted, dtype=torch.int64)).square().sum()
+        if wanted:
+            loss.backward()
+        return loss
+
+    for step in range(STEPS):
+        if by_closure:
+            optimizer.step(partial(closure, step))
+        else:
+            closure(step)
+            optimizer.step()
+        # Made dense they are for optimizers that take no others.
+        if sparse and "sparse_as_dense" not in options and options["op"] is not hvd.Adasum:
+            assert table.weight.grad.is_sparse
+    return table.weight.detach().clone()
+
+
+def compare(
+    size: int, make: Any, rows: Rows, ways: list[dict[str, Any]], ops: Any = OPS, **options: Any
+) -> None:
+    """All ranks end with the same table, and by each way with nearly that of the first."""
+    for op in map(OPS.get, ops):
+        answers = []
+        for way in ways:
+            run = partial(trained, make=make, rows=rows, op=op, **way, **options)
+            results = run_threads(size, run)
+            assert all(torch.equal(result, results[0]) for result in results), (op, way)
+            answers.append(results[0])
+        for answer in answers[1:]:
+            assert relative_error(answer, answers[0]) <= trajectory_tolerance(STEPS), op
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("predivide", [1.0, 4.0])
 def test_optimizer_with_sparse_gradients_equals_dense_ones(size: int, predivide: float) -> None:
-    """Gathered or made dense, they train the same table."""
+    """Gathered or made dense, they train the same table; one rank has none in the last step."""
+    ways = [{"sparse": False}, {"sparse": True, "sparse_as_dense": True}, {"sparse": True}]
 
-    def run(group: collectives.Group, op: Any, way: str) -> torch.Tensor:
-        weights = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).double()
-        table = torch.nn.Embedding.from_pretrained(weights, freeze=False, sparse=way != "dense")
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(table.parameters(), lr=0.5),
-            op=op,
-            sparse_as_dense=way == "as dense",
-            gradient_predivide_factor=predivide if op is hvd.Average else 1.0,
-        )
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            # One rank has no gradient in the last step.
-            if step < STEPS - 1 or group.rank:
-                table(torch.tensor([group.rank, 2, 2, step])).square().sum().backward()
-            optimizer.step()
-            if way == "sparse" and op is not hvd.Adasum:
-                assert table.weight.grad.is_sparse
-        return table.weight.detach().clone()
+    def rows(rank: int, step: int) -> list[int]:
+        return [rank, 2, 2, step] if step < STEPS - 1 or rank else []
 
-    for op in OPS.values():
-        answers = {
-            way: collectives.run_threads(size, lambda group, op=op, way=way: run(group, op, way))
-            for way in ("dense", "as dense", "sparse")
-        }
-        for way, results in answers.items():
-            assert all(torch.equal(result, results[0]) for result in results), (op, way)
-            error = relative_error(results[0], answers["dense"][0])
-            assert error <= trajectory_tolerance(STEPS), (op, way)
+    options = {} if predivide == 1.0 else {"gradient_predivide_factor": predivide}
+    ops = ["Average"] if options else OPS
+    compare(size, partial(torch.optim.SGD, lr=0.5), rows, ways, ops, **options)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -154,40 +181,16 @@ def test_optimizer_with_sparse_gradients_equals_dense_ones(size: int, predivide:
 def test_sparse_as_dense_with_sparse_adam_steps_by_sparse_gradients(
     size: int, by_closure: bool
 ) -> None:
-    """As without sparse_as_dense: rows without a gradient on any rank keep value and moments."""
+    """As without it: rows without a gradient on any rank keep value and moments."""
+    make, ways = partial(torch.optim.SparseAdam, lr=0.1), [{}, {"sparse_as_dense": True}]
 
-    def run(group: collectives.Group, op: Any, as_dense: bool) -> torch.Tensor:
-        weights = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).double()
-        table = torch.nn.Embedding.from_pretrained(weights, freeze=False, sparse=True)
-        optimizer = DistributedOptimizer(
-            torch.optim.SparseAdam(list(table.parameters()), lr=0.1),
-            op=op,
-            sparse_as_dense=as_dense,
-        )
-        for step in range(STEPS):
+    def rows(rank: int, step: int) -> list[int]:
+        return [rank, 3, 3, 3 + step % 2]
 
-            def closure(step: int = step) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = table(torch.tensor([group.rank, 3, 3, 3 + step % 2])).square().sum()
-                loss.backward()
-                return loss
-
-            if by_closure:
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-            assert table.weight.grad.is_sparse
-        assert torch.equal(table.weight[5:], weights[5:])
-        return table.weight.detach().clone()
-
+    compare(size, make, rows, ways, sparse=True, by_closure=by_closure)
     for op in OPS.values():
-        ways = [
-            collectives.run_threads(size, lambda group, op=op, each=each: run(group, op, each))
-            for each in (False, True)
-        ]
-        assert all(torch.equal(each, ways[1][0]) for each in ways[1])
-        assert relative_error(ways[1][0], ways[0][0]) <= trajectory_tolerance(STEPS), op
+        run = partial(trained, make=make, rows=rows, op=op, sparse=True, sparse_as_dense=True)
+        assert torch.equal(run_threads(size, run)[0][5:], WEIGHTS[5:])
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -195,35 +198,9 @@ def test_sparse_as_dense_with_sparse_adam_steps_by_sparse_gradients(
 def test_sparse_as_dense_with_an_optimizer_that_refuses_sparse_steps(
     size: int, by_closure: bool
 ) -> None:
-    """On one rank, too."""
-
-    def run(group: collectives.Group, op: Any, sparse: bool) -> torch.Tensor:
-        weights = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).double()
-        table = torch.nn.Embedding.from_pretrained(weights, freeze=False, sparse=sparse)
-        optimizer = DistributedOptimizer(
-            torch.optim.Adam(table.parameters()), op=op, sparse_as_dense=True
-        )
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = table(torch.tensor([group.rank, 2])).square().sum()
-            loss.backward()
-            return loss
-
-        for _ in range(STEPS):
-            if by_closure:
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-        return table.weight.detach().clone()
-
-    for op in OPS.values():
-        dense, sparse = (
-            collectives.run_threads(size, lambda group, op=op, each=each: run(group, op, each))
-            for each in (False, True)
-        )
-        assert relative_error(sparse[0], dense[0]) <= trajectory_tolerance(STEPS), op
+    ways = [{"sparse": False}, {"sparse": True}]
+    options = {"by_closure": by_closure, "sparse_as_dense": True}
+    compare(size, torch.optim.Adam, lambda rank, step: [rank, 2], ways, **options)
 
 
 def test_sparse_gradient_that_one_rank_lacks_at_first_names_sparse_as_dense() -> None:
