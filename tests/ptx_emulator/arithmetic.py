@@ -245,12 +245,6 @@ def _extreme(name: str, a: Array, b: Array) -> Array:
     return _canonical(np.where(a == b, equals, numbers))
 
 
-def _extreme_or_nan(name: str, a: Array, b: Array) -> Array:
-    """Return min or max of floats where a NaN wins."""
-    nan = np.isnan(a) | np.isnan(b)
-    return _canonical(np.where(nan, a.dtype.type(np.nan), _extreme(name, a, b)))
-
-
 def _rounded(compute: Callable[..., Array]) -> Callable[..., Array]:
     return lambda *operands: _canonical(compute(*operands))
 
@@ -336,7 +330,6 @@ def _list_floats() -> None:
     _list("abs", ("f16x2", "bf16x2"), lambda pair: pair & np.uint32(0x7FFF7FFF), 1)
     for name in ("min", "max"):
         _list(name, _FLOATS, partial(_extreme, name))
-        _list(f"{name}.NaN", ("f32",), partial(_extreme_or_nan, name))
         # Of three, as sm_100 has it.
         _list(name, ("f32",), lambda *x, name=name: reduce(partial(_extreme, name), x), 3)
     for kind, fma in (("f32", _fma32), ("f64", _fma64), ("f32x2", _on_pairs(_fma32))):
@@ -383,8 +376,6 @@ def _list_comparisons() -> None:
         enter(f"{name}u", _FLOATS, _compare_floats(compare, of_nan=True))
     for name in ("eq", "ne"):
         enter(name, _BITS, _COMPARISONS[name])
-    enter("nan", _FLOATS, lambda a, b: np.isnan(a) | np.isnan(b))
-    enter("num", _FLOATS, lambda a, b: ~(np.isnan(a) | np.isnan(b)))
 
 
 def _list_conversions() -> None:

@@ -80,19 +80,16 @@ UPDATES: dict[str, Callable[..., Array]] = {
     "add": lambda old, value: old + value,
     "max": np.maximum,
     "exch": lambda old, value: value,
-    "cas": lambda old, expected, value: np.where(old == expected, value, old),
 }
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel")
-# Where nobody reads the result, it is a "red". The compiler writes the scope behind a cas's order.
+# Where nobody reads the result, it is a "red".
 ATOMICS = {
-    f"{name}.global.{first}.{second}.{operation}.{kind}": Atomic(operation, kind, order, scope)
+    f"{name}.global.{scope}.{order}.{operation}.{kind}": Atomic(operation, kind, order, scope)
     for scope in ("gpu", "sys")
     for order in _ORDERS
-    for operation, kinds in (("add", "u32 u64"), ("max", "s32 s64"), ("exch", "b32 b64"),
-                             ("cas", "b32 b64"))
+    for operation, kinds in (("add", "u32 u64"), ("max", "s32 s64"))
     for kind in kinds.split()
-    for name in (("atom", "red") if operation in ("add", "max") else ("atom",))
-    for first, second in [(order, scope) if operation == "cas" else (scope, order)]
+    for name in ("atom", "red")
 } | {
     f"{name}.global.gpu.add.u64": Atomic("add", "u64", "relaxed", "gpu") for name in ("atom", "red")
 } | {
@@ -104,15 +101,13 @@ ATOMICS = {
 SHUFFLES = {"shfl.sync.bfly.b32": False, "shfl.sync.idx.b32": True}
 REDUCTIONS = {
     f"redux.sync.{name}.{kind}": OPERATIONS[f"{name}.{kind}", 2]
-    for name, kinds in (("add", "s32"), ("min", "s32 u32 f32"), ("max", "s32 u32 f32"),
-                        ("min.NaN", "f32"), ("max.NaN", "f32"))
-    for kind in kinds.split()
-}  # fmt: skip
+    for name, kinds in (("add", ["s32"]), ("min", ["s32", "u32"]), ("max", ["s32", "u32"]))
+    for kind in kinds
+}
+# How many matrices are loaded.
 MATRICES = {
-    f"{name}.sync.aligned.m8n8.x{count}{trans}.{space}.b16": (count, trans != "")
-    for name in ("ldmatrix", "stmatrix")
+    f"ldmatrix.sync.aligned.m8n8.x{count}.{space}.b16": count
     for count in (1, 2, 4)
-    for trans in ("", ".trans")
     for space in ("shared", "shared::cta")
 }
 # Waits for the launch ahead on the stream, which is over here: only who has waited is kept.

@@ -115,21 +115,6 @@ def _add_kernel(counter, SCOPE: tl.constexpr):
     tl.atomic_add(counter, 1, sem="relaxed", scope=SCOPE)
 
 
-@triton.jit(do_not_specialize=["value"])
-def _update_kernel(counter, seen, value: tl.int64, OPERATION: tl.constexpr):
-    value = value.to(counter.dtype.element_ty)
-    if OPERATION == "add":
-        old = tl.atomic_add(counter, value, sem="acq_rel", scope="sys")
-    elif OPERATION == "max":
-        old = tl.atomic_max(counter, value, sem="acq_rel", scope="sys")
-    elif OPERATION == "exch":
-        old = tl.atomic_xchg(counter, value, scope="sys")
-    else:
-        none = tl.zeros([], counter.dtype.element_ty)
-        old = tl.atomic_cas(counter, none, value, scope="sys")
-    tl.store(seen, old)
-
-
 def test_atomic_for_one_gpu_is_none_beside_another_ranks():
     counter = torch.zeros(1, dtype=torch.int64)
     for first, second in (("gpu", "sys"), ("sys", "gpu")):
@@ -170,5 +155,5 @@ def test_timer_ends_a_wait_that_nobody_else_does():
         with emulated(seed=delay) as emulator, emulator.together((0, delay)):
             _bounded_wait_kernel[(1,)](flag.zero_(), clock, out, 3_000)
             emulator.rank = 1
-            _update_kernel[(1,)](flag, torch.zeros(1, dtype=torch.int64), 1, OPERATION="add")
+            _add_kernel[(1,)](flag, SCOPE="sys")
         assert out.item() == expected

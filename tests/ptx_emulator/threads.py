@@ -46,13 +46,6 @@ from tests.ptx_emulator.registers import Registers
 WARP = 32
 
 
-def _transposed(matrices: Array) -> Array:
-    """Transpose 8 x 8 elements of 16 bits, each matrix in 32 words."""
-    elements = np.ascontiguousarray(matrices).view(np.uint16).reshape(*matrices.shape[:-1], 8, 8)
-    turned = np.ascontiguousarray(elements.swapaxes(-1, -2))
-    return turned.reshape(*matrices.shape[:-1], 2 * WARP).view(np.uint32)
-
-
 Method = Callable[["Threads", Instruction, Any, "Array | None"], None]
 # An instruction, its method and its entry in the table that lists it.
 Listed = tuple[Instruction, Method, Any]
@@ -294,11 +287,9 @@ class Threads:
         self._registers.write(instruction.operands[0], kind, np.uint64(0), index)
 
     def _atomic(self, instruction: Instruction, atomic: Atomic, index: Array | None) -> None:
-        counted = 1 + (atomic.operation == "cas")
-        *target, address = instruction.operands[:-counted]
+        *target, address, source = instruction.operands
         addresses = self._address(address, False, index)
-        sources = instruction.operands[-counted:]
-        values = [self._registers.read_each(source, atomic.kind, index) for source in sources]
+        values = self._registers.read_each(source, atomic.kind, index)
         threads = self._thread if index is None else self._thread[index]
         clocks, update = self._launch.clocks, UPDATES[atomic.operation]
         kind, system = numpy_type(atomic.kind), atomic.scope == "sys"
@@ -308,10 +299,10 @@ class Threads:
             if clocks and atomic.order in ("acq_rel", "acquire"):
                 for one in each:
                     clocks.acquire(*one, system)
-            those = [value[turn] for value in values]
+            those = values[turn]
             results[turn] = self._launch.memory.atomic(
                 addresses[turn],
-                lambda old, those=those: update(old, *those),
+                lambda old, those=those: update(old, those),
                 kind,
                 threads[turn],
                 instruction.text,
@@ -362,38 +353,22 @@ class Threads:
         result = reduce(operation.compute, values.reshape(-1, WARP).T)
         self._registers.write(target, operation.result, np.repeat(result, WARP), index)
 
-    def _matrix_rows(
-        self, instruction: Instruction, count: int, address: Operand, index: Array | None
-    ) -> tuple[Array, Array]:
-        """Return the addresses of the rows of 8 x 8 matrices of 16 bits, and the threads that
-        give them: lane 8m + r gives that of row r of matrix m."""
+    def _load_matrices(self, instruction: Instruction, count: int, index: Array | None) -> None:
+        """Load 8 x 8 matrices of 16 bits: lane 8m + r names row r of matrix m, and lane 4r + w gets
+        word w of row r of each."""
+        target, address = instruction.operands
+        registers, lanes = _parts(target, count), slice(None, 8 * count)
         self._require_warps(instruction, index, Immediate(-1))
         chosen = slice(None) if index is None else index
         addresses = self._address(address, True, index)
         flat = self._shared.address(self._slot[chosen], addresses, 16, instruction.text)
-        lanes = slice(None, 8 * count)
-        threads = self._thread[chosen].reshape(-1, WARP)[:, lanes].reshape(-1)
-        return flat.reshape(-1, WARP)[:, lanes].reshape(-1), threads
-
-    def _matrices(
-        self, instruction: Instruction, entry: tuple[int, bool], index: Array | None
-    ) -> None:
-        """Load or store matrices: lane 4r + w has word w of row r of each."""
-        (count, transpose), loads = entry, instruction.opcode.startswith("ld")
-        data, address = instruction.operands if loads else instruction.operands[::-1]
-        registers = _parts(data, count)
-        addresses, threads = self._matrix_rows(instruction, count, address, index)
-        if loads:
-            words = self._shared.load(addresses, 4, 4, threads, instruction.text)
-            rows = np.stack(words, axis=1).reshape(-1, count, WARP)
-            rows = _transposed(rows) if transpose else rows
-            for matrix, register in enumerate(registers):
-                self._registers.write(register, "b32", rows[:, matrix].reshape(-1), index)
-        else:
-            held = [self._registers.read_each(x, "b32", index) for x in registers]
-            rows = np.stack([x.reshape(-1, WARP) for x in held], axis=1)
-            rows = _transposed(rows) if transpose else rows
-            self._shared.store(addresses, list(rows.reshape(-1, 4).T), threads, instruction.text)
+        rows, threads = (
+            each.reshape(-1, WARP)[:, lanes].reshape(-1) for each in (flat, self._thread[chosen])
+        )
+        words = self._shared.load(rows, 4, 4, threads, instruction.text)
+        matrices = np.stack(words, axis=1).reshape(-1, count, WARP)
+        for matrix, register in enumerate(registers):
+            self._registers.write(register, "b32", matrices[:, matrix].reshape(-1), index)
 
 
 def _turns(addresses: Array, random: np.random.Generator) -> Iterator[Array]:
@@ -426,6 +401,6 @@ _TABLES: tuple[tuple[dict[str, Any], Method], ...] = (
     (ATOMICS, Threads._atomic),
     (SHUFFLES, Threads._shuffle),
     (REDUCTIONS, Threads._reduce),
-    (MATRICES, Threads._matrices),
+    (MATRICES, Threads._load_matrices),
     (WAITS, Threads._wait),
 )
