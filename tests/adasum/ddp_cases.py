@@ -27,7 +27,6 @@ from tests.adasum.ddp_model import (
     defined,
     gradients,
     loss_of,
-    plain,
     warnings_of,
     wrap,
 )
@@ -47,26 +46,6 @@ class Recorder:
 
     def after_reduction(self, token: Any, tensors: Sequence[Tensor]) -> None:
         self.after.update({n: t.clone() for n, t in zip(token, tensors, strict=True)})
-
-
-def check_observer(rank: int) -> None:
-    """An observer sees each parameter's gradient by name: this rank's own, then the result."""
-    model = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
-    observer = Recorder()
-    state = HookState(
-        op=hvd.Adasum, observer=observer, named_parameters=model.module.named_parameters()
-    )
-    model.register_comm_hook(state, ddp_hook)
-    mine = plain(model.module, lambda replica: loss_of(replica, rank, 0).backward())
-    for _ in range(2):
-        model.zero_grad()
-        observer.before, observer.after = {}, {}
-        loss_of(model, rank, 0).backward()
-        for (name, parameter), own in zip(model.module.named_parameters(), mine, strict=True):
-            assert parameter.grad is not None
-            assert torch.equal(observer.before.pop(name), own)
-            assert torch.equal(observer.after.pop(name), parameter.grad)
-        assert not observer.before and not observer.after
 
 
 def check_gradient_recorder(rank: int) -> None:

@@ -232,7 +232,6 @@ CHECKS: list[Callable[[int], None]] = [
     check_precision,
     check_channels_last,
     check_two_models,
-    ddp_cases.check_observer,
     ddp_cases.check_gradient_recorder,
     ddp_cases.check_users_operators,
     ddp_cases.check_sparse,

@@ -34,24 +34,6 @@ def check_ops(ranks: Ranks) -> None:
             ranks.compare(wrapped, op, columns[step])
 
 
-def check_tree_order(ranks: Ranks) -> None:
-    """With order="tree" the replicas' gradients are the tree that rd makes, bit for bit."""
-    model, found = Odd(), []
-    group = ranks.mesh.get_group("replicate")
-    for options in (
-        {"order": "tree"},
-        {"order": "tree", "algorithm": "direct"},
-        {"algorithm": "rd"},
-    ):
-        state = HookState(hvd.Average, process_group=group, timeout=60.0, **options)
-        wrapped = ranks.wrap(model, state)
-        loss_of(wrapped, ranks.rank, 0).backward()
-        grads = [each.grad for each in wrapped.parameters()]
-        found.append([grad.to_local() for grad in grads if grad is not None])
-    for others in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
-
-
 def check_other_dimension(ranks: Ranks) -> None:
     """Weights sharded by columns."""
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 3, bias=False))
@@ -136,7 +118,6 @@ def check_parameters(ranks: Ranks) -> None:
 
 CHECKS: list[Callable[[Ranks], None]] = [
     check_ops,
-    check_tree_order,
     check_other_dimension,
     check_accumulation,
     check_precision,

@@ -62,17 +62,6 @@ def test_orthogonality_of_random_tensors_equals_the_definition(
     assert results[0].dtype == torch.float64
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_orthogonality_of_orthogonal_and_equal_tensors_is_one_and_one_nth(size: int) -> None:
-    def run(group: collectives.Group) -> list[float]:
-        unit = torch.eye(size)[group.rank] * (group.rank + 1)
-        return orthogonality([unit, torch.ones(5)]).tolist()
-
-    for first, second in collectives.run_threads(size, run):
-        assert first == pytest.approx(1.0, rel=2 * tolerance(torch.float32))
-        assert second == pytest.approx(1.0 / size, rel=2 * tolerance(torch.float32))
-
-
 def test_orthogonality_on_another_group_or_of_no_tensor_works() -> None:
     def run(group: collectives.Group) -> tuple[int, tuple[int, ...]]:
         return len(orthogonality([])), tuple(orthogonality([torch.ones(2)], group).shape)
@@ -87,29 +76,6 @@ def test_orthogonality_of_other_dtypes_raises_before_anything_is_sent() -> None:
         return orthogonality([torch.ones(2)]).item()
 
     assert collectives.run_threads(2, run) == [0.5, 0.5]
-
-
-def reduce(group: collectives.Group, recorder: Recorder, op: collectives.Reducer) -> None:
-    """Do what an optimizer does in a step: start two buckets, then wait for both."""
-    mine = gradients(group.rank)
-    buckets = [(["d", "c"], [mine[3], mine[2]]), (["b", "a"], [mine[1], mine[0]])]
-    tokens = [recorder.before_reduction(names, tensors) for names, tensors in buckets]
-    works = [group.grouped_all_reduce(tensors, op, async_op=True) for _, tensors in buckets]
-    for token, work, (_, tensors) in zip(tokens, works, buckets, strict=True):
-        work.wait()
-        recorder.after_reduction(token, tensors)
-
-
-@pytest.mark.parametrize("op", [collectives.Sum, collectives.Average, adasum.Adasum])
-def test_recorder_with_copies_records_adasums_ratio_under_any_op(op: collectives.Reducer) -> None:
-    def run(group: collectives.Group) -> list[float]:
-        recorder = Recorder(every=1, copies=True)
-        reduce(group, recorder, op)
-        return [row.ratio for row in recorder.rows]
-
-    a, b, c, d = definition(3, gradients)
-    for ratios in collectives.run_threads(3, run):
-        assert_close(ratios, [d, c, b, a], torch.float64)
 
 
 def test_recorder_under_two_levels_divides_by_the_square_of_the_local_size() -> None:

@@ -25,28 +25,11 @@ from tests.kernels.trees import Rows, adasum_of, balanced, distance, in_line, le
 F16, BF16, F32, F64 = DTYPES
 slow = pytest.mark.slow
 EPS = torch.finfo(F64).eps
-TREES = {"balanced": balanced, "in line": in_line}
 
 
 def matrices_of(count: int, seed: int, segments: int = 1) -> Tensor:
     vectors = random((segments, count, 50), F64, "cpu", seed)
     return vectors @ vectors.mT
-
-
-@pytest.mark.usefixtures("cpu_path")
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("count", [*range(1, 18), 33])
-def test_coefficients_are_the_formulas(tree: str, count: int) -> None:
-    rows, matrices = TREES[tree](count), matrices_of(count, count, segments=7)
-    for each in (rows, unweighted(rows)):
-        out, spread = poisoned((7, count), F64, "cpu"), poisoned(7, F64, "cpu")
-        assert kernels.adasum_coefficients(matrices[None], each, out=out, spread=spread) is out
-        expected = kernels.adasum_coefficients_reference(matrices[None], each)
-        # The reference rounds each of n^2 products of a dot, whose magnitudes are the spread times
-        # a square that is not smaller than the others; each of n levels doubles it at most.
-        bound = 8 * count**2 * EPS * count * spread[:, None]
-        assert ((out - expected).abs() <= bound * (1 + expected.abs())).all()
-        assert (spread >= 1 - 8 * EPS).all() and spread.isfinite().all()
 
 
 @pytest.mark.usefixtures("cpu_path")
@@ -264,18 +247,3 @@ def test_precise_coefficients_of_parallel_vectors_are_their_shares(backend):
     got = kernels.adasum_coefficients(matrices[None], tree)
     shares = torch.tensor([[1 / 3, 1 / 3, 1.0, 1 / 3]], dtype=F64)
     assert ((got.cpu() - shares).abs() <= EPS * shares).all()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "count", "apart"),
-    [(F32, 3, 1e-6), *[pytest.param(dtype, 5, apart, marks=slow) for dtype, apart in
-     itertools.product((F16, F32), (1e-2, 1e-4, 1e-7))]],
-)  # fmt: skip
-def test_adasum_of_opposed_vectors_in_compiled_code_is_within_100_eps(backend, dtype, count, apart):
-    """Of ranks with two slices, one of which is cut by a segment."""
-    if not backend.slow:
-        pytest.skip("made on the CPU")
-    base, *noise = [random(90, F64, "cpu", i) for i in range(count + 1)]
-    tensors = [((base + apart * one) * (-1) ** i).to(dtype) for i, one in enumerate(noise)]
-    spread = assert_within_100_eps(tensors, balanced(count), (0, 70, 90), 2)
-    assert dtype == F16 or (spread.max() > SPREAD_LIMIT) == (apart < 1e-4)

@@ -94,16 +94,6 @@ def test_gram_of_more_chunks_than_a_set_adds_them_in_one_order(backend):
             assert bits(kernels.gram(tensors, cuts)) == bits(got)
 
 
-@pytest.mark.parametrize("capability", [80, pytest.param(100, marks=slow)])
-def test_gram_has_the_bits_of_sm_90_on_others(backend, capability):
-    if not backend.slow:
-        pytest.skip("what these have is that of the emulator")
-    tensors = several(3, F32, backend)
-    expected = bits(kernels.gram(tensors, CUTS))
-    with emulated(capability):
-        assert bits(kernels.gram(tensors, CUTS)) == expected
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_in_its_segment(backend, value):
     tensors = several(3, F32, backend)

@@ -229,39 +229,6 @@ def test_plan_reads_what_inference_mode_made_and_refuses_to_write_it() -> None:
     assert bits(pack()) == bits(kernels.pack(inside))
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_plans_over_five_training_steps(backend: Backend, set_to_none: bool) -> None:
-    """As a hook would: rebound when gradients lie elsewhere, released at the end of a step."""
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(backend.device)
-    parameters = list(model.parameters())
-    layout = kernels.layout_of([each.detach() for each in parameters])
-    flat = torch.empty(layout.numel, device=backend.device)
-    pack: kernels.PackPlan | None = None
-    unpack: kernels.UnpackPlan | None = None
-    alive: list[weakref.ref[Tensor]] = []
-    for step in range(5):
-        model(random((4, 5), F32, backend.device, step)).square().sum().backward()
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        expected = [0.5 * gradient for gradient in gradients]
-        if pack is None or unpack is None:
-            pack = kernels.plan_pack(gradients, layout=layout, out=flat)
-            unpack = kernels.plan_unpack(flat, gradients, layout=layout)
-        else:
-            pack.rebind(gradients)
-            unpack.rebind(gradients)
-        pack(0.5)
-        unpack()
-        assert all(map(torch.equal, gradients, expected))
-        if set_to_none:
-            # None of the step before is held by anything.
-            assert not any(reference() is not None for reference in alive)
-            alive = [weakref.ref(gradient) for gradient in gradients]
-        pack.release()
-        unpack.release()
-        model.zero_grad(set_to_none=set_to_none)
-        del gradients
-
-
 def test_runs_leave_version_counters_and_direct_calls_move_them() -> None:
     a, b = torch.ones(8), torch.ones(8)
     plan = kernels.plan_sum_n([a, b], out=a)

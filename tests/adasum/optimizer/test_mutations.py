@@ -198,17 +198,6 @@ def test_changes_between_steps_give_the_steps_of_plain_torch(seed: int) -> None:
     run_threads(draw.choice((2, 2, 3)), lambda group: train(group, way, kind, seed))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("way", WAYS)
-def test_many_changes_between_steps_give_the_steps_of_plain_torch(way: str) -> None:
-    for seed in range(1000, 1030):
-        draw = random.Random(seed)
-        kind = draw.choice(sorted(OPTIMIZERS))
-        size = draw.choice((2, 2, 3))
-        run_threads(size, lambda group, kind=kind, seed=seed: train(group, way, kind, seed))
-
-
 # Each way in turn; others at night.
 _EACH = [
     pytest.param(

@@ -46,6 +46,13 @@ def projected(dtype: torch.dtype) -> list[Tensor]:
     ]
 
 
+def blended(dtype: torch.dtype) -> list[Tensor]:
+    """Gram matrices, for whose five tensors sm_120 has options of its own, and a blend of them."""
+    tensors = [random(NUMEL, dtype, "cpu", seed) for seed in range(5)]
+    factors = random((len(CUTS) - 1, 5), torch.float64, "cpu", 9)
+    return [kernels.gram(tensors, CUTS), kernels.weighted_sum(tensors, factors, CUTS)]
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype"),
     [
@@ -60,23 +67,14 @@ def projected(dtype: torch.dtype) -> list[Tensor]:
 )
 def test_the_bits_of_sm_90(capability, dtype):
     with emulated(90):
-        expected, exact = elementwise(dtype), projected(dtype)
+        expected, exact = [*elementwise(dtype), *blended(dtype)], projected(dtype)
     with emulated(capability) as emulator:
-        got, close = elementwise(dtype), projected(dtype)
-    assert len(emulator.launches) == 10
+        assert launcher.chip_of(torch.device("cpu")).capability == capability
+        got, close = [*elementwise(dtype), *blended(dtype)], projected(dtype)
+    assert len(emulator.launches) == 12
     assert list(map(bits, got)) == list(map(bits, expected))
     if capability == 80:
         assert list(map(bits, close)) == list(map(bits, exact))
     # From sm_100 on two float32 are added at once, in another order: see docs/bits.md.
     for mine, theirs in zip(close, exact, strict=True):
         assert relative_l2(mine, theirs.double()) <= torch.finfo(dtype).eps
-
-
-def test_gram_of_five_tensors_with_the_registers_of_sm_120():
-    """Which has options of its own for them."""
-    tensors = [random(NUMEL, torch.float32, "cpu", seed) for seed in range(5)]
-    with emulated(90):
-        expected = kernels.gram(tensors, CUTS)
-    with emulated(120):
-        assert launcher.chip_of(tensors[0].device).capability == 120
-        assert torch.equal(kernels.gram(tensors, CUTS), expected)

@@ -44,18 +44,6 @@ def test_bits_writes_and_one_call(device, name, dtype):
     assert operators(counter) == names and counter.frame_count == 1
 
 
-def test_other_dtypes(device):
-    def fn(*t: Tensor) -> Any:
-        return kernels.pack(t), kernels.sum_n(t), kernels.adasum(t[0], t[1], CUTS)
-
-    for dtype in (F16, F64):
-        call, _ = compiled(fn)
-        inputs = pair(dtype, device, 3)
-        for path in paths(device):
-            with path:
-                assert flat(call(*inputs)) == flat(fn(*inputs))
-
-
 def test_out_is_returned_itself_and_marked_as_written(device):
     adasum, _ = compiled(lambda a, b: kernels.adasum(a, b, out=a))
     unpack, _ = compiled(kernels.unpack)
