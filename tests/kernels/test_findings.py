@@ -146,7 +146,14 @@ def test_findings_of_wrong_dtypes_or_places_are_refused() -> None:
         kernels.sum_n([a, b], out=a, max_abs=a[3:4])
     with pytest.raises(ValueError, match=r"max_abs overlaps tensors\[1\]"):
         kernels.pack([a, b], max_abs=b[3:4])
-    flag = torch.zeros(())
+    flag, layout = torch.zeros(()), kernels.layout_of([a])
+    for call in (
+        lambda: kernels.sum_n([a, b], found_inf=b[3]),
+        lambda: kernels.scaled_add(a, a, out=b, found_inf=b[3]),
+        lambda: kernels.unpack(torch.ones(16), [b], layout=layout, found_inf=b[3]),
+    ):
+        with pytest.raises(ValueError, match="found_inf overlaps"):
+            call()
     with pytest.raises(ValueError, match="found_inf overlaps max_abs"):
         kernels.adasum(a, b, found_inf=flag, max_abs=flag)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,24 +14,17 @@ from tests.kernels.conftest import Backend
 from tests.kernels.test_plans import PLANS, pair
 
 
-def resized(tensor: Tensor) -> None:
-    tensor.resize_(3)
-
-
-def grown(tensor: Tensor) -> None:
-    tensor.resize_(1 << 20)
-
-
-def replaced(tensor: Tensor) -> None:
+def replace(tensor: Tensor) -> None:
     tensor.data = torch.zeros(70)
 
 
-def set_to_another(tensor: Tensor) -> None:
-    tensor.set_(torch.zeros(70))
-
-
-def emptied(tensor: Tensor) -> None:
-    tensor.untyped_storage().resize_(0)
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "resized": lambda tensor: tensor.resize_(3),
+    "grown": lambda tensor: tensor.resize_(1 << 20),
+    "replaced": replace,
+    "set to another": lambda tensor: tensor.set_(torch.zeros(70)),
+    "emptied": lambda tensor: tensor.untyped_storage().resize_(0),
+}
 
 
 def test_check_names_a_tensor_of_a_list() -> None:
@@ -43,19 +37,19 @@ def test_check_names_a_tensor_of_a_list() -> None:
     plan.check()
 
 
-@pytest.mark.parametrize("change", [resized, grown, replaced, set_to_another, emptied])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("place", "name"), [(0, "a"), (1, "b"), (2, "out"), (3, "found_inf")])
 def test_check_and_run_name_the_tensor_that_was_given_other_memory_and_write_nothing(
-    backend: Backend, change: Callable[[Tensor], None], place: int, name: str
+    backend: Backend, change: str, place: int, name: str
 ) -> None:
     if backend.device != "cpu":
         pytest.skip("what changes is on a CPU")
     tensors = torch.ones(70), torch.full((70,), torch.inf), torch.zeros(70), torch.zeros(1)
     plan = kernels.plan_scaled_add(*tensors[:2], out=tensors[2], found_inf=tensors[3])
     plan.check()
-    change(tensors[place])
+    CHANGES[change](tensors[place])
     # A run compares addresses, which a smaller shape leaves.
-    for call in (plan.check,) if change is resized else (plan.check, plan):
+    for call in (plan.check,) if change == "resized" else (plan.check, plan):
         with pytest.raises(RuntimeError, match=f"^{name} was resized or given other memory"):
             call()
     written = [one for i, one in enumerate(tensors) if i >= 2 and i != place]
