@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -9,6 +12,7 @@ from torch import Tensor
 
 import adasum as hvd
 from adasum import DistributedOptimizer
+from collectives import run_threads
 from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
 
 OPS = {"Sum": hvd.Sum, "Average": hvd.Average, "Adasum": hvd.Adasum}
@@ -20,6 +24,23 @@ WAYS: dict[str, dict[str, Any]] = {
     "delta": {"op": hvd.Adasum},
     "delta in backward": {"op": hvd.Adasum, "step_in_backward": True},
 }
+
+
+def on_ranks(size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on every one of so many ranks, which are threads; it gets its group first."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def on_each(*args: Any, **given: Any) -> None:
+            run_threads(size, lambda group: test(group, *args, **given), **options)
+
+        # For pytest, which looks for fixtures by the names of parameters.
+        whole = inspect.signature(test)
+        of_pytest = whole.replace(parameters=list(whole.parameters.values())[1:])
+        on_each.__signature__ = of_pytest  # type: ignore[attr-defined]
+        return on_each
+
+    return decorate
 
 
 def ways(*names: str) -> dict[str, dict[str, Any]]:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 import adasum as hvd
 from adasum.ddp import HookState, ddp_hook
-from collectives import run_threads
 from tests.adasum import fsdp_jobs
 from tests.adasum.ddp_jobs import ddp_job, selected
 from tests.adasum.fsdp_jobs import fsdp_job
+from tests.adasum.jobs import on_ranks
 from tests.processes.harness import run_ranks
 
 
@@ -76,19 +76,17 @@ def test_hook_without_ranks_raises_and_says_what_to_call():
         _ = HookState().group
 
 
-def test_pickled_hook_state_leaves_out_the_process_group_and_warns(caplog):
-    def check(group):
-        state = HookState(op=hvd.Adasum, algorithm="rd", process_group=group)
-        assert state.group is group
-        with caplog.at_level(logging.WARNING):
-            again = pickle.loads(pickle.dumps(state))
-        assert "process_group cannot be pickled" in caplog.text
-        assert again.process_group is None
-        assert (repr(again.op), again.algorithm, again.timeout) == ("Adasum", "rd", state.timeout)
-        again.process_group = group
-        again.start(torch.ones(2), again.name_of(torch.ones(2)), [0, 2]).wait()
-
-    run_threads(1, check)
+@on_ranks(1)
+def test_pickled_hook_state_leaves_out_the_process_group_and_warns(group, caplog):
+    state = HookState(op=hvd.Adasum, algorithm="rd", process_group=group)
+    assert state.group is group
+    with caplog.at_level(logging.WARNING):
+        again = pickle.loads(pickle.dumps(state))
+    assert "process_group cannot be pickled" in caplog.text
+    assert again.process_group is None
+    assert (repr(again.op), again.algorithm, again.timeout) == ("Adasum", "rd", state.timeout)
+    again.process_group = group
+    again.start(torch.ones(2), again.name_of(torch.ones(2)), [0, 2]).wait()
 
 
 def test_hook_state_without_names_numbers_the_parameters():

@@ -20,6 +20,7 @@ from collectives.schedules import direct
 from collectives.schedules.algorithm import Order
 from collectives.schedules.halving import balanced_tree
 from collectives.schedules.topology import Topology
+from tests.adasum.jobs import on_ranks
 from tests.collectives.consistency.ranks import WAYS, everywhere, run, start_and_wait
 from tests.collectives.operators import Longest
 
@@ -220,27 +221,23 @@ def test_an_operator_that_reads_no_trees_is_refused_before_anything_is_sent(
     run(way, 3, work)
 
 
-def test_a_users_schedule_with_a_tree_refuses_what_does_not_read_it() -> None:
-    def work(group: Group) -> None:
-        mine = vectors("common", 4, torch.float64)[group.rank]
-        with pytest.raises(ValueError, match=r"cannot carry Adasum of torch\.float64, which does"):
-            group.run(direct.all_reduce(4), mine, Adasum)
-
-    run_threads(4, work)
+@on_ranks(4)
+def test_a_users_schedule_with_a_tree_refuses_what_does_not_read_it(group: Group) -> None:
+    mine = vectors("common", 4, torch.float64)[group.rank]
+    with pytest.raises(ValueError, match=r"cannot carry Adasum of torch\.float64, which does"):
+        group.run(direct.all_reduce(4), mine, Adasum)
 
 
 @pytest.mark.usefixtures("by_messages")
 @pytest.mark.parametrize("op", [Sum, Average, Max], ids=str)
-def test_elementwise_operators_are_one_pass_in_rank_order(op: Reducer) -> None:
-    def work(group: Group) -> None:
-        for dtype in (torch.float16, torch.float64, torch.int32):
-            inputs = [(100 * v).to(dtype) for v in vectors("common", 5, torch.float64)]
-            for name in ("direct", "direct#2"):
-                mine = group.all_reduce(inputs[group.rank].clone(), op, algorithm=name)
-                same = group.all_reduce(inputs[group.rank].clone(), op, algorithm="psgpu#5")
-                assert torch.equal(mine, same)
-
-    run_threads(5, work)
+@on_ranks(5)
+def test_elementwise_operators_are_one_pass_in_rank_order(group: Group, op: Reducer) -> None:
+    for dtype in (torch.float16, torch.float64, torch.int32):
+        inputs = [(100 * v).to(dtype) for v in vectors("common", 5, torch.float64)]
+        for name in ("direct", "direct#2"):
+            mine = group.all_reduce(inputs[group.rank].clone(), op, algorithm=name)
+            same = group.all_reduce(inputs[group.rank].clone(), op, algorithm="psgpu#5")
+            assert torch.equal(mine, same)
 
 
 @pytest.mark.parametrize("cuts", [(0, 1003), (0, 130, 1003), (0, 100, 101, 450, 1003)])

@@ -15,6 +15,7 @@ from adasum.real_pairs import real_operands
 from collectives import Operands, calls
 from collectives.reducers import Piece
 from tests.adasum.definition import relative_error, tolerance, tree
+from tests.adasum.jobs import on_ranks
 
 DTYPES = [torch.complex32, torch.complex64, torch.complex128]
 # Cut into 2, 4 or 8 pieces it is cut where its reals are, and some cuts fall inside segments.
@@ -73,17 +74,15 @@ def test_allreduce_of_a_complex_tensor_lets_gradients_flow() -> None:
     assert all(collectives.run_threads(2, run))
 
 
-def test_orthogonality_of_complex_tensors_is_that_of_their_reals() -> None:
-    def run(group: collectives.Group) -> None:
-        given = [_vector(group.rank, 30, dtype) for dtype in DTYPES]
-        reals = [torch.view_as_real(tensor) for tensor in given]
-        assert torch.equal(orthogonality(given), orthogonality(reals))
-        conjugate = [tensor.conj() for tensor in given]
-        assert orthogonality(conjugate).tolist() == pytest.approx(
-            orthogonality(reals).tolist(), rel=2 * tolerance(torch.float16)
-        )
-
-    collectives.run_threads(2, run)
+@on_ranks(2)
+def test_orthogonality_of_complex_tensors_is_that_of_their_reals(group: collectives.Group) -> None:
+    given = [_vector(group.rank, 30, dtype) for dtype in DTYPES]
+    reals = [torch.view_as_real(tensor) for tensor in given]
+    assert torch.equal(orthogonality(given), orthogonality(reals))
+    conjugate = [tensor.conj() for tensor in given]
+    assert orthogonality(conjugate).tolist() == pytest.approx(
+        orthogonality(reals).tolist(), rel=2 * tolerance(torch.float16)
+    )
 
 
 def test_operands_of_complex_pieces_are_read_one_by_one() -> None:

@@ -12,6 +12,7 @@ from adasum import Adasum, Sum
 from adasum.request_pool import RequestPool, StartedRequest
 from collectives import Group, Reducer, run_threads
 from collectives.requests import Request
+from tests.adasum.jobs import on_ranks
 
 NUMEL = 1000
 
@@ -30,33 +31,29 @@ def num_requests() -> int:
     return sum(type(each) is Request for each in gc.get_objects())
 
 
-def test_pool_after_wait_holds_no_buffer() -> None:
-    def run(group: Group) -> None:
-        pool = RequestPool()
-        for _ in range(2):
-            buffer = torch.ones(NUMEL)
-            freed = weakref.ref(buffer)
-            reduction = start(pool, group, buffer, Adasum)
+@on_ranks(2)
+def test_pool_after_wait_holds_no_buffer(group: Group) -> None:
+    pool = RequestPool()
+    for _ in range(2):
+        buffer = torch.ones(NUMEL)
+        freed = weakref.ref(buffer)
+        reduction = start(pool, group, buffer, Adasum)
+        reduction.wait()
+        del buffer, reduction
+        # The communication thread may still be on its way out of that call, not of the next.
+        group.barrier()
+        gc.collect()
+        assert freed() is None
+
+
+@on_ranks(2)
+def test_pool_with_two_equal_reductions_in_flight_keeps_them_apart(group: Group) -> None:
+    pool = RequestPool()
+    for _ in range(2):
+        buffers = [torch.full((NUMEL,), float(i)) for i in range(2)]
+        for reduction in [start(pool, group, buffer) for buffer in buffers]:
             reduction.wait()
-            del buffer, reduction
-            # The communication thread may still be on its way out of that call, not of the next.
-            group.barrier()
-            gc.collect()
-            assert freed() is None
-
-    run_threads(2, run)
-
-
-def test_pool_with_two_equal_reductions_in_flight_keeps_them_apart() -> None:
-    def run(group: Group) -> None:
-        pool = RequestPool()
-        for _ in range(2):
-            buffers = [torch.full((NUMEL,), float(i)) for i in range(2)]
-            for reduction in [start(pool, group, buffer) for buffer in buffers]:
-                reduction.wait()
-            assert [buffer[0].item() for buffer in buffers] == [0.0, 2.0]
-
-    run_threads(2, run)
+        assert [buffer[0].item() for buffer in buffers] == [0.0, 2.0]
 
 
 def test_pool_of_a_closed_group_is_freed() -> None:

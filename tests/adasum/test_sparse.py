@@ -16,7 +16,7 @@ from adasum import DistributedOptimizer
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Group, default_group, run_threads
 from tests.adasum.definition import relative_error, trajectory_tolerance
-from tests.adasum.jobs import OPS
+from tests.adasum.jobs import OPS, on_ranks
 
 
 def draw(rank: int, shape: tuple[int, ...], sparse_dim: int, dtype: torch.dtype) -> Tensor:
@@ -86,31 +86,27 @@ def test_sparse_all_reduce_in_any_order_of_arrival_adds_in_rank_order() -> None:
     assert run_threads(3, run) == [float(torch.tensor(1e8) + 1.0) - 1e8] * 3
 
 
-def test_sparse_allreduce_async_on_a_process_set_reduces_over_its_ranks() -> None:
-    def run(group: Group) -> None:
-        some = hvd.add_process_set([0, 2])
-        tensor = torch.sparse_coo_tensor([[group.rank]], [1.0 + group.rank], (3,))
-        if group.rank == 1:
-            with pytest.raises(ValueError, match="rank 1 is not part"):
-                hvd.sparse_allreduce_async(tensor, "e", hvd.Sum, some)
-            return
-        handle = hvd.sparse_allreduce_async(tensor, name="e", op=hvd.Average, process_set=some)
-        assert handle().to_dense().tolist() == [0.5, 0.0, 1.5]
-
-    run_threads(3, run)
+@on_ranks(3)
+def test_sparse_allreduce_async_on_a_process_set_reduces_over_its_ranks(group: Group) -> None:
+    some = hvd.add_process_set([0, 2])
+    tensor = torch.sparse_coo_tensor([[group.rank]], [1.0 + group.rank], (3,))
+    if group.rank == 1:
+        with pytest.raises(ValueError, match="rank 1 is not part"):
+            hvd.sparse_allreduce_async(tensor, "e", hvd.Sum, some)
+        return
+    handle = hvd.sparse_allreduce_async(tensor, name="e", op=hvd.Average, process_set=some)
+    assert handle().to_dense().tolist() == [0.5, 0.0, 1.5]
 
 
-def test_sparse_all_reduce_with_bad_arguments_raises() -> None:
-    def run(group: Group) -> None:
-        entry = torch.sparse_coo_tensor([[0]], [1.0], (3 + group.rank,))
-        with pytest.raises(TypeError, match=r"sparse COO tensor, got torch\.strided"):
-            sparse_all_reduce_async(group, torch.ones(2))
-        with pytest.raises(NotImplementedError, match="Adasum of sparse"):
-            sparse_all_reduce_async(group, entry, hvd.Adasum)
-        with pytest.raises(hvd.CollectiveMismatchError, match=r"e \(3,\).*e \(4,\)"):
-            sparse_all_reduce_async(group, entry, hvd.Sum, "e").wait()
-
-    run_threads(2, run)
+@on_ranks(2)
+def test_sparse_all_reduce_with_bad_arguments_raises(group: Group) -> None:
+    entry = torch.sparse_coo_tensor([[0]], [1.0], (3 + group.rank,))
+    with pytest.raises(TypeError, match=r"sparse COO tensor, got torch\.strided"):
+        sparse_all_reduce_async(group, torch.ones(2))
+    with pytest.raises(NotImplementedError, match="Adasum of sparse"):
+        sparse_all_reduce_async(group, entry, hvd.Adasum)
+    with pytest.raises(hvd.CollectiveMismatchError, match=r"e \(3,\).*e \(4,\)"):
+        sparse_all_reduce_async(group, entry, hvd.Sum, "e").wait()
 
 
 STEPS = 4

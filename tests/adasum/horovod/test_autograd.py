@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 import adasum as hvd
 from collectives import Group, run_threads
+from tests.adasum.jobs import on_ranks
 
 Function = Callable[[Tensor], Tensor]
 
@@ -91,53 +92,47 @@ def test_gradients_of_linear_functions_equal_the_derivative(size: int) -> None:
     run_threads(size, linear_functions)
 
 
-def test_gradients_flow_through_the_handles_of_async_functions() -> None:
+@on_ranks(2)
+def test_gradients_flow_through_the_handles_of_async_functions(group: Group) -> None:
     """The result may be asked for again, and where nothing is recorded; it is the same tensor."""
-
-    def run(group: Group) -> None:
-        rows = whole(group.rank, 4, 2)
-        for start, function in (
-            (hvd.allreduce_async, hvd.allreduce),
-            (lambda t: hvd.grouped_allreduce_async([t, t.detach()]), hvd.allreduce),
-            (hvd.allgather_async, hvd.allgather),
-            (lambda t: hvd.broadcast_async(t, 1), lambda t: hvd.broadcast(t, 1)),
-            (hvd.alltoall_async, hvd.alltoall),
-            (hvd.reducescatter_async, hvd.reducescatter),
-        ):
-            gradients = []
-            for way in (start, function):
-                given = rows.clone().requires_grad_()
-                answer: Any = way(given)
-                if way is start:
-                    with torch.no_grad():
-                        handle, answer = answer, hvd.synchronize(answer)
-                    again = hvd.synchronize(handle)
-                    if isinstance(answer, list | tuple):
-                        answer, again = answer[0], again[0]
-                    assert again is answer
-                (answer * whole(100 + group.rank, *answer.shape)).sum().backward()
-                assert given.grad is not None
-                gradients.append(given.grad)
-            assert torch.equal(*gradients)
-
-    run_threads(2, run)
+    rows = whole(group.rank, 4, 2)
+    for start, function in (
+        (hvd.allreduce_async, hvd.allreduce),
+        (lambda t: hvd.grouped_allreduce_async([t, t.detach()]), hvd.allreduce),
+        (hvd.allgather_async, hvd.allgather),
+        (lambda t: hvd.broadcast_async(t, 1), lambda t: hvd.broadcast(t, 1)),
+        (hvd.alltoall_async, hvd.alltoall),
+        (hvd.reducescatter_async, hvd.reducescatter),
+    ):
+        gradients = []
+        for way in (start, function):
+            given = rows.clone().requires_grad_()
+            answer: Any = way(given)
+            if way is start:
+                with torch.no_grad():
+                    handle, answer = answer, hvd.synchronize(answer)
+                again = hvd.synchronize(handle)
+                if isinstance(answer, list | tuple):
+                    answer, again = answer[0], again[0]
+                assert again is answer
+            (answer * whole(100 + group.rank, *answer.shape)).sum().backward()
+            assert given.grad is not None
+            gradients.append(given.grad)
+        assert torch.equal(*gradients)
 
 
-def test_gradient_of_adasum_is_reduced_by_adasum() -> None:
+@on_ranks(2)
+def test_gradient_of_adasum_is_reduced_by_adasum(group: Group) -> None:
     """As Horovod does it; no derivative."""
-
-    def run(group: Group) -> None:
-        mine, weight = whole(group.rank, 5), whole(100 + group.rank, 5)
-        given = mine.clone().requires_grad_()
-        other = mine.clone().requires_grad_()
-        answer, second = hvd.grouped_allreduce([given, other], op=hvd.Adasum)
-        (answer * weight + 2.0 * second * weight).sum().backward()
-        want = hvd.grouped_allreduce([weight, 2.0 * weight], op=hvd.Adasum)
-        assert given.grad is not None and other.grad is not None
-        assert torch.equal(given.grad, want[0])
-        assert torch.equal(other.grad, want[1])
-
-    run_threads(2, run)
+    mine, weight = whole(group.rank, 5), whole(100 + group.rank, 5)
+    given = mine.clone().requires_grad_()
+    other = mine.clone().requires_grad_()
+    answer, second = hvd.grouped_allreduce([given, other], op=hvd.Adasum)
+    (answer * weight + 2.0 * second * weight).sum().backward()
+    want = hvd.grouped_allreduce([weight, 2.0 * weight], op=hvd.Adasum)
+    assert given.grad is not None and other.grad is not None
+    assert torch.equal(given.grad, want[0])
+    assert torch.equal(other.grad, want[1])
 
 
 def test_gradients_on_some_ranks_only_raise_everywhere() -> None:
@@ -148,38 +143,33 @@ def test_gradients_on_some_ranks_only_raise_everywhere() -> None:
     assert run_threads(2, run) == [True, False]
 
 
-def test_what_autograd_records_is_not_overwritten_behind_its_back() -> None:
+@on_ranks(2)
+def test_what_autograd_records_is_not_overwritten_behind_its_back(group: Group) -> None:
     """Of what is not a leaf the gradient would be that of doing nothing."""
-
-    def work(group: Group) -> None:
-        leaf = torch.ones(3, requires_grad=True)
-        for call, name in (
-            (lambda y: hvd.allreduce_(y, op=hvd.Sum), "allreduce_"),
-            (
-                lambda y: hvd.grouped_allreduce_([torch.ones(1), y], op=hvd.Sum),
-                "grouped_allreduce_",
-            ),
-            (lambda y: hvd.broadcast_(y, 0), "broadcast_"),
-        ):
-            with pytest.raises(NotImplementedError, match=f"gradients through {name}, in place"):
-                call(leaf * 2)
-            with torch.no_grad():
-                call(leaf * 2)
-            for allowed in ((leaf * 2).detach(), leaf, leaf.view(-1), leaf[:2]):
-                call(allowed)
-
-    run_threads(2, work)
+    leaf = torch.ones(3, requires_grad=True)
+    for call, name in (
+        (lambda y: hvd.allreduce_(y, op=hvd.Sum), "allreduce_"),
+        (
+            lambda y: hvd.grouped_allreduce_([torch.ones(1), y], op=hvd.Sum),
+            "grouped_allreduce_",
+        ),
+        (lambda y: hvd.broadcast_(y, 0), "broadcast_"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"gradients through {name}, in place"):
+            call(leaf * 2)
+        with torch.no_grad():
+            call(leaf * 2)
+        for allowed in ((leaf * 2).detach(), leaf, leaf.view(-1), leaf[:2]):
+            call(allowed)
 
 
-def test_tangents_of_forward_mode_are_refused_where_they_would_be_lost() -> None:
-    def work(group: Group) -> None:
-        x = torch.ones(1, 2)
-        calls = (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter, hvd.allreduce_)
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(x, torch.ones_like(x))
-            for call in (*calls, lambda tensor: hvd.broadcast(tensor, 0)):
-                with pytest.raises(ValueError, match="tensor has a tangent"):
-                    call(dual)
-            assert torch.equal(hvd.allreduce(x), x)
-
-    run_threads(1, work)
+@on_ranks(1)
+def test_tangents_of_forward_mode_are_refused_where_they_would_be_lost(group: Group) -> None:
+    x = torch.ones(1, 2)
+    calls = (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter, hvd.allreduce_)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        for call in (*calls, lambda tensor: hvd.broadcast(tensor, 0)):
+            with pytest.raises(ValueError, match="tensor has a tangent"):
+                call(dual)
+        assert torch.equal(hvd.allreduce(x), x)

@@ -11,6 +11,7 @@ import torch
 import adasum as hvd
 from collectives import CollectiveMismatchError, Group, run_threads, split_bounds
 from tests.adasum.definition import tree
+from tests.adasum.jobs import on_ranks
 
 
 def rows_of(rank: int, rows: int) -> torch.Tensor:
@@ -118,25 +119,21 @@ def test_alltoall_and_reducescatter_on_threads_are_right(size: int) -> None:
         ),
     ],
 )
+@on_ranks(2)
 def test_alltoall_and_reducescatter_with_bad_arguments_raise(
-    call: Callable[[], Any], error: type[Exception], text: str
+    group: Group, call: Callable[[], Any], error: type[Exception], text: str
 ) -> None:
-    def run(group: Group) -> None:
-        with pytest.raises(error, match=text):
-            call()
-        group.barrier()
-
-    run_threads(2, run)
+    with pytest.raises(error, match=text):
+        call()
+    group.barrier()
 
 
-def test_ranks_with_different_arguments_raise_the_mismatch() -> None:
-    def run(group: Group) -> None:
-        with pytest.raises(CollectiveMismatchError, match=r"\(any, 2\).*\(any, 3\)"):
-            hvd.alltoall(torch.ones(2, 2 + group.rank))
-        with pytest.raises(CollectiveMismatchError, match="by_rows"):
-            group.reduce_scatter(torch.ones(2), by_rows=bool(group.rank))
-
-    run_threads(2, run)
+@on_ranks(2)
+def test_ranks_with_different_arguments_raise_the_mismatch(group: Group) -> None:
+    with pytest.raises(CollectiveMismatchError, match=r"\(any, 2\).*\(any, 3\)"):
+        hvd.alltoall(torch.ones(2, 2 + group.rank))
+    with pytest.raises(CollectiveMismatchError, match="by_rows"):
+        group.reduce_scatter(torch.ones(2), by_rows=bool(group.rank))
 
 
 def test_capabilities_on_this_machine_are_told() -> None:
@@ -150,11 +147,9 @@ def test_capabilities_on_this_machine_are_told() -> None:
     assert isinstance(hvd.rocm_built(), bool)
 
 
-def test_grouped_functions_take_a_generator_and_an_empty_list() -> None:
-    def run(group: Group) -> None:
-        for function in (hvd.grouped_allreduce, hvd.grouped_reducescatter, hvd.grouped_allgather):
-            given: Any = (torch.full((2,), float(i)) for i in range(3))
-            assert len(function(given)) == 3, function
-            assert function([]) == [], function
-
-    run_threads(2, run)
+@on_ranks(2)
+def test_grouped_functions_take_a_generator_and_an_empty_list(group: Group) -> None:
+    for function in (hvd.grouped_allreduce, hvd.grouped_reducescatter, hvd.grouped_allgather):
+        given: Any = (torch.full((2,), float(i)) for i in range(3))
+        assert len(function(given)) == 3, function
+        assert function([]) == [], function

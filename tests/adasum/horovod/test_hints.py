@@ -12,6 +12,7 @@ import torch
 import adasum as hvd
 from adasum.horovod import basics, capabilities
 from collectives import Group, run_threads
+from tests.adasum.jobs import on_ranks
 
 
 def optimizer(**options: Any) -> Any:
@@ -102,23 +103,21 @@ def test_horovods_environment_variables_are_reported_once(
     assert "HOROVOD_CYCLE_TIME, HOROVOD_FUSION_THRESHOLD" in record.getMessage()
 
 
-def test_optimizer_has_horovods_attributes() -> None:
-    def run(group: Group) -> None:
-        some = hvd.add_process_set([0])
-        wrapped = optimizer(
-            op=hvd.Average,
-            gradient_predivide_factor=2.0,
-            backward_passes_per_step=3,
-            process_set=some,
-        )
-        assert wrapped.op is hvd.Average
-        assert wrapped.process_set is some
-        assert wrapped.backward_passes_per_step == 3
-        wrapped.set_backward_passes_per_step(2)
-        assert wrapped.backward_passes_per_step == 2
-        assert optimizer().process_set is hvd.global_process_set
-
-    run_threads(2, run)
+@on_ranks(2)
+def test_optimizer_has_horovods_attributes(group: Group) -> None:
+    some = hvd.add_process_set([0])
+    wrapped = optimizer(
+        op=hvd.Average,
+        gradient_predivide_factor=2.0,
+        backward_passes_per_step=3,
+        process_set=some,
+    )
+    assert wrapped.op is hvd.Average
+    assert wrapped.process_set is some
+    assert wrapped.backward_passes_per_step == 3
+    wrapped.set_backward_passes_per_step(2)
+    assert wrapped.backward_passes_per_step == 2
+    assert optimizer().process_set is hvd.global_process_set
 
 
 def test_num_groups_makes_buckets_and_is_deprecated() -> None:
@@ -146,10 +145,8 @@ def test_num_groups_makes_buckets_and_is_deprecated() -> None:
         assert run_threads(2, run) == [3, 3]
 
 
-def test_model_in_the_place_of_its_named_parameters_is_refused() -> None:
-    def run(group: Group) -> None:
-        model: Any = torch.nn.Linear(2, 2)
-        with pytest.raises(TypeError, match=r"must be model.named_parameters\(\), not the model"):
-            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-
-    run_threads(1, run)
+@on_ranks(1)
+def test_model_in_the_place_of_its_named_parameters_is_refused(group: Group) -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"must be model.named_parameters\(\), not the model"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)

@@ -21,7 +21,7 @@ from tests.adasum.definition import (
     trajectory_tolerance,
     tree,
 )
-from tests.adasum.jobs import OPS, take_steps
+from tests.adasum.jobs import OPS, on_ranks, take_steps
 
 
 def vector(rank: int, step: int, length: int = 50) -> torch.Tensor:
@@ -161,12 +161,10 @@ def test_calls_that_need_a_joined_rank_raise_everywhere() -> None:
     assert all(other == first for other in others)
 
 
-def test_rank_that_dies_ends_a_join() -> None:
-    def run(group: Group) -> None:
-        if group.rank == 0:
-            with pytest.raises(hvd.CollectiveTimeoutError, match="rank 1"):
-                hvd.join()
-            with pytest.raises(hvd.TransportError, match="unusable"):
-                hvd.join()
-
-    run_threads(2, run, timeout=1.0)
+@on_ranks(2, timeout=1.0)
+def test_rank_that_dies_ends_a_join(group: Group) -> None:
+    if group.rank == 0:
+        with pytest.raises(hvd.CollectiveTimeoutError, match="rank 1"):
+            hvd.join()
+        with pytest.raises(hvd.TransportError, match="unusable"):
+            hvd.join()

@@ -14,6 +14,7 @@ import torch
 
 import adasum as hvd
 from collectives import Group, run_threads
+from tests.adasum.jobs import on_ranks
 
 TIMEOUT = 60.0
 SPARSE = torch.eye(4).to_sparse()
@@ -55,19 +56,16 @@ def test_name_that_is_under_way_is_refused_and_free_again_after_it() -> None:
     run_threads(2, run)
 
 
-def test_name_that_is_under_way_is_free_elsewhere() -> None:
+@on_ranks(2)
+def test_name_that_is_under_way_is_free_elsewhere(group: Group) -> None:
     """In another kind of call, in another process set, and where none was given."""
-
-    def run(group: Group) -> None:
-        pair = hvd.add_process_set([0, 1])
-        handles = [calls[0](name="gradient") for calls in CALLS]
-        handles += [hvd.allreduce_async(torch.ones(4), name="gradient", process_set=pair)]
-        handles += [hvd.allreduce_async(torch.ones(4)) for _ in range(2)]
-        for handle in handles:
-            hvd.synchronize(handle)
-        assert all(hvd.poll(handle) for handle in handles)
-
-    run_threads(2, run)
+    pair = hvd.add_process_set([0, 1])
+    handles = [calls[0](name="gradient") for calls in CALLS]
+    handles += [hvd.allreduce_async(torch.ones(4), name="gradient", process_set=pair)]
+    handles += [hvd.allreduce_async(torch.ones(4)) for _ in range(2)]
+    for handle in handles:
+        hvd.synchronize(handle)
+    assert all(hvd.poll(handle) for handle in handles)
 
 
 def test_functions_are_pickled_by_the_modules_that_define_them() -> None:

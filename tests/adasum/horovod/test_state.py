@@ -19,6 +19,7 @@ import torch
 import adasum as hvd
 from collectives import Group, run_threads
 from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
+from tests.adasum.jobs import on_ranks
 
 
 class Foreign:
@@ -32,16 +33,14 @@ class Zone(datetime.tzinfo):
         return datetime.timedelta(0)
 
 
-def test_broadcast_parameters_in_every_form_overwrites_them() -> None:
-    def run(group: Group) -> None:
-        want = flat(make_model(1))
-        for form in ("state_dict", "named_parameters", "parameters", "list"):
-            model = make_model(group.rank)
-            given: Any = list(model.parameters()) if form == "list" else getattr(model, form)()
-            hvd.broadcast_parameters(given, root_rank=1)
-            assert torch.equal(flat(model), want)
-
-    run_threads(3, run)
+@on_ranks(3)
+def test_broadcast_parameters_in_every_form_overwrites_them(group: Group) -> None:
+    want = flat(make_model(1))
+    for form in ("state_dict", "named_parameters", "parameters", "list"):
+        model = make_model(group.rank)
+        given: Any = list(model.parameters()) if form == "list" else getattr(model, form)()
+        hvd.broadcast_parameters(given, root_rank=1)
+        assert torch.equal(flat(model), want)
 
 
 def test_broadcast_parameters_of_no_tensors_raises() -> None:
@@ -200,27 +199,25 @@ SENT = [
 ]
 
 
-def test_objects_that_scripts_broadcast_arrive_with_type_and_value() -> None:
-    def run(group: Group) -> None:
-        shared = [1]
-        got, one, two = hvd.broadcast_object(
-            (SENT, shared, [shared]) if group.rank == 1 else None, root_rank=1
-        )
-        assert two[0] is one or group.rank == 1
-        for mine, theirs in zip(got, SENT, strict=True):
-            assert type(mine) is type(theirs)
-            if isinstance(theirs, np.ndarray):
-                assert mine.dtype == theirs.dtype
-                np.testing.assert_array_equal(mine, theirs)
-            else:
-                assert mine == theirs
-            for attribute in ("default_factory", "tzinfo", "fold"):
-                assert getattr(mine, attribute, 0) == getattr(theirs, attribute, 0)
-        # What arrives may be written to.
-        if group.rank == 0:
-            got[4][:] = 0
-
-    run_threads(2, run)
+@on_ranks(2)
+def test_objects_that_scripts_broadcast_arrive_with_type_and_value(group: Group) -> None:
+    shared = [1]
+    got, one, two = hvd.broadcast_object(
+        (SENT, shared, [shared]) if group.rank == 1 else None, root_rank=1
+    )
+    assert two[0] is one or group.rank == 1
+    for mine, theirs in zip(got, SENT, strict=True):
+        assert type(mine) is type(theirs)
+        if isinstance(theirs, np.ndarray):
+            assert mine.dtype == theirs.dtype
+            np.testing.assert_array_equal(mine, theirs)
+        else:
+            assert mine == theirs
+        for attribute in ("default_factory", "tzinfo", "fold"):
+            assert getattr(mine, attribute, 0) == getattr(theirs, attribute, 0)
+    # What arrives may be written to.
+    if group.rank == 0:
+        got[4][:] = 0
 
 
 @pytest.mark.parametrize(
@@ -234,12 +231,10 @@ def test_objects_that_scripts_broadcast_arrive_with_type_and_value() -> None:
     ],
     ids=["array of objects", "factory", "zone", "subclass", "class"],
 )
-def test_objects_that_would_need_code_are_refused(thing: Any) -> None:
-    def run(group: Group) -> None:
-        with pytest.raises(TypeError, match=r"rank 0: an object of .* cannot be sent"):
-            hvd.broadcast_object(thing)
-
-    run_threads(2, run)
+@on_ranks(2)
+def test_objects_that_would_need_code_are_refused(group: Group, thing: Any) -> None:
+    with pytest.raises(TypeError, match=r"rank 0: an object of .* cannot be sent"):
+        hvd.broadcast_object(thing)
 
 
 def test_foreign_objects_raise_on_every_rank() -> None:

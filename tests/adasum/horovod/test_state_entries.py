@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import adasum as hvd
 from collectives import CollectiveMismatchError, Group, run_threads
+from tests.adasum.jobs import on_ranks
 
 
 class Scaled(nn.Linear):
@@ -56,47 +57,45 @@ def test_broadcast_parameters_gives_extra_state_that_is_a_tensor() -> None:
     assert all(torch.equal(extra, torch.ones(3)) for extra in run_threads(2, run))
 
 
-def test_broadcast_parameters_writes_expanded_and_tied_and_strided_tensors() -> None:
-    def run(group: Group) -> None:
-        mine = float(group.rank)
-        mask = torch.full((1, 3), mine).expand(4, 3)
-        row = torch.arange(3.0).add(mine).expand(2, 5, 3)
-        scalar = torch.tensor(mine).expand(7)
-        tied = torch.full((2, 2), mine)
-        image = torch.full((2, 3, 4, 4), mine).to(memory_format=torch.channels_last)
-        every_other = torch.full((6,), mine)
-        windows = torch.arange(6.0).add(mine).unfold(0, 3, 1)
-        conjugate = torch.full((3,), complex(1, mine)).conj()
-        negative = torch.full((3,), complex(1, mine)).conj().imag
-        state = {
-            "mask": mask,
-            "row": row,
-            "scalar": scalar,
-            "tied": tied,
-            "tied again": tied,
-            "image": image,
-            "every other": every_other[::2],
-            "windows": windows,
-            "conjugate": conjugate,
-            "negative": negative,
-            "empty": torch.empty(0, 3),
-            "none of many": torch.empty(1, 0).expand(4, 0),
-            "parameter": nn.Parameter(torch.full((2,), mine).expand(3, 2)),
-        }
-        hvd.broadcast_parameters(state, root_rank=1)
-        assert torch.equal(mask, torch.ones(4, 3))
-        assert torch.equal(row, torch.arange(1.0, 4.0).expand(2, 5, 3))
-        assert torch.equal(scalar, torch.ones(7))
-        assert torch.equal(tied, torch.ones(2, 2))
-        assert torch.equal(image, torch.ones(2, 3, 4, 4))
-        # The elements between are of no tensor in the state.
-        assert every_other.tolist() == [1.0, mine] * 3
-        assert torch.equal(windows, torch.arange(1.0, 7.0).unfold(0, 3, 1))
-        assert torch.equal(conjugate.resolve_conj(), torch.full((3,), 1 - 1j))
-        assert negative.tolist() == [-1.0] * 3
-        assert torch.equal(state["parameter"].detach(), torch.ones(3, 2))
-
-    run_threads(3, run)
+@on_ranks(3)
+def test_broadcast_parameters_writes_expanded_and_tied_and_strided_tensors(group: Group) -> None:
+    mine = float(group.rank)
+    mask = torch.full((1, 3), mine).expand(4, 3)
+    row = torch.arange(3.0).add(mine).expand(2, 5, 3)
+    scalar = torch.tensor(mine).expand(7)
+    tied = torch.full((2, 2), mine)
+    image = torch.full((2, 3, 4, 4), mine).to(memory_format=torch.channels_last)
+    every_other = torch.full((6,), mine)
+    windows = torch.arange(6.0).add(mine).unfold(0, 3, 1)
+    conjugate = torch.full((3,), complex(1, mine)).conj()
+    negative = torch.full((3,), complex(1, mine)).conj().imag
+    state = {
+        "mask": mask,
+        "row": row,
+        "scalar": scalar,
+        "tied": tied,
+        "tied again": tied,
+        "image": image,
+        "every other": every_other[::2],
+        "windows": windows,
+        "conjugate": conjugate,
+        "negative": negative,
+        "empty": torch.empty(0, 3),
+        "none of many": torch.empty(1, 0).expand(4, 0),
+        "parameter": nn.Parameter(torch.full((2,), mine).expand(3, 2)),
+    }
+    hvd.broadcast_parameters(state, root_rank=1)
+    assert torch.equal(mask, torch.ones(4, 3))
+    assert torch.equal(row, torch.arange(1.0, 4.0).expand(2, 5, 3))
+    assert torch.equal(scalar, torch.ones(7))
+    assert torch.equal(tied, torch.ones(2, 2))
+    assert torch.equal(image, torch.ones(2, 3, 4, 4))
+    # The elements between are of no tensor in the state.
+    assert every_other.tolist() == [1.0, mine] * 3
+    assert torch.equal(windows, torch.arange(1.0, 7.0).unfold(0, 3, 1))
+    assert torch.equal(conjugate.resolve_conj(), torch.full((3,), 1 - 1j))
+    assert negative.tolist() == [-1.0] * 3
+    assert torch.equal(state["parameter"].detach(), torch.ones(3, 2))
 
 
 @pytest.mark.parametrize(
@@ -184,28 +183,24 @@ def _optimizer(state: Any) -> torch.optim.Optimizer:
     ],
     ids=["sparse", "meta"],
 )
+@on_ranks(2)
 def test_broadcast_optimizer_state_of_what_cannot_be_sent_raises_on_every_rank(
-    state: Callable[[], Any], text: str
+    group: Group, state: Callable[[], Any], text: str
 ) -> None:
-    def run(group: Group) -> None:
-        optimizer = _optimizer(state() if group.rank == 0 else None)
-        with pytest.raises(TypeError, match=f"rank 0: optimizer.state_dict.*{text}"):
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        # Only the root's is sent.
-        hvd.broadcast_optimizer_state(_optimizer(None), root_rank=1)
-        assert hvd.allgather_object(group.rank) == [0, 1]
-
-    run_threads(2, run)
+    optimizer = _optimizer(state() if group.rank == 0 else None)
+    with pytest.raises(TypeError, match=f"rank 0: optimizer.state_dict.*{text}"):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    # Only the root's is sent.
+    hvd.broadcast_optimizer_state(_optimizer(None), root_rank=1)
+    assert hvd.allgather_object(group.rank) == [0, 1]
 
 
-def test_broadcast_optimizer_state_of_no_optimizer_raises_on_every_rank() -> None:
-    def run(group: Group) -> None:
-        given: Any = nn.Linear(2, 2) if group.rank == 1 else _optimizer(None)
-        with pytest.raises(TypeError, match="rank 1: optimizer must be a torch"):
-            hvd.broadcast_optimizer_state(given, root_rank=0)
-        assert hvd.allgather_object(group.rank) == [0, 1]
-
-    run_threads(2, run)
+@on_ranks(2)
+def test_broadcast_optimizer_state_of_no_optimizer_raises_on_every_rank(group: Group) -> None:
+    given: Any = nn.Linear(2, 2) if group.rank == 1 else _optimizer(None)
+    with pytest.raises(TypeError, match="rank 1: optimizer must be a torch"):
+        hvd.broadcast_optimizer_state(given, root_rank=0)
+    assert hvd.allgather_object(group.rank) == [0, 1]
 
 
 DTYPES = [
@@ -217,13 +212,11 @@ DTYPES = [
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_broadcast_parameters_of_any_dtype_gives_the_roots_bits() -> None:
-    def run(group: Group) -> None:
-        raw = torch.arange(64, dtype=torch.uint8)
-        raw = raw % 2 if group.rank else torch.zeros_like(raw)
-        tensors = {str(dtype): raw.clone().view(dtype) for dtype in DTYPES}
-        hvd.broadcast_parameters(tensors, root_rank=1)
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor.view(torch.uint8), torch.arange(64) % 2), name
-
-    run_threads(2, run)
+@on_ranks(2)
+def test_broadcast_parameters_of_any_dtype_gives_the_roots_bits(group: Group) -> None:
+    raw = torch.arange(64, dtype=torch.uint8)
+    raw = raw % 2 if group.rank else torch.zeros_like(raw)
+    tensors = {str(dtype): raw.clone().view(dtype) for dtype in DTYPES}
+    hvd.broadcast_parameters(tensors, root_rank=1)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor.view(torch.uint8), torch.arange(64) % 2), name

@@ -14,7 +14,7 @@ from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.reduction import Reduction
 from collectives import CollectiveTimeoutError, TransportError
 from tests.adasum.definition import flat, loss_of, make_model
-from tests.adasum.jobs import OPS, take_steps, ways
+from tests.adasum.jobs import OPS, on_ranks, take_steps, ways
 
 
 def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -53,58 +53,52 @@ def test_too_many_backward_passes_raise_and_name_the_parameter(op: str, size: in
     collectives.run_threads(size, run)
 
 
-def test_zero_grad_after_an_interrupted_backward_raises() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        optimizer: Any = DistributedOptimizer(_sgd(model), groups=4)
-        broken = model[0].weight.register_hook(lambda gradient: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss_of(model, group.rank, 0).backward()
-        with pytest.raises(OptimizerOrderError, match=r"zero_grad\(\) was called after"):
-            optimizer.zero_grad()
-        with pytest.raises(OptimizerOrderError, match=r"add_param_group\(\) was called after"):
-            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-        with (
-            optimizer.skip_synchronize(),
-            pytest.raises(OptimizerOrderError, match=r"needs synchronize\(\)"),
-        ):
-            optimizer.step()
-        optimizer.synchronize()
-        optimizer.zero_grad()
-        broken.remove()
-        loss_of(model, group.rank, 1).backward()
-        # Final again when backward returns.
-        rows = hvd.allgather(model[0].weight.grad.reshape(1, -1))
-        assert torch.equal(rows[0], rows[1])
-        optimizer.step()
-
-    collectives.run_threads(2, run)
-
-
-def test_backward_after_the_wrapper_was_dropped_raises() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        plain = _sgd(model)
-        DistributedOptimizer(plain)
-        with pytest.raises(OptimizerOrderError, match="was dropped, and the one passed"):
-            loss_of(model, group.rank, 0).backward()
-        plain.zero_grad()
-
-    collectives.run_threads(2, run)
-
-
-def test_backward_after_synchronize_raises() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        optimizer: Any = DistributedOptimizer(
-            _sgd(model), model.named_parameters(), backward_passes_per_step=2
-        )
+@on_ranks(2)
+def test_zero_grad_after_an_interrupted_backward_raises(group: collectives.Group) -> None:
+    model = make_model()
+    optimizer: Any = DistributedOptimizer(_sgd(model), groups=4)
+    broken = model[0].weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         loss_of(model, group.rank, 0).backward()
-        optimizer.synchronize()
-        with pytest.raises(OptimizerOrderError, match=r"2\.\w+ was computed after all were"):
-            loss_of(model, group.rank, 0, 1).backward()
+    with pytest.raises(OptimizerOrderError, match=r"zero_grad\(\) was called after"):
+        optimizer.zero_grad()
+    with pytest.raises(OptimizerOrderError, match=r"add_param_group\(\) was called after"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with (
+        optimizer.skip_synchronize(),
+        pytest.raises(OptimizerOrderError, match=r"needs synchronize\(\)"),
+    ):
+        optimizer.step()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    broken.remove()
+    loss_of(model, group.rank, 1).backward()
+    # Final again when backward returns.
+    rows = hvd.allgather(model[0].weight.grad.reshape(1, -1))
+    assert torch.equal(rows[0], rows[1])
+    optimizer.step()
 
-    collectives.run_threads(2, run)
+
+@on_ranks(2)
+def test_backward_after_the_wrapper_was_dropped_raises(group: collectives.Group) -> None:
+    model = make_model()
+    plain = _sgd(model)
+    DistributedOptimizer(plain)
+    with pytest.raises(OptimizerOrderError, match="was dropped, and the one passed"):
+        loss_of(model, group.rank, 0).backward()
+    plain.zero_grad()
+
+
+@on_ranks(2)
+def test_backward_after_synchronize_raises(group: collectives.Group) -> None:
+    model = make_model()
+    optimizer: Any = DistributedOptimizer(
+        _sgd(model), model.named_parameters(), backward_passes_per_step=2
+    )
+    loss_of(model, group.rank, 0).backward()
+    optimizer.synchronize()
+    with pytest.raises(OptimizerOrderError, match=r"2\.\w+ was computed after all were"):
+        loss_of(model, group.rank, 0, 1).backward()
 
 
 def test_step_after_synchronize_warns_and_reduces_once() -> None:
@@ -121,29 +115,23 @@ def test_step_after_synchronize_warns_and_reduces_once() -> None:
     assert torch.equal(results[0], torch.full((2,), -2.0))
 
 
-def test_closure_within_skip_synchronize_raises() -> None:
-    def run(group: collectives.Group) -> None:
-        optimizer: Any = DistributedOptimizer(_sgd(make_model()))
-        with optimizer.skip_synchronize(), pytest.raises(ValueError, match="skip_synchronize"):
-            optimizer.step(lambda: 0.0)
-
-    collectives.run_threads(1, run)
+@on_ranks(1)
+def test_closure_within_skip_synchronize_raises(group: collectives.Group) -> None:
+    optimizer: Any = DistributedOptimizer(_sgd(make_model()))
+    with optimizer.skip_synchronize(), pytest.raises(ValueError, match="skip_synchronize"):
+        optimizer.step(lambda: 0.0)
 
 
-def test_grad_scaler_with_unreached_parameters_raises() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model().float()
-        unused = torch.nn.Parameter(torch.ones(2))
-        optimizer: Any = DistributedOptimizer(
-            torch.optim.SGD([unused, *model.parameters()], lr=0.1)
-        )
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(model(torch.ones(1, 6)).sum()).backward()
-        with pytest.raises(OptimizerOrderError, match=r"synchronize\(\) before scaler"):
-            scaler.step(optimizer)
-        optimizer.synchronize()
-
-    collectives.run_threads(2, run)
+@on_ranks(2)
+def test_grad_scaler_with_unreached_parameters_raises(group: collectives.Group) -> None:
+    model = make_model().float()
+    unused = torch.nn.Parameter(torch.ones(2))
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD([unused, *model.parameters()], lr=0.1))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+    with pytest.raises(OptimizerOrderError, match=r"synchronize\(\) before scaler"):
+        scaler.step(optimizer)
+    optimizer.synchronize()
 
 
 def test_bucket_that_cannot_start_raises_what_ended_the_one_before(

@@ -20,7 +20,7 @@ from tests.adasum.definition import (
     trajectory,
     trajectory_tolerance,
 )
-from tests.adasum.jobs import train
+from tests.adasum.jobs import on_ranks, train
 
 STEPS = 4
 
@@ -77,74 +77,68 @@ class _Counting:
         assert len(token) == len(tensors)
 
 
-def test_delta_method_copies_only_the_buckets_in_flight() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        optimizer: Any = DistributedOptimizer(
-            torch.optim.Adam(model.parameters()), op=hvd.Adasum, groups=4
-        )
-        observer = _Counting()
-        optimizer.set_observer(observer)
-        loss_of(model, group.rank, 0).backward()
-        optimizer.step()
-        assert observer.names == [f"allreduce.noname.0.{i}" for i in reversed(range(4))]
-        assert observer.most <= MAX_IN_FLIGHT + 1 < observer.calls == 4
-
-    collectives.run_threads(2, run)
+@on_ranks(2)
+def test_delta_method_copies_only_the_buckets_in_flight(group: collectives.Group) -> None:
+    model = make_model()
+    optimizer: Any = DistributedOptimizer(
+        torch.optim.Adam(model.parameters()), op=hvd.Adasum, groups=4
+    )
+    observer = _Counting()
+    optimizer.set_observer(observer)
+    loss_of(model, group.rank, 0).backward()
+    optimizer.step()
+    assert observer.names == [f"allreduce.noname.0.{i}" for i in reversed(range(4))]
+    assert observer.most <= MAX_IN_FLIGHT + 1 < observer.calls == 4
 
 
-def test_step_in_backward_before_step_leaves_parameters_alone() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        start = flat(model)
-        optimizer: Any = DistributedOptimizer(
-            OPTIMIZERS["adam"](model.parameters()), op=hvd.Adasum, groups=4, step_in_backward=True
-        )
-        observer = _Counting()
-        optimizer.set_observer(observer)
-        order: list[int] = []
-        model[0].weight.register_hook(lambda _: order.append(observer.calls))
-        loss_of(model, group.rank, 0).backward()
-        assert order[0] >= 2, "nothing was sent before the last gradient"
-        assert observer.calls == 4
-        assert torch.equal(flat(model), start)
-        with pytest.raises(OptimizerOrderError, match=r"zero_grad\(\) was called after"):
-            optimizer.zero_grad()
-        optimizer.step()
-        assert not torch.equal(flat(model), start)
-
-    collectives.run_threads(2, run)
-
-
-def test_step_in_backward_with_what_needs_the_gradients_raises() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model().float()
-
-        def wrapped(inner: torch.optim.Optimizer, **options: Any) -> Any:
-            return DistributedOptimizer(inner, op=hvd.Adasum, step_in_backward=True, **options)
-
-        with pytest.raises(ValueError, match="which LBFGS is not: pass step_in_backward=False"):
-            wrapped(torch.optim.LBFGS(model.parameters()))
-        with pytest.raises(ValueError, match="needs op=Adasum and method='delta'"):
-            wrapped(torch.optim.SGD(model.parameters()), method="gradient")
-        optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1))
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(model(torch.ones(1, 6)).sum()).backward()
-        with pytest.raises(OptimizerOrderError, match="clipped"):
-            optimizer.synchronize()
-        with pytest.raises(OptimizerOrderError, match="GradScaler cannot be used with"):
-            scaler.step(optimizer)
-        hooked = make_model().float()
-        optimizer = wrapped(torch.optim.SGD(hooked.parameters(), lr=0.1), groups=4)
-        hook = optimizer.register_step_pre_hook(lambda *_: None)
-        with pytest.raises(OptimizerOrderError, match="register_step_pre_hook cannot be used with"):
-            hooked(torch.ones(1, 6)).sum().backward()
-        hook.remove()
+@on_ranks(2)
+def test_step_in_backward_before_step_leaves_parameters_alone(group: collectives.Group) -> None:
+    model = make_model()
+    start = flat(model)
+    optimizer: Any = DistributedOptimizer(
+        OPTIMIZERS["adam"](model.parameters()), op=hvd.Adasum, groups=4, step_in_backward=True
+    )
+    observer = _Counting()
+    optimizer.set_observer(observer)
+    order: list[int] = []
+    model[0].weight.register_hook(lambda _: order.append(observer.calls))
+    loss_of(model, group.rank, 0).backward()
+    assert order[0] >= 2, "nothing was sent before the last gradient"
+    assert observer.calls == 4
+    assert torch.equal(flat(model), start)
+    with pytest.raises(OptimizerOrderError, match=r"zero_grad\(\) was called after"):
         optimizer.zero_grad()
-        hooked(torch.ones(1, 6)).sum().backward()
-        optimizer.step()
+    optimizer.step()
+    assert not torch.equal(flat(model), start)
 
-    collectives.run_threads(2, run)
+
+@on_ranks(2)
+def test_step_in_backward_with_what_needs_the_gradients_raises(group: collectives.Group) -> None:
+    model = make_model().float()
+
+    def wrapped(inner: torch.optim.Optimizer, **options: Any) -> Any:
+        return DistributedOptimizer(inner, op=hvd.Adasum, step_in_backward=True, **options)
+
+    with pytest.raises(ValueError, match="which LBFGS is not: pass step_in_backward=False"):
+        wrapped(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="needs op=Adasum and method='delta'"):
+        wrapped(torch.optim.SGD(model.parameters()), method="gradient")
+    optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+    with pytest.raises(OptimizerOrderError, match="clipped"):
+        optimizer.synchronize()
+    with pytest.raises(OptimizerOrderError, match="GradScaler cannot be used with"):
+        scaler.step(optimizer)
+    hooked = make_model().float()
+    optimizer = wrapped(torch.optim.SGD(hooked.parameters(), lr=0.1), groups=4)
+    hook = optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(OptimizerOrderError, match="register_step_pre_hook cannot be used with"):
+        hooked(torch.ones(1, 6)).sum().backward()
+    hook.remove()
+    optimizer.zero_grad()
+    hooked(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
 
 
 def test_steps_by_parameter_of_known_optimizers_tells_which_do() -> None:

@@ -22,7 +22,7 @@ from tests.adasum.definition import (
     trajectory,
     trajectory_tolerance,
 )
-from tests.adasum.jobs import OPS, take_steps, train
+from tests.adasum.jobs import OPS, on_ranks, take_steps, train
 
 STEPS = 4
 
@@ -152,22 +152,20 @@ class Starts:
         """Do nothing."""
 
 
-def test_reductions_during_backward_start_before_it_ends() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=4
-        )
-        issued = []
-        optimizer.set_observer(Starts(issued))
-        model[0].weight.register_hook(lambda grad: issued.append("last gradient"))
-        loss_of(model, group.rank, 0).backward()
-        assert issued.index("last gradient") >= 2, issued
-        assert len(issued) == 5
-        optimizer.step()
-        assert len(issued) == 5
-
-    collectives.run_threads(2, run)
+@on_ranks(2)
+def test_reductions_during_backward_start_before_it_ends(group: collectives.Group) -> None:
+    model = make_model()
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=4
+    )
+    issued = []
+    optimizer.set_observer(Starts(issued))
+    model[0].weight.register_hook(lambda grad: issued.append("last gradient"))
+    loss_of(model, group.rank, 0).backward()
+    assert issued.index("last gradient") >= 2, issued
+    assert len(issued) == 5
+    optimizer.step()
+    assert len(issued) == 5
 
 
 def test_scheduler_made_before_or_after_wrapping_works() -> None:
@@ -195,27 +193,25 @@ def test_scheduler_made_before_or_after_wrapping_works() -> None:
         assert torch.equal(result, late[0][0])
 
 
-def test_wrapper_shares_state_groups_and_class_with_the_optimizer() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        plain = OPTIMIZERS["adam"](model.parameters())
-        calls: list[str] = []
-        plain.register_step_pre_hook(lambda *_: calls.append("pre"))
-        optimizer = DistributedOptimizer(plain, op=hvd.Adasum)
-        assert isinstance(optimizer, torch.optim.Adam)
-        assert optimizer.param_groups is plain.param_groups
-        loss_of(model, group.rank, 0).backward()
-        optimizer.step()
-        saved = optimizer.state_dict()
-        optimizer.load_state_dict(saved)
-        assert optimizer.state is plain.state
-        assert optimizer.param_groups is plain.param_groups
-        optimizer.zero_grad()
-        loss_of(model, group.rank, 1).backward()
-        optimizer.step()
-        assert calls == ["pre", "pre"]
-
-    collectives.run_threads(2, run)
+@on_ranks(2)
+def test_wrapper_shares_state_groups_and_class_with_the_optimizer(group: collectives.Group) -> None:
+    model = make_model()
+    plain = OPTIMIZERS["adam"](model.parameters())
+    calls: list[str] = []
+    plain.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer = DistributedOptimizer(plain, op=hvd.Adasum)
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert optimizer.param_groups is plain.param_groups
+    loss_of(model, group.rank, 0).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert optimizer.state is plain.state
+    assert optimizer.param_groups is plain.param_groups
+    optimizer.zero_grad()
+    loss_of(model, group.rank, 1).backward()
+    optimizer.step()
+    assert calls == ["pre", "pre"]
 
 
 def test_step_with_a_closure_reduces_its_gradients_and_loss() -> None:
@@ -275,17 +271,15 @@ def test_grad_scaler_with_inf_on_one_rank_skips_on_every_rank(op: str, fused: bo
     assert relative_error(first, plain) <= tolerance(torch.float32)
 
 
-def test_dropped_optimizer_removes_its_hooks() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        for step in range(3):
-            optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))
-            loss_of(model, group.rank, step).backward()
-            optimizer.step()
-            model.zero_grad()
-            del optimizer
-        loss_of(model, group.rank, 0).backward()
-        loss_of(model, group.rank, 0).backward()
-        assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
-
-    collectives.run_threads(2, run)
+@on_ranks(2)
+def test_dropped_optimizer_removes_its_hooks(group: collectives.Group) -> None:
+    model = make_model()
+    for step in range(3):
+        optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))
+        loss_of(model, group.rank, step).backward()
+        optimizer.step()
+        model.zero_grad()
+        del optimizer
+    loss_of(model, group.rank, 0).backward()
+    loss_of(model, group.rank, 0).backward()
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())

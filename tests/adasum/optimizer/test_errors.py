@@ -14,6 +14,7 @@ import adasum as hvd
 import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
 from tests.adasum.definition import flat, make_model
+from tests.adasum.jobs import on_ranks
 
 
 def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -108,17 +109,14 @@ def test_wrapping_before_init_raises() -> None:
         DistributedOptimizer(_sgd(make_model()))
 
 
-def test_copying_or_pickling_the_wrapper_raises() -> None:
+@on_ranks(2)
+def test_copying_or_pickling_the_wrapper_raises(group: collectives.Group) -> None:
     """A copy would reduce nothing."""
-
-    def run(group: collectives.Group) -> None:
-        optimizer = DistributedOptimizer(_sgd(make_model()))
-        for take in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match=r"cannot be copied or pickled: take its state_dic"):
-                take(optimizer)
-        assert copy.deepcopy(optimizer.state_dict()) == optimizer.state_dict()
-
-    collectives.run_threads(2, run)
+    optimizer = DistributedOptimizer(_sgd(make_model()))
+    for take in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled: take its state_dic"):
+            take(optimizer)
+    assert copy.deepcopy(optimizer.state_dict()) == optimizer.state_dict()
 
 
 def test_ranks_with_different_models_raise_the_mismatch_everywhere() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import adasum as hvd
 from collectives import CollectiveMismatchError, Group, run_threads
-from tests.adasum.jobs import ways
+from tests.adasum.jobs import on_ranks, ways
 
 WAYS = ways("average", "gradient", "owners", "delta")
 
@@ -81,51 +81,49 @@ def test_gradients_of_another_dtype_than_their_parameter_are_reduced_in_it(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_state_of_another_shape_than_its_parameter_raises_and_names_both(way: str) -> None:
-    def run(group: Group) -> None:
-        model = torch.nn.Linear(4, 4)
-        with torch.no_grad():
-            for each in model.parameters():
-                each.fill_(0.5)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.Adam(model.parameters()), model.named_parameters(), **WAYS[way]
-        )
-
-        def step() -> None:
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).square().mean().backward()
-            optimizer.step()
-
-        step()
+@on_ranks(2)
+def test_a_state_of_another_shape_than_its_parameter_raises_and_names_both(
+    group: Group, way: str
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    with torch.no_grad():
         for each in model.parameters():
-            each.grad = None
-            each.data = torch.cat([each.data, each.data])[:6].clone()
-        # A state is on its owner alone, and the other rank waits for its parameters.
-        if way != "owners":
-            with pytest.raises(ValueError, match=r"exp_avg of (bias|weight) has shape \(4.*\(6"):
-                step()
-            for each in model.parameters():
-                optimizer.state.pop(each)
-            step()
+            each.fill_(0.5)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters()), model.named_parameters(), **WAYS[way]
+    )
 
-    run_threads(2, run)
-
-
-def test_a_gradient_of_another_shape_than_its_parameter_raises_and_names_it() -> None:
-    def run(group: Group) -> None:
-        model = torch.nn.Linear(4, 4)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            model.named_parameters(),
-            check_parameters=False,
-        )
-        model(torch.ones(2, 4)).sum().backward()
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
         optimizer.step()
-        model.bias.data = torch.zeros(6)
-        with pytest.raises(ValueError, match=r"gradient of bias has shape \(4,\) .* \(6,\).*None"):
-            optimizer.step()
 
-    run_threads(2, run)
+    step()
+    for each in model.parameters():
+        each.grad = None
+        each.data = torch.cat([each.data, each.data])[:6].clone()
+    # A state is on its owner alone, and the other rank waits for its parameters.
+    if way != "owners":
+        with pytest.raises(ValueError, match=r"exp_avg of (bias|weight) has shape \(4.*\(6"):
+            step()
+        for each in model.parameters():
+            optimizer.state.pop(each)
+        step()
+
+
+@on_ranks(2)
+def test_a_gradient_of_another_shape_than_its_parameter_raises_and_names_it(group: Group) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        check_parameters=False,
+    )
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    model.bias.data = torch.zeros(6)
+    with pytest.raises(ValueError, match=r"gradient of bias has shape \(4,\) .* \(6,\).*None"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("way", WAYS)

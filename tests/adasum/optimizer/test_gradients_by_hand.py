@@ -13,7 +13,7 @@ from torch import Tensor
 import adasum as hvd
 from collectives import Group, run_threads
 from tests.adasum.jobs import WAYS as ALL_WAYS
-from tests.adasum.jobs import ways
+from tests.adasum.jobs import on_ranks, ways
 
 WAYS = ways("average", "sum", "owners")
 SIZE = 2
@@ -137,21 +137,18 @@ def test_gradients_changed_by_hand_give_the_steps_of_plain_torch(change: str, wa
 
 
 @pytest.mark.parametrize("way", WAYS)
+@on_ranks(SIZE)
 def test_a_gradient_given_to_a_frozen_parameter_after_backward_raises_and_names_it(
-    way: str,
+    group: Group, way: str
 ) -> None:
     """The reduction of the step has begun without it."""
-
-    def run(group: Group) -> None:
-        model = Heads()
-        optimizer: Any = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **WAYS[way])
-        model.heads[1].requires_grad_(False)
-        model.loss(group.rank, 0).backward()
-        model.heads[1].weight.grad = torch.full_like(model.heads[1].weight, group.rank)
-        with pytest.raises(hvd.OptimizerOrderError, match=r"of heads\.1\.weight was not reduced"):
-            optimizer.step()
-
-    run_threads(SIZE, run)
+    model = Heads()
+    optimizer: Any = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **WAYS[way])
+    model.heads[1].requires_grad_(False)
+    model.loss(group.rank, 0).backward()
+    model.heads[1].weight.grad = torch.full_like(model.heads[1].weight, group.rank)
+    with pytest.raises(hvd.OptimizerOrderError, match=r"of heads\.1\.weight was not reduced"):
+        optimizer.step()
 
 
 def exchanged(model: Heads, optimizer: Any, rank: int, step: int) -> None:
@@ -184,36 +181,31 @@ def test_gradients_in_odd_memory_give_the_steps_of_plain_torch(change: Step, way
 
 
 @pytest.mark.parametrize("way", ["average", "sum"])
-def test_gradients_that_share_memory_raise_and_name_the_bucket(way: str) -> None:
-    def run(group: Group) -> None:
-        model = Heads()
-        optimizer: Any = hvd.DistributedOptimizer(sgd(model), **WAYS[way])
-        model.loss(group.rank, 0).backward()
-        both = torch.arange(4, dtype=torch.float64)
-        model.heads[0].weight.grad, model.heads[1].weight.grad = both[:3][None], both[1:][None]
-        with pytest.raises(ValueError, match=r"two gradients of bucket 0: .* share memory"):
-            optimizer.synchronize()
-
-    run_threads(SIZE, run)
+@on_ranks(SIZE)
+def test_gradients_that_share_memory_raise_and_name_the_bucket(group: Group, way: str) -> None:
+    model = Heads()
+    optimizer: Any = hvd.DistributedOptimizer(sgd(model), **WAYS[way])
+    model.loss(group.rank, 0).backward()
+    both = torch.arange(4, dtype=torch.float64)
+    model.heads[0].weight.grad, model.heads[1].weight.grad = both[:3][None], both[1:][None]
+    with pytest.raises(ValueError, match=r"two gradients of bucket 0: .* share memory"):
+        optimizer.synchronize()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_groups_stepped_one_after_the_other_raise(way: str) -> None:
+@on_ranks(SIZE)
+def test_groups_stepped_one_after_the_other_raise(group: Group, way: str) -> None:
     """All gradients were reduced in the first of these steps."""
-
-    def run(group: Group) -> None:
-        model = Heads()
-        parts = [{"params": list(each.parameters())} for each in (model.body, *model.heads)]
-        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(parts, lr=0.1), **WAYS[way])
-        (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
-        first, second, _ = optimizer.param_groups
-        optimizer.param_groups = [first]
+    model = Heads()
+    parts = [{"params": list(each.parameters())} for each in (model.body, *model.heads)]
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(parts, lr=0.1), **WAYS[way])
+    (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
+    first, second, _ = optimizer.param_groups
+    optimizer.param_groups = [first]
+    optimizer.step()
+    optimizer.param_groups = [second]
+    with pytest.raises(hvd.OptimizerOrderError, match="step all groups at once"):
         optimizer.step()
-        optimizer.param_groups = [second]
-        with pytest.raises(hvd.OptimizerOrderError, match="step all groups at once"):
-            optimizer.step()
-
-    run_threads(SIZE, run)
 
 
 def _halve(parameter: Tensor, how: str) -> None:
@@ -253,21 +245,21 @@ def test_a_parameters_own_hook_may_change_a_gradient_in_any_way(way: str, how: s
 
 @pytest.mark.parametrize("how", ["replaced", "in place"])
 @pytest.mark.parametrize("way", ["average", "owners", "delta in backward"])
-def test_a_hook_put_on_later_that_changes_a_gradient_under_way_raises(way: str, how: str) -> None:
-    def run(group: Group) -> None:
-        model = Heads()
-        optimizer: Any = hvd.DistributedOptimizer(sgd(model), **ALL_WAYS[way])
-        for each in model.parameters():
-            each.register_post_accumulate_grad_hook(lambda p: _halve(p, how))
+@on_ranks(SIZE)
+def test_a_hook_put_on_later_that_changes_a_gradient_under_way_raises(
+    group: Group, way: str, how: str
+) -> None:
+    model = Heads()
+    optimizer: Any = hvd.DistributedOptimizer(sgd(model), **ALL_WAYS[way])
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(lambda p: _halve(p, how))
 
-        def train() -> None:
-            (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
-            optimizer.step()
+    def train() -> None:
+        (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
+        optimizer.step()
 
-        with pytest.raises(hvd.OptimizerOrderError, match="was changed while it was being reduced"):
-            train()
-
-    run_threads(SIZE, run)
+    with pytest.raises(hvd.OptimizerOrderError, match="was changed while it was being reduced"):
+        train()
 
 
 @pytest.mark.parametrize("late", [False, True])

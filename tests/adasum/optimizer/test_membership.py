@@ -12,7 +12,7 @@ import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
 from collectives import CollectiveMismatchError, Group, run_threads
 from tests.adasum.definition import loss_of, make_model
-from tests.adasum.jobs import ways
+from tests.adasum.jobs import on_ranks, ways
 
 WAYS = ways("average", "gradient", "owners", "delta", "delta in backward")
 
@@ -84,16 +84,16 @@ def test_parameters_that_differ_when_they_come_are_told_apart_from_a_forgotten_b
 SIZE = 2
 
 
-def test_param_group_added_after_backward_with_gradients_of_this_rank_raises() -> None:
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        first, *others = model.parameters()
-        optimizer: Any = DistributedOptimizer(torch.optim.SGD(others, lr=0.1))
-        loss_of(model, group.rank, 0).backward()
-        optimizer.add_param_group({"params": [first]})
-        with pytest.raises(OptimizerOrderError, match="added to param_groups, between backward"):
-            optimizer.step()
-        first.grad = None
+@on_ranks(SIZE)
+def test_param_group_added_after_backward_with_gradients_of_this_rank_raises(
+    group: collectives.Group,
+) -> None:
+    model = make_model()
+    first, *others = model.parameters()
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(others, lr=0.1))
+    loss_of(model, group.rank, 0).backward()
+    optimizer.add_param_group({"params": [first]})
+    with pytest.raises(OptimizerOrderError, match="added to param_groups, between backward"):
         optimizer.step()
-
-    collectives.run_threads(SIZE, run)
+    first.grad = None
+    optimizer.step()

@@ -14,7 +14,7 @@ import adasum as hvd
 from adasum import OptimizerOrderError
 from collectives import Group, run_threads
 from tests.adasum.definition import flat, loss_of, make_model
-from tests.adasum.jobs import ways
+from tests.adasum.jobs import on_ranks, ways
 
 BY_GRADIENTS = ways("average", "gradient")
 BY_STEPS = ways("delta", "owners")
@@ -89,20 +89,16 @@ def test_two_steps_by_other_names_by_reduced_gradients_are_those_of_one_rank(way
 
 
 @pytest.mark.parametrize("way", BY_STEPS)
-def test_a_step_by_another_name_that_would_reduce_nothing_raises(
-    way: str,
-) -> None:
-    def run(group: Group) -> None:
-        model = make_model()
-        optimizer = wrapped(TwoSteps, model, **WAYS[way])
-        assert optimizer.described() == "TwoSteps"
-        loss_of(model, group.rank, 0).backward()
-        if way == "owners":
-            optimizer.synchronize()
-        with pytest.raises(OptimizerOrderError, match=r"climb\(\) changed .* method='gradient'"):
-            optimizer.climb()
-
-    run_threads(2, run)
+@on_ranks(2)
+def test_a_step_by_another_name_that_would_reduce_nothing_raises(group: Group, way: str) -> None:
+    model = make_model()
+    optimizer = wrapped(TwoSteps, model, **WAYS[way])
+    assert optimizer.described() == "TwoSteps"
+    loss_of(model, group.rank, 0).backward()
+    if way == "owners":
+        optimizer.synchronize()
+    with pytest.raises(OptimizerOrderError, match=r"climb\(\) changed .* method='gradient'"):
+        optimizer.climb()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -121,24 +117,22 @@ def test_an_optimizer_with_train_and_eval_is_refused_where_states_differ(way: st
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_step_hooks_run_once_and_see_the_installed_parameters(way: str) -> None:
-    def run(group: Group) -> None:
-        model = make_model()
-        optimizer = wrapped(torch.optim.SGD, model, groups=3, **WAYS[way])
-        seen: list[Tensor] = []
-        calls = Counter[str]()
-        optimizer.register_step_pre_hook(lambda *_: calls.update(["before"]))
-        optimizer.register_step_post_hook(lambda *_: seen.append(flat(model)))
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(model, group.rank, step).backward()
-            optimizer.step()
-            assert torch.equal(seen[-1], flat(model))
-        assert calls["before"] == len(seen) == 4
-        last = hvd.allgather(seen[-1][None], name="seen")
-        assert torch.equal(last[0], last[1])
-
-    run_threads(2, run)
+@on_ranks(2)
+def test_step_hooks_run_once_and_see_the_installed_parameters(group: Group, way: str) -> None:
+    model = make_model()
+    optimizer = wrapped(torch.optim.SGD, model, groups=3, **WAYS[way])
+    seen: list[Tensor] = []
+    calls = Counter[str]()
+    optimizer.register_step_pre_hook(lambda *_: calls.update(["before"]))
+    optimizer.register_step_post_hook(lambda *_: seen.append(flat(model)))
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, group.rank, step).backward()
+        optimizer.step()
+        assert torch.equal(seen[-1], flat(model))
+    assert calls["before"] == len(seen) == 4
+    last = hvd.allgather(seen[-1][None], name="seen")
+    assert torch.equal(last[0], last[1])
 
 
 class Scaled(torch.optim.SGD):
@@ -167,15 +161,13 @@ def test_arguments_of_step_reach_the_wrapped_optimizer(way: str) -> None:
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], want[0])
 
 
-def test_arguments_of_step_with_step_in_backward_raise() -> None:
-    def run(group: Group) -> None:
-        model = make_model()
-        optimizer = wrapped(torch.optim.SGD, model, op=hvd.Adasum, step_in_backward=True)
-        loss_of(model, group.rank, 0).backward()
-        with pytest.raises(OptimizerOrderError, match=r"step\(factor=...\) comes too late"):
-            optimizer.step(factor=0.5)
-
-    run_threads(2, run)
+@on_ranks(2)
+def test_arguments_of_step_with_step_in_backward_raise(group: Group) -> None:
+    model = make_model()
+    optimizer = wrapped(torch.optim.SGD, model, op=hvd.Adasum, step_in_backward=True)
+    loss_of(model, group.rank, 0).backward()
+    with pytest.raises(OptimizerOrderError, match=r"step\(factor=...\) comes too late"):
+        optimizer.step(factor=0.5)
 
 
 @pytest.mark.parametrize("way", WAYS)

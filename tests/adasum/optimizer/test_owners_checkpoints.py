@@ -12,6 +12,7 @@ import adasum as hvd
 import collectives
 from adasum import DistributedOptimizer
 from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
+from tests.adasum.jobs import on_ranks
 
 STEPS, STOP = 4, 2
 Checkpoint = tuple[dict[str, Any], dict[str, Any]]
@@ -85,22 +86,20 @@ def test_checkpoint_loaded_on_any_number_of_ranks_goes_on_with_the_same_bits(
     OPTIMIZERS["adamw"](plain.parameters()).load_state_dict(middle[1])
 
 
-def test_consolidated_state_is_a_copy_that_the_next_step_drops() -> None:
-    def job(group: collectives.Group) -> None:
-        model, optimizer = _make()
-        _step(model, optimizer, 0)
-        optimizer.consolidate_state_dict(to=None)
-        saved = optimizer.state_dict()
-        kept = copy.deepcopy(saved)
-        optimizer.consolidate_state_dict(to=1)
-        assert len(saved["state"]) == 4
-        _step(model, optimizer, 1)
-        assert _same(saved, kept)
-        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
-            optimizer.state_dict()
-        assert all(optimizer.state[p] for p in optimizer.state), "a state without content"
-
-    collectives.run_threads(3, job)
+@on_ranks(3)
+def test_consolidated_state_is_a_copy_that_the_next_step_drops(group: collectives.Group) -> None:
+    model, optimizer = _make()
+    _step(model, optimizer, 0)
+    optimizer.consolidate_state_dict(to=None)
+    saved = optimizer.state_dict()
+    kept = copy.deepcopy(saved)
+    optimizer.consolidate_state_dict(to=1)
+    assert len(saved["state"]) == 4
+    _step(model, optimizer, 1)
+    assert _same(saved, kept)
+    with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+        optimizer.state_dict()
+    assert all(optimizer.state[p] for p in optimizer.state), "a state without content"
 
 
 def test_broadcast_optimizer_state_from_the_rank_that_loaded_gives_each_its_part() -> None:

@@ -18,7 +18,7 @@ from tests.adasum.definition import (
     flat,
     make_model,
 )
-from tests.adasum.jobs import OPS
+from tests.adasum.jobs import OPS, on_ranks
 
 STEPS = 4
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -146,27 +146,25 @@ def _owned(model: torch.nn.Module, kind: str = "adam", **options: Any) -> Any:
     )
 
 
-def test_owners_with_what_does_not_go_together_raises() -> None:
-    def job(group: collectives.Group) -> None:
-        parameters = list(make_model().parameters())
+@on_ranks(2)
+def test_owners_with_what_does_not_go_together_raises(group: collectives.Group) -> None:
+    parameters = list(make_model().parameters())
 
-        def wrapped(**options: Any) -> Any:
-            return DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), **options)
+    def wrapped(**options: Any) -> Any:
+        return DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), **options)
 
-        for op in OPS.values():
-            with pytest.raises(ValueError, match="mode='owners' and method='delta' exclude"):
-                wrapped(op=op, mode="owners", method="delta")
-        with pytest.raises(ValueError, match="mode='owners' and step_in_backward=True exclude"):
-            wrapped(op=hvd.Adasum, mode="owners", step_in_backward=True)
-        with pytest.raises(ValueError, match="mode must be 'owners' or None, got 'owner'"):
-            wrapped(mode="owner")
-        with pytest.raises(ValueError, match="by itself, which LBFGS does not"):
-            DistributedOptimizer(torch.optim.LBFGS(parameters), mode="owners")
-        optimizer = wrapped(mode="owners")
-        with pytest.raises(ValueError, match="to must be"):
-            optimizer.consolidate_state_dict(to=2)
-
-    collectives.run_threads(2, job)
+    for op in OPS.values():
+        with pytest.raises(ValueError, match="mode='owners' and method='delta' exclude"):
+            wrapped(op=op, mode="owners", method="delta")
+    with pytest.raises(ValueError, match="mode='owners' and step_in_backward=True exclude"):
+        wrapped(op=hvd.Adasum, mode="owners", step_in_backward=True)
+    with pytest.raises(ValueError, match="mode must be 'owners' or None, got 'owner'"):
+        wrapped(mode="owner")
+    with pytest.raises(ValueError, match="by itself, which LBFGS does not"):
+        DistributedOptimizer(torch.optim.LBFGS(parameters), mode="owners")
+    optimizer = wrapped(mode="owners")
+    with pytest.raises(ValueError, match="to must be"):
+        optimizer.consolidate_state_dict(to=2)
 
 
 def test_adasum_of_large_buckets_goes_to_owners_alone_to_the_bits_of_its_all_reduce(

@@ -14,7 +14,7 @@ import adasum as hvd
 from adasum.optimizer.consistency.parameter_check import require_equal_parameters
 from collectives import CollectiveMismatchError, Group, run_threads
 from tests.adasum.definition import loss_of, make_model
-from tests.adasum.jobs import WAYS
+from tests.adasum.jobs import WAYS, on_ranks
 
 
 def _training(rank: int, **options: Any) -> tuple[torch.nn.Module, Any]:
@@ -158,40 +158,34 @@ def test_parameters_in_another_order_or_number_raise_saying_so() -> None:
     assert "2 parameters on rank 0 and 0 on rank 1" in none
 
 
-def test_a_group_of_parameters_added_later_is_compared_and_the_others_are_not() -> None:
-    def job(group: Group) -> None:
-        model, optimizer = _training(0)
+@on_ranks(2)
+def test_a_group_of_parameters_added_later_is_compared_and_the_others_are_not(group: Group) -> None:
+    model, optimizer = _training(0)
+    _step(model, optimizer, group.rank)
+    with torch.no_grad():
+        # As on hosts whose arithmetic differs in last bits.
+        next(model.parameters()).mul_(1.0 + group.rank)
+    _step(model, optimizer, group.rank)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2) + group.rank)]})
+    with pytest.raises(CollectiveMismatchError, match=r"noname\.1\.0 on ranks \[1\]"):
         _step(model, optimizer, group.rank)
-        with torch.no_grad():
-            # As on hosts whose arithmetic differs in last bits.
-            next(model.parameters()).mul_(1.0 + group.rank)
-        _step(model, optimizer, group.rank)
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2) + group.rank)]})
-        with pytest.raises(CollectiveMismatchError, match=r"noname\.1\.0 on ranks \[1\]"):
-            _step(model, optimizer, group.rank)
-
-    run_threads(2, job)
 
 
-def test_a_rank_that_joins_before_its_first_step_is_not_compared() -> None:
-    def job(group: Group) -> None:
-        model, optimizer = _training(0)
-        if group.rank == 0:
-            _step(model, optimizer, 0)
-        hvd.join()
-
-    run_threads(2, job)
+@on_ranks(2)
+def test_a_rank_that_joins_before_its_first_step_is_not_compared(group: Group) -> None:
+    model, optimizer = _training(0)
+    if group.rank == 0:
+        _step(model, optimizer, 0)
+    hvd.join()
 
 
-def test_a_model_converted_on_one_rank_alone_raises_on_every_rank() -> None:
-    def job(group: Group) -> None:
-        model, optimizer = _training(0)
-        if group.rank == 1:
-            model[-1].float()
-        for each in model.parameters():
-            each.grad = torch.zeros_like(each)
-        said = r"is 2\.weight float64\(3, 5\) on rank 0 and 2\.weight float32\(3, 5\) on rank 1"
-        with pytest.raises(CollectiveMismatchError, match=said):
-            optimizer.step()
-
-    run_threads(2, job)
+@on_ranks(2)
+def test_a_model_converted_on_one_rank_alone_raises_on_every_rank(group: Group) -> None:
+    model, optimizer = _training(0)
+    if group.rank == 1:
+        model[-1].float()
+    for each in model.parameters():
+        each.grad = torch.zeros_like(each)
+    said = r"is 2\.weight float64\(3, 5\) on rank 0 and 2\.weight float32\(3, 5\) on rank 1"
+    with pytest.raises(CollectiveMismatchError, match=said):
+        optimizer.step()

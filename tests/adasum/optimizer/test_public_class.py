@@ -11,7 +11,7 @@ import torch
 import collectives
 from adasum import DistributedOptimizer
 from tests.adasum.definition import loss_of, make_model
-from tests.adasum.jobs import take_steps, ways
+from tests.adasum.jobs import on_ranks, take_steps, ways
 
 T = TypeVar("T")
 EPS = torch.finfo(torch.float64).eps
@@ -53,12 +53,10 @@ def test_optimizer_of_any_kind_is_of_both_classes(kind: Any, way: str) -> None:
     assert not isinstance(kind(make_model().parameters(), lr=0.1), DistributedOptimizer)
 
 
-def test_optimizer_with_slots_raises_type_error_and_names_them() -> None:
-    def run(group: collectives.Group) -> None:
-        with pytest.raises(TypeError, match=r"optimizer must keep .* take __slots__ out"):
-            DistributedOptimizer(Slotted(make_model().parameters(), lr=0.1))
-
-    collectives.run_threads(1, run)
+@on_ranks(1)
+def test_optimizer_with_slots_raises_type_error_and_names_them(group: collectives.Group) -> None:
+    with pytest.raises(TypeError, match=r"optimizer must keep .* take __slots__ out"):
+        DistributedOptimizer(Slotted(make_model().parameters(), lr=0.1))
 
 
 def test_subclass_of_the_class_overrides_step() -> None:
@@ -74,18 +72,15 @@ def test_subclass_of_the_class_overrides_step() -> None:
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))
-def test_methods_of_other_modes_do_nothing_or_their_own(way: str) -> None:
+@on_ranks(2)
+def test_methods_of_other_modes_do_nothing_or_their_own(group: collectives.Group, way: str) -> None:
     """A script calls them whatever it was started with."""
-
-    def run(group: collectives.Group) -> None:
-        model = make_model()
-        optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), **WAYS[way])
-        loss_of(model, group.rank, 0).backward()
-        optimizer.step()
-        optimizer.consolidate_state_dict(to=None)
-        assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
-
-    collectives.run_threads(2, run)
+    model = make_model()
+    optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), **WAYS[way])
+    loss_of(model, group.rank, 0).backward()
+    optimizer.step()
+    optimizer.consolidate_state_dict(to=None)
+    assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))

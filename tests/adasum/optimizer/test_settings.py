@@ -14,7 +14,7 @@ from adasum.optimizer.consistency import parameter_check
 from adasum.optimizer.consistency.descriptions import describe_value
 from collectives import CollectiveMismatchError, Group, run_threads
 from tests.adasum.definition import flat, loss_of, make_model
-from tests.adasum.jobs import WAYS
+from tests.adasum.jobs import WAYS, on_ranks
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADASUM = {"op": hvd.Adasum}
@@ -163,9 +163,7 @@ def test_running_checks_take_turns_over_all_parameters(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, None])
-def test_check_every_that_is_no_number_of_steps_raises(value: Any) -> None:
-    def run(group: Group) -> None:
-        with pytest.raises(ValueError, match="check_every must be an int >= 0"):
-            hvd.DistributedOptimizer(SGD(make_model().parameters()), check_every=value)
-
-    run_threads(1, run)
+@on_ranks(1)
+def test_check_every_that_is_no_number_of_steps_raises(group: Group, value: Any) -> None:
+    with pytest.raises(ValueError, match="check_every must be an int >= 0"):
+        hvd.DistributedOptimizer(SGD(make_model().parameters()), check_every=value)

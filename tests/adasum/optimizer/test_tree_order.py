@@ -19,6 +19,7 @@ from adasum import DistributedOptimizer, HookState
 from adasum.optimizer.pass_tree import PassTree
 from collectives import Group
 from collectives.initialize import _thread
+from tests.adasum.jobs import on_ranks
 from tests.collectives.test_tree_order import reference, same_bits, values
 from tests.collectives.transport.thread_ranks import connect, together
 from tests.processes.harness import run_ranks
@@ -197,26 +198,24 @@ def test_no_option_of_the_optimizer_changes_that(options: dict[str, Any]) -> Non
     assert len(found) == 1
 
 
-def test_sums_accumulated_in_float32_round_once() -> None:
-    def job(group: Group) -> None:
-        parameter = nn.Parameter(torch.zeros(300, dtype=torch.bfloat16))
-        leaves = [values(300, torch.bfloat16, rank) for rank in range(group.size)]
-        for mode in (None, "owners"):
-            plain = torch.optim.SGD([parameter], lr=1.0)
-            options: Any = {"op": hvd.Sum, "order": "tree", "accumulate": torch.float32}
-            optimizer = DistributedOptimizer(plain, [("p", parameter)], mode=mode, **options)
-            optimizer.zero_grad()
-            (parameter * leaves[group.rank]).sum().backward()
-            optimizer.synchronize()
-            if mode is None:
-                left, right = leaves[0].float() + leaves[1].float(), leaves[2].float()
-                assert parameter.grad is not None
-                assert same_bits(parameter.grad, (left + right).bfloat16())
-            with optimizer.skip_synchronize():
-                optimizer.step()
-            optimizer.zero_grad()
-
-    collectives.run_threads(3, job)
+@on_ranks(3)
+def test_sums_accumulated_in_float32_round_once(group: Group) -> None:
+    parameter = nn.Parameter(torch.zeros(300, dtype=torch.bfloat16))
+    leaves = [values(300, torch.bfloat16, rank) for rank in range(group.size)]
+    for mode in (None, "owners"):
+        plain = torch.optim.SGD([parameter], lr=1.0)
+        options: Any = {"op": hvd.Sum, "order": "tree", "accumulate": torch.float32}
+        optimizer = DistributedOptimizer(plain, [("p", parameter)], mode=mode, **options)
+        optimizer.zero_grad()
+        (parameter * leaves[group.rank]).sum().backward()
+        optimizer.synchronize()
+        if mode is None:
+            left, right = leaves[0].float() + leaves[1].float(), leaves[2].float()
+            assert parameter.grad is not None
+            assert same_bits(parameter.grad, (left + right).bfloat16())
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("passes", range(1, 18))
@@ -238,35 +237,31 @@ def test_passes_are_added_by_the_balanced_tree(passes: int) -> None:
             assert same_bits(parameter.grad, reference(added, hvd.Sum, None))
 
 
-def test_what_cuts_the_tree_is_refused_with_what_does_not() -> None:
-    def job(group: Group) -> None:
-        with pytest.raises(ValueError, match=r"=3 on 2 ranks cuts the tree .* pass 1, 2, 4, 8"):
-            Run(group, leaves=6)
-        run = Run(group, leaves=4)
-        with pytest.raises(ValueError, match=r"=6 on 2 ranks cuts the tree"):
-            run.optimizer.set_backward_passes_per_step(6)
-        with pytest.raises(ValueError, match=r"accumulate=.* and backward_passes_per_step=2"):
-            Run(group, leaves=4, accumulate=torch.float32)
-        with pytest.raises(ValueError, match="gradient_predivide_factor and order='tree' exclude"):
-            Run(group, leaves=2, gradient_predivide_factor=2.0)
-        with pytest.raises(ValueError, match="is for Sum and Average, not for Adasum"):
-            Run(group, leaves=2, op=hvd.Adasum)
-        with pytest.raises(ValueError, match=r"algorithm='xring': .*cannot carry Average"):
-            Run(group, leaves=2, algorithm="xring")
-
-    collectives.run_threads(2, job)
+@on_ranks(2)
+def test_what_cuts_the_tree_is_refused_with_what_does_not(group: Group) -> None:
+    with pytest.raises(ValueError, match=r"=3 on 2 ranks cuts the tree .* pass 1, 2, 4, 8"):
+        Run(group, leaves=6)
+    run = Run(group, leaves=4)
+    with pytest.raises(ValueError, match=r"=6 on 2 ranks cuts the tree"):
+        run.optimizer.set_backward_passes_per_step(6)
+    with pytest.raises(ValueError, match=r"accumulate=.* and backward_passes_per_step=2"):
+        Run(group, leaves=4, accumulate=torch.float32)
+    with pytest.raises(ValueError, match="gradient_predivide_factor and order='tree' exclude"):
+        Run(group, leaves=2, gradient_predivide_factor=2.0)
+    with pytest.raises(ValueError, match="is for Sum and Average, not for Adasum"):
+        Run(group, leaves=2, op=hvd.Adasum)
+    with pytest.raises(ValueError, match=r"algorithm='xring': .*cannot carry Average"):
+        Run(group, leaves=2, algorithm="xring")
 
 
-def test_pass_too_many_is_an_error() -> None:
-    def job(group: Group) -> None:
-        run = Run(group, leaves=4)
-        images, labels = batch(0, 0)
-        for _ in range(2):
-            cross_entropy(run.model(images), labels).backward()
-        with pytest.raises(hvd.OptimizerOrderError, match="more than backward_passes_per_step=2"):
-            cross_entropy(run.model(images), labels).backward()
-
-    collectives.run_threads(2, job)
+@on_ranks(2)
+def test_pass_too_many_is_an_error(group: Group) -> None:
+    run = Run(group, leaves=4)
+    images, labels = batch(0, 0)
+    for _ in range(2):
+        cross_entropy(run.model(images), labels).backward()
+    with pytest.raises(hvd.OptimizerOrderError, match="more than backward_passes_per_step=2"):
+        cross_entropy(run.model(images), labels).backward()
 
 
 def test_passes_changed_within_a_step_are_an_error_that_loses_nothing() -> None:
@@ -312,40 +307,36 @@ def test_sparse_gradients_have_no_order_unless_made_dense() -> None:
     assert first[0][:, 0].tolist() == [-1, -1, 1, -3, 1, 1, 1, 1, 1]
 
 
-def test_horovods_functions_take_the_order() -> None:
-    def job(group: Group) -> None:
-        leaves = [values(90, torch.bfloat16, rank) for rank in range(3)]
-        total = (leaves[0] + leaves[1]) + leaves[2]
-        mine = leaves[group.rank]
-        wide = ((leaves[0].float() + leaves[1].float()) + leaves[2].float()).bfloat16()
-        options: Any = {"op": hvd.Sum, "order": "tree"}
-        assert same_bits(hvd.allreduce(mine, **options), total)
-        assert same_bits(hvd.allreduce(mine, accumulate=torch.float32, **options), wide)
-        assert same_bits(hvd.synchronize(hvd.allreduce_async(mine, **options)), total)
-        assert same_bits(hvd.allreduce_(mine.clone(), **options), total)
-        assert same_bits(hvd.synchronize(hvd.allreduce_async_(mine.clone(), **options)), total)
-        average = hvd.allreduce(mine, order="tree")
-        assert same_bits(average, total / 3)
-        for grouped in (
-            hvd.grouped_allreduce([mine, mine], **options),
-            hvd.synchronize(hvd.grouped_allreduce_async([mine, mine], **options)),
-            hvd.grouped_allreduce_([mine.clone(), mine.clone()], **options),
-            hvd.synchronize(hvd.grouped_allreduce_async_([mine.clone()] * 1, **options)),
-        ):
-            assert all(same_bits(each, total) for each in grouped)
-        rows = total.view(9, 10)[3 * group.rank :][:3]
-        square = mine.view(9, 10)
-        assert same_bits(hvd.reducescatter(square, **options), rows)
-        assert same_bits(hvd.synchronize(hvd.reducescatter_async(square, **options)), rows)
-        assert same_bits(hvd.grouped_reducescatter([square], **options)[0], rows)
-        assert same_bits(
-            hvd.synchronize(hvd.grouped_reducescatter_async([square], **options))[0], rows
-        )
-        leaf = mine.clone().requires_grad_()
-        hvd.allreduce(leaf, **options).backward(mine)
-        assert leaf.grad is not None and same_bits(leaf.grad, total)
-
-    collectives.run_threads(3, job)
+@on_ranks(3)
+def test_horovods_functions_take_the_order(group: Group) -> None:
+    leaves = [values(90, torch.bfloat16, rank) for rank in range(3)]
+    total = (leaves[0] + leaves[1]) + leaves[2]
+    mine = leaves[group.rank]
+    wide = ((leaves[0].float() + leaves[1].float()) + leaves[2].float()).bfloat16()
+    options: Any = {"op": hvd.Sum, "order": "tree"}
+    assert same_bits(hvd.allreduce(mine, **options), total)
+    assert same_bits(hvd.allreduce(mine, accumulate=torch.float32, **options), wide)
+    assert same_bits(hvd.synchronize(hvd.allreduce_async(mine, **options)), total)
+    assert same_bits(hvd.allreduce_(mine.clone(), **options), total)
+    assert same_bits(hvd.synchronize(hvd.allreduce_async_(mine.clone(), **options)), total)
+    average = hvd.allreduce(mine, order="tree")
+    assert same_bits(average, total / 3)
+    for grouped in (
+        hvd.grouped_allreduce([mine, mine], **options),
+        hvd.synchronize(hvd.grouped_allreduce_async([mine, mine], **options)),
+        hvd.grouped_allreduce_([mine.clone(), mine.clone()], **options),
+        hvd.synchronize(hvd.grouped_allreduce_async_([mine.clone()] * 1, **options)),
+    ):
+        assert all(same_bits(each, total) for each in grouped)
+    rows = total.view(9, 10)[3 * group.rank :][:3]
+    square = mine.view(9, 10)
+    assert same_bits(hvd.reducescatter(square, **options), rows)
+    assert same_bits(hvd.synchronize(hvd.reducescatter_async(square, **options)), rows)
+    assert same_bits(hvd.grouped_reducescatter([square], **options)[0], rows)
+    assert same_bits(hvd.synchronize(hvd.grouped_reducescatter_async([square], **options))[0], rows)
+    leaf = mine.clone().requires_grad_()
+    hvd.allreduce(leaf, **options).backward(mine)
+    assert leaf.grad is not None and same_bits(leaf.grad, total)
 
 
 def test_hook_states_check_the_order() -> None:
