@@ -48,6 +48,12 @@ def ways(*names: str) -> dict[str, dict[str, Any]]:
     return {name: WAYS[name] for name in names}
 
 
+def wrapped(model: torch.nn.Module, kind: Any = "sgd", **options: Any) -> Any:
+    """Return an optimizer of the model, by a name of OPTIMIZERS or a function of its parameters."""
+    make = OPTIMIZERS[kind] if isinstance(kind, str) else kind
+    return DistributedOptimizer(make(model.parameters()), model.named_parameters(), **options)
+
+
 def take_steps(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, passes: int = 1
 ) -> Tensor:

@@ -20,7 +20,7 @@ from tests.adasum.definition import (
     trajectory,
     trajectory_tolerance,
 )
-from tests.adasum.jobs import on_ranks, take_steps
+from tests.adasum.jobs import on_ranks, take_steps, wrapped
 from tests.collectives.operators import ByRank, Longest, TrimmedMean, longest, trimmed
 
 STEPS = 4
@@ -41,9 +41,7 @@ OPERATORS: dict[str, tuple[Reducer, Apply]] = {
 
 def train(op: Reducer, kind: str, **options: Any) -> Tensor:
     model = make_model()
-    optimizer = DistributedOptimizer(
-        OPTIMIZERS[kind](model.parameters()), model.named_parameters(), op=op, **options
-    )
+    optimizer = wrapped(model, kind, op=op, **options)
     return take_steps(model, optimizer, STEPS)
 
 

@@ -13,6 +13,7 @@ import adasum
 import collectives
 from adasum.orthogonality import Recorder, Row, orthogonality
 from tests.adasum.definition import OPTIMIZERS, loss_of, make_model, tolerance, tree
+from tests.adasum.jobs import wrapped
 
 # One per layer: 0-d, matrix, more than a cache line, and none of them a multiple of a slot.
 SHAPES = [(), (3, 5), (1000,), (7,)]
@@ -118,12 +119,8 @@ def test_recorder_set_on_an_optimizer_records_its_reductions(
 ) -> None:
     def run(group: collectives.Group) -> list[Row]:
         model = make_model()
-        optimizer = adasum.DistributedOptimizer(
-            OPTIMIZERS["adamw"](model.parameters()),
-            model.named_parameters(),
-            op=op,
-            groups=2,
-            **({"method": method} if op is adasum.Adasum else {}),
+        optimizer = wrapped(
+            model, "adamw", op=op, groups=2, **{"method": method} if op is adasum.Adasum else {}
         )
         recorder = Recorder(every=2, copies=copies)
         optimizer.set_observer(recorder)

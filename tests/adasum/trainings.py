@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import adasum as hvd
-from adasum import Compression, DistributedOptimizer
+from adasum import Compression
 from tests.adasum.definition import OPTIMIZERS, PLACE, flat, loss_of, make_model
-from tests.adasum.jobs import WAYS, take_steps
+from tests.adasum.jobs import WAYS, take_steps, wrapped
 
 STEPS, STOP = 4, 2
 Wrap = Callable[..., Any]
@@ -27,13 +27,7 @@ def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _wrap(way: str) -> Wrap:
-    def wrap(kind: Any, model: torch.nn.Module, **options: Any) -> Any:
-        make = OPTIMIZERS[kind] if isinstance(kind, str) else kind
-        return DistributedOptimizer(
-            make(model.parameters()), model.named_parameters(), **WAYS[way], **options
-        )
-
-    return wrap
+    return lambda kind, model, **options: wrapped(model, kind, **WAYS[way], **options)
 
 
 def groups(wrap: Wrap) -> Tensor:

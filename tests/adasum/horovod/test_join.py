@@ -12,7 +12,6 @@ import adasum as hvd
 from collectives import CollectiveMismatchError, Group, run_threads
 from collectives.reducers import SumReducer
 from tests.adasum.definition import (
-    OPTIMIZERS,
     flat,
     make_model,
     relative_error,
@@ -21,7 +20,7 @@ from tests.adasum.definition import (
     trajectory_tolerance,
     tree,
 )
-from tests.adasum.jobs import OPS, on_ranks, take_steps
+from tests.adasum.jobs import OPS, on_ranks, take_steps, wrapped
 
 
 def vector(rank: int, step: int, length: int = 50) -> torch.Tensor:
@@ -90,12 +89,7 @@ def test_optimizer_with_joined_ranks_steps_by_zeros_for_them(
 
     def run(group: Group) -> torch.Tensor:
         model = make_model()
-        optimizer = hvd.DistributedOptimizer(
-            OPTIMIZERS["momentum"](model.parameters()),
-            model.named_parameters(),
-            op=OPS[op],
-            **options,
-        )
+        optimizer = wrapped(model, "momentum", op=OPS[op], **options)
         take_steps(model, optimizer, ends[group.rank])
         # The last one's model for all.
         assert hvd.join() == 1

@@ -22,7 +22,7 @@ from tests.adasum.definition import (
     trajectory,
     trajectory_tolerance,
 )
-from tests.adasum.jobs import OPS, on_ranks, take_steps, train
+from tests.adasum.jobs import OPS, on_ranks, take_steps, train, wrapped
 
 STEPS = 4
 
@@ -51,9 +51,7 @@ def test_groups_of_any_kind_do_not_change_the_result(op: str, groups: Any) -> No
         model = make_model()
         first, second, _third, fourth = model.parameters()
         chosen = [[fourth, first], [second]] if groups == "lists" else groups
-        optimizer = DistributedOptimizer(
-            OPTIMIZERS["momentum"](model.parameters()), op=OPS[op], groups=chosen
-        )
+        optimizer = wrapped(model, "momentum", op=OPS[op], groups=chosen)
         return take_steps(model, optimizer, STEPS)
 
     want = trajectory(op, "momentum", 3, 1, STEPS)[-1]
@@ -155,9 +153,7 @@ class Starts:
 @on_ranks(2)
 def test_reductions_during_backward_start_before_it_ends(group: collectives.Group) -> None:
     model = make_model()
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=4
-    )
+    optimizer = wrapped(model, groups=4)
     issued = []
     optimizer.set_observer(Starts(issued))
     model[0].weight.register_hook(lambda grad: issued.append("last gradient"))

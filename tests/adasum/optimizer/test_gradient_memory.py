@@ -11,7 +11,7 @@ from torch import Tensor
 
 import adasum as hvd
 from collectives import CollectiveMismatchError, Group, run_threads
-from tests.adasum.jobs import on_ranks, ways
+from tests.adasum.jobs import on_ranks, ways, wrapped
 
 WAYS = ways("average", "gradient", "owners", "delta")
 
@@ -89,9 +89,7 @@ def test_a_state_of_another_shape_than_its_parameter_raises_and_names_both(
     with torch.no_grad():
         for each in model.parameters():
             each.fill_(0.5)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.Adam(model.parameters()), model.named_parameters(), **WAYS[way]
-    )
+    optimizer = wrapped(model, torch.optim.Adam, **WAYS[way])
 
     def step() -> None:
         optimizer.zero_grad()
@@ -114,11 +112,7 @@ def test_a_state_of_another_shape_than_its_parameter_raises_and_names_both(
 @on_ranks(2)
 def test_a_gradient_of_another_shape_than_its_parameter_raises_and_names_it(group: Group) -> None:
     model = torch.nn.Linear(4, 4)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model.named_parameters(),
-        check_parameters=False,
-    )
+    optimizer = wrapped(model, check_parameters=False)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     model.bias.data = torch.zeros(6)

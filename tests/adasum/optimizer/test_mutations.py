@@ -16,6 +16,7 @@ from torch import Tensor
 import adasum as hvd
 from collectives import Group, run_threads
 from tests.adasum.definition import tolerance, tree
+from tests.adasum.jobs import wrapped
 from tests.adasum.optimizer.mutations import AFTER, BEFORE, Model, Side, pre_hook, run
 
 STEPS = 7
@@ -118,9 +119,7 @@ def train(
     model = Model()
     mine = Side(
         model,
-        hvd.DistributedOptimizer(
-            OPTIMIZERS[kind](model.parameters()), model.named_parameters(), **WAYS[way]
-        ),
+        wrapped(model, OPTIMIZERS[kind], **WAYS[way]),
     )
     # Its local steps are taken in backward, so nothing can be done between that and the step.
     early = way == "delta in backward"

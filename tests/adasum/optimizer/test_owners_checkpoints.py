@@ -12,7 +12,7 @@ import adasum as hvd
 import collectives
 from adasum import DistributedOptimizer
 from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
-from tests.adasum.jobs import on_ranks
+from tests.adasum.jobs import on_ranks, wrapped
 
 STEPS, STOP = 4, 2
 Checkpoint = tuple[dict[str, Any], dict[str, Any]]
@@ -20,12 +20,7 @@ Checkpoint = tuple[dict[str, Any], dict[str, Any]]
 
 def _make(mode: str | None = "owners", seed: int = 0) -> tuple[torch.nn.Sequential, Any]:
     model = make_model(seed)
-    optimizer = DistributedOptimizer(
-        OPTIMIZERS["adamw"](model.parameters()),
-        model.named_parameters(),
-        mode=mode,
-        algorithm="rechd",
-    )
+    optimizer = wrapped(model, "adamw", mode=mode, algorithm="rechd")
     return model, optimizer
 
 

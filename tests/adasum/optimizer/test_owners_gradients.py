@@ -11,21 +11,15 @@ from torch import Tensor
 import collectives
 from adasum import DistributedOptimizer
 from tests.adasum.definition import (
-    OPTIMIZERS,
     flat,
     loss_of,
     make_model,
     relative_error,
     trajectory_tolerance,
 )
+from tests.adasum.jobs import wrapped
 
 STEPS = 4
-
-
-def _owned(model: torch.nn.Module, kind: str = "adam", **options: Any) -> Any:
-    return DistributedOptimizer(
-        OPTIMIZERS[kind](model.parameters()), model.named_parameters(), mode="owners", **options
-    )
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
@@ -33,9 +27,7 @@ def _owned(model: torch.nn.Module, kind: str = "adam", **options: Any) -> Any:
 def test_clip_grad_norm_clips_by_the_norm_over_all_owners(size: int, norm_type: float) -> None:
     def job(group: collectives.Group, mode: str | None) -> tuple[Tensor, Tensor]:
         model = make_model()
-        optimizer: Any = DistributedOptimizer(
-            OPTIMIZERS["momentum"](model.parameters()), mode=mode, algorithm="rechd"
-        )
+        optimizer: Any = wrapped(model, "momentum", mode=mode, algorithm="rechd")
         norms = []
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -81,7 +73,9 @@ def test_clip_grad_norm_of_sparse_half_and_missing_gradients_clips() -> None:
         # Half-precision norms and updates round once each.
         assert relative_error(got, want) <= 4 * torch.finfo(torch.float16).eps
     with pytest.raises(ValueError, match="norm_type must be above 0"):
-        collectives.run_threads(1, lambda group: _owned(make_model()).clip_grad_norm_(1.0, 0.0))
+        collectives.run_threads(
+            1, lambda group: wrapped(make_model(), mode="owners").clip_grad_norm_(1.0, 0.0)
+        )
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -90,9 +84,7 @@ def test_grad_scaler_on_a_non_finite_gradient_of_one_rank_skips_on_all(size: int
 
     def job(group: collectives.Group, mode: str | None) -> Tensor:
         model = make_model().float()
-        optimizer: Any = DistributedOptimizer(
-            OPTIMIZERS["adamw"](model.parameters()), mode=mode, algorithm="rechd"
-        )
+        optimizer: Any = wrapped(model, "adamw", mode=mode, algorithm="rechd")
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         rows = []
         for step in range(STEPS):

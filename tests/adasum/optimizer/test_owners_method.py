@@ -18,7 +18,7 @@ from tests.adasum.definition import (
     flat,
     make_model,
 )
-from tests.adasum.jobs import OPS, on_ranks
+from tests.adasum.jobs import OPS, on_ranks, wrapped
 
 STEPS = 4
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -91,10 +91,7 @@ _ALIKE = [
 @pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_trainings_of_every_kind_give_the_bits_of_the_all_reduce_run(size: int) -> None:
     def wrap(kind: Any, model: torch.nn.Module, **options: Any) -> Any:
-        make = OPTIMIZERS[kind] if isinstance(kind, str) else kind
-        return DistributedOptimizer(
-            make(model.parameters()), model.named_parameters(), algorithm="rechd", **options
-        )
+        return wrapped(model, kind, algorithm="rechd", **options)
 
     def job(_: Any) -> None:
         for training in _ALIKE:
@@ -140,29 +137,19 @@ def test_state_of_a_rank_is_its_share_and_the_largest_at_most(size: int, kind: A
         assert owned <= (whole - 4 * count) / size + largest + 4 * count
 
 
-def _owned(model: torch.nn.Module, kind: str = "adam", **options: Any) -> Any:
-    return DistributedOptimizer(
-        OPTIMIZERS[kind](model.parameters()), model.named_parameters(), mode="owners", **options
-    )
-
-
 @on_ranks(2)
 def test_owners_with_what_does_not_go_together_raises(group: collectives.Group) -> None:
-    parameters = list(make_model().parameters())
-
-    def wrapped(**options: Any) -> Any:
-        return DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), **options)
-
+    model = make_model()
     for op in OPS.values():
         with pytest.raises(ValueError, match="mode='owners' and method='delta' exclude"):
-            wrapped(op=op, mode="owners", method="delta")
+            wrapped(model, op=op, mode="owners", method="delta")
     with pytest.raises(ValueError, match="mode='owners' and step_in_backward=True exclude"):
-        wrapped(op=hvd.Adasum, mode="owners", step_in_backward=True)
+        wrapped(model, op=hvd.Adasum, mode="owners", step_in_backward=True)
     with pytest.raises(ValueError, match="mode must be 'owners' or None, got 'owner'"):
-        wrapped(mode="owner")
+        wrapped(model, mode="owner")
     with pytest.raises(ValueError, match="by itself, which LBFGS does not"):
-        DistributedOptimizer(torch.optim.LBFGS(parameters), mode="owners")
-    optimizer = wrapped(mode="owners")
+        wrapped(model, torch.optim.LBFGS, mode="owners")
+    optimizer = wrapped(model, mode="owners")
     with pytest.raises(ValueError, match="to must be"):
         optimizer.consolidate_state_dict(to=2)
 
@@ -197,7 +184,7 @@ def test_adasum_of_large_buckets_goes_to_owners_alone_to_the_bits_of_its_all_red
         model = torch.nn.Linear(300, 300)
         for parameter in model.parameters():
             parameter.data.fill_(0.01)
-        optimizer, observer = _owned(model, "sgd", op=hvd.Adasum), Sees()
+        optimizer, observer = wrapped(model, mode="owners", op=hvd.Adasum), Sees()
         for step in range(3):
             optimizer.set_observer(observer if watched and step != 1 else None)
             optimizer.zero_grad()
@@ -220,9 +207,7 @@ def test_mark_of_an_overflow_goes_with_its_gradient(set_to_none: bool, leave_out
 
     def job(group: collectives.Group, mode: str | None) -> Tensor:
         model = make_model().float()
-        optimizer: Any = DistributedOptimizer(
-            OPTIMIZERS["sgd"](model.parameters()), mode=mode, algorithm="rechd"
-        )
+        optimizer: Any = wrapped(model, mode=mode, algorithm="rechd")
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
         for step in range(4):
             optimizer.zero_grad(set_to_none=set_to_none)

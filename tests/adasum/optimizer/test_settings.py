@@ -14,7 +14,7 @@ from adasum.optimizer.consistency import parameter_check
 from adasum.optimizer.consistency.descriptions import describe_value
 from collectives import CollectiveMismatchError, Group, run_threads
 from tests.adasum.definition import flat, loss_of, make_model
-from tests.adasum.jobs import WAYS, on_ranks
+from tests.adasum.jobs import WAYS, on_ranks, wrapped
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADASUM = {"op": hvd.Adasum}
@@ -115,9 +115,7 @@ def _drift(model: torch.nn.Module) -> None:
 def test_parameters_that_come_to_differ_raise_at_the_next_running_check(way: str) -> None:
     def run(group: Group) -> str:
         model = make_model()
-        optimizer = hvd.DistributedOptimizer(
-            SGD(model.parameters()), model.named_parameters(), check_every=4, **WAYS[way]
-        )
+        optimizer = wrapped(model, SGD, check_every=4, **WAYS[way])
         for number in range(8):
             _step(optimizer, model, group.rank, number)
         if group.rank == 1:
