@@ -311,29 +311,22 @@ def test_sparse_gradients_have_no_order_unless_made_dense() -> None:
 def test_horovods_functions_take_the_order(group: Group) -> None:
     leaves = [values(90, torch.bfloat16, rank) for rank in range(3)]
     total = (leaves[0] + leaves[1]) + leaves[2]
-    mine = leaves[group.rank]
+    mine, rows = leaves[group.rank], total.view(9, 10)[3 * group.rank :][:3]
     wide = ((leaves[0].float() + leaves[1].float()) + leaves[2].float()).bfloat16()
     options: Any = {"op": hvd.Sum, "order": "tree"}
-    assert same_bits(hvd.allreduce(mine, **options), total)
-    assert same_bits(hvd.allreduce(mine, accumulate=torch.float32, **options), wide)
-    assert same_bits(hvd.synchronize(hvd.allreduce_async(mine, **options)), total)
-    assert same_bits(hvd.allreduce_(mine.clone(), **options), total)
-    assert same_bits(hvd.synchronize(hvd.allreduce_async_(mine.clone(), **options)), total)
-    average = hvd.allreduce(mine, order="tree")
-    assert same_bits(average, total / 3)
-    for grouped in (
-        hvd.grouped_allreduce([mine, mine], **options),
-        hvd.synchronize(hvd.grouped_allreduce_async([mine, mine], **options)),
-        hvd.grouped_allreduce_([mine.clone(), mine.clone()], **options),
-        hvd.synchronize(hvd.grouped_allreduce_async_([mine.clone()] * 1, **options)),
+    for function, want in (
+        *((hvd.allreduce, total), (hvd.allreduce_, total), (hvd.reducescatter, rows)),
+        *((hvd.allreduce_async, total), (hvd.allreduce_async_, total)),
+        (hvd.reducescatter_async, rows),
     ):
-        assert all(same_bits(each, total) for each in grouped)
-    rows = total.view(9, 10)[3 * group.rank :][:3]
-    square = mine.view(9, 10)
-    assert same_bits(hvd.reducescatter(square, **options), rows)
-    assert same_bits(hvd.synchronize(hvd.reducescatter_async(square, **options)), rows)
-    assert same_bits(hvd.grouped_reducescatter([square], **options)[0], rows)
-    assert same_bits(hvd.synchronize(hvd.grouped_reducescatter_async([square], **options))[0], rows)
+        given = mine.view(9, 10) if want is rows else mine
+        grouped = getattr(hvd, f"grouped_{function.__name__}")
+        for call, arguments in ((function, given.clone()), (grouped, [given.clone()])):
+            found = call(arguments, **options)
+            found = found if isinstance(found, Tensor | list) else hvd.synchronize(found)
+            assert same_bits(found[0] if call is grouped else found, want), call
+    assert same_bits(hvd.allreduce(mine, accumulate=torch.float32, **options), wide)
+    assert same_bits(hvd.allreduce(mine, order="tree"), total / 3)
     leaf = mine.clone().requires_grad_()
     hvd.allreduce(leaf, **options).backward(mine)
     assert leaf.grad is not None and same_bits(leaf.grad, total)
