@@ -13,6 +13,7 @@ import adasum as hvd
 import collectives
 import kernels
 from collectives import Group, cost
+from tests.adasum.jobs import on_ranks
 
 Mistake = Callable[[Group, Any, Any], Any]
 
@@ -46,16 +47,13 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_is_an_error_that_names_the_fix(name: str) -> None:
+@on_ranks(2)
+def test_mistake_is_an_error_that_names_the_fix(group: Group, name: str) -> None:
     mistake, fix = MISTAKES[name]
-
-    def run(group: Group) -> None:
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises((AttributeError, ImportError, TypeError, ValueError), match=fix):
-            mistake(group, model, optimizer)
-
-    collectives.run_threads(2, run)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises((AttributeError, ImportError, TypeError, ValueError), match=fix):
+        mistake(group, model, optimizer)
 
 
 def test_op_of_torch_is_taken_for_ours() -> None:

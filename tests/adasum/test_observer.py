@@ -119,14 +119,18 @@ def test_reductions_without_gram_matrices_say_so_and_hand_over_none() -> None:
     run_threads(1, alone)
 
 
-def test_orthogonality_of_what_goes_by_direct_takes_no_norms(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    looks: list[int] = []
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors had their norms taken, call by call."""
+    found: list[int] = []
     norms = orthogonality.squared_norms
     monkeypatch.setattr(
-        orthogonality, "squared_norms", lambda given: looks.append(len(given)) or norms(given)
+        orthogonality, "squared_norms", lambda given: found.append(len(given)) or norms(given)
     )
+    return found
+
+
+def test_orthogonality_of_what_goes_by_direct_takes_no_norms(looks: list[int]) -> None:
 
     def draw(rank: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(rank)
@@ -151,13 +155,8 @@ def test_orthogonality_of_what_goes_by_direct_takes_no_norms(
 
 @pytest.mark.parametrize("method", ["gradient", "delta"])
 def test_recorder_has_the_same_rows_by_gram_matrices_without_a_norm_or_a_message(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    method: str, looks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks: list[int] = []
-    norms = orthogonality.squared_norms
-    monkeypatch.setattr(
-        orthogonality, "squared_norms", lambda given: looks.append(len(given)) or norms(given)
-    )
 
     def run(group: Group, algorithm: str) -> list[Row]:
         recorder = Recorder(every=2)

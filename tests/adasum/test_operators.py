@@ -10,10 +10,9 @@ from torch import Tensor
 
 import adasum as hvd
 import collectives
-from adasum import DistributedOptimizer, HookState
+from adasum import HookState
 from collectives import Group, Reducer
 from tests.adasum.definition import (
-    OPTIMIZERS,
     Apply,
     make_model,
     relative_error,
@@ -75,19 +74,19 @@ def test_optimizer_with_a_users_operator_does_as_torch_on_gathered_values(
         assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_operator_that_does_not_say_whether_it_averages_is_refused_by_name() -> None:
-    class Silent(TrimmedMean):
-        averages = None
+class Silent(TrimmedMean):
+    averages = None
 
-    def job(group: Group) -> None:
-        optimizer = OPTIMIZERS["sgd"](make_model().parameters())
-        for op in (Silent(), hvd.Max):
-            with pytest.raises(ValueError, match="set its `averages` to True if equal"):
-                DistributedOptimizer(optimizer, op=op)
-            with pytest.raises(ValueError, match="set its `averages` to True if equal"):
-                HookState(op=op)
 
-    collectives.run_threads(2, job)
+@pytest.mark.parametrize("op", [Silent(), hvd.Max], ids=str)
+@on_ranks(2)
+def test_operator_that_does_not_say_whether_it_averages_is_refused_by_name(
+    group: Group, op: Reducer
+) -> None:
+    with pytest.raises(ValueError, match="set its `averages` to True if equal"):
+        wrapped(make_model(), op=op)
+    with pytest.raises(ValueError, match="set its `averages` to True if equal"):
+        HookState(op=op)
 
 
 @on_ranks(2)

@@ -22,7 +22,7 @@ from tests.adasum.definition import (
     trajectory,
     trajectory_tolerance,
 )
-from tests.adasum.jobs import OPS, on_ranks, take_steps, train, wrapped
+from tests.adasum.jobs import OPS, on_ranks, train, wrapped
 
 STEPS = 4
 
@@ -42,21 +42,6 @@ def test_training_on_threads_equals_the_definition(
     want = trajectory(op, kind, size, passes, STEPS, method=method)
     assert relative_error(results[0], want) <= trajectory_tolerance(STEPS)
     assert all(torch.equal(result, results[0]) for result in results)
-
-
-@pytest.mark.parametrize("op", sorted(OPS))
-@pytest.mark.parametrize("groups", [1, 3, 100, "lists"])
-def test_groups_of_any_kind_do_not_change_the_result(op: str, groups: Any) -> None:
-    def run(group: collectives.Group) -> torch.Tensor:
-        model = make_model()
-        first, second, _third, fourth = model.parameters()
-        chosen = [[fourth, first], [second]] if groups == "lists" else groups
-        optimizer = wrapped(model, "momentum", op=OPS[op], groups=chosen)
-        return take_steps(model, optimizer, STEPS)
-
-    want = trajectory(op, "momentum", 3, 1, STEPS)[-1]
-    for result in collectives.run_threads(3, run):
-        assert relative_error(result, want) <= trajectory_tolerance(STEPS)
 
 
 def test_gradient_predivide_factor_of_any_size_gives_the_average() -> None:

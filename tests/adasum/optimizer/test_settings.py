@@ -81,15 +81,14 @@ def test_settings_that_differ_raise_at_the_first_step_on_every_rank(what: str) -
 
 
 @pytest.mark.parametrize("what", ["rate", "momentum", "class", "check_every"])
-def test_settings_that_differ_are_not_compared_with_check_parameters_false(what: str) -> None:
+@on_ranks(2)
+def test_settings_that_differ_are_not_compared_with_check_parameters_false(
+    group: Group, what: str
+) -> None:
     *sides, _ = DIFFERING[what]
-
-    def run(group: Group) -> None:
-        model = make_model()
-        optimizer = _wrapped(model, check_parameters=False, **sides[group.rank])
-        _step(optimizer, model, group.rank)
-
-    run_threads(2, run)
+    model = make_model()
+    optimizer = _wrapped(model, check_parameters=False, **sides[group.rank])
+    _step(optimizer, model, group.rank)
 
 
 def test_describe_value_tells_values_apart_and_objects_by_their_class() -> None:

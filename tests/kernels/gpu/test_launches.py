@@ -75,15 +75,6 @@ def test_a_list_of_two_dtypes_is_two_launches(on_triton, monkeypatch):
     assert log == ["_copy_kernel"] * 2
 
 
-@pytest.mark.parametrize("segments", [None, tuple(range(0, 2049, 64))])
-def test_adasum_is_one_launch_on_chip(on_triton, monkeypatch, segments):
-    a, b = (random(2048, torch.float32, on_triton.device, seed) for seed in (1, 2))
-    found_inf = torch.zeros((), device=on_triton.device)
-    with launches(monkeypatch) as log:
-        kernels.adasum(a, b, segments, found_inf=found_inf)
-    assert log == ["_one_launch_kernel"]
-
-
 ONE, TWO = ["_one_launch_kernel"], ["_dots_kernel", "_combine_kernel"]
 INPUTS = 2 * 4 * 5000
 
