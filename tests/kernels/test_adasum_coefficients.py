@@ -1,13 +1,11 @@
-"""adasum_coefficients: trees replayed on Gram matrices, and the whole way from these to Adasum.
+"""adasum_coefficients: trees replayed on Gram matrices; test_direct.py has the whole way to Adasum.
 
 Values are compared with those of 60 digits.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,11 +14,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import kernels
-from kernels.arithmetic import SPREAD_LIMIT
 from kernels.cpu.torch_fallback import tree_of
 from tests.kernels.cases import DTYPES, bits, poisoned, random
 from tests.kernels.conftest import Backend
-from tests.kernels.trees import Rows, adasum_of, balanced, distance, in_line, length, unweighted
+from tests.kernels.trees import balanced, in_line, unweighted
 
 F16, BF16, F32, F64 = DTYPES
 slow = pytest.mark.slow
@@ -67,84 +64,6 @@ def test_vectors_that_leave_nothing_have_an_infinite_spread() -> None:
     )
     # 1.5 a - 1.5 a is zero, the identity.
     assert got.tolist() == [[1.5, 1.5, 1.0]] and spread.item() == math.inf
-
-
-def chain(
-    tensors: Sequence[Tensor], rows: Rows, segments: tuple[int, ...], slices: int
-) -> tuple[Tensor, Tensor]:
-    """Adasum as ranks do it that have a slice each, and how far its vectors cancel."""
-    count, numel = len(tensors), segments[-1]
-    edges = [numel * i // slices for i in range(slices + 1)]
-
-    tables, spread = [], poisoned(len(segments) - 1, F64, "cpu")
-    for low, high in itertools.pairwise(edges):
-        cut = [min(max(edge, low), high) - low for edge in segments]
-        parts = [tensor[low:high] for tensor in tensors]
-        tables.append(kernels.gram(parts, cut, precise=True))
-    factors = kernels.adasum_coefficients(torch.stack(tables), rows, spread=spread)
-    assert factors.shape == (len(segments) - 1, count)
-    return kernels.weighted_sum(tensors, factors, segments), spread
-
-
-def assert_within_100_eps(
-    tensors: Sequence[Tensor], rows: Rows, segments: tuple[int, ...], slices: int = 3
-) -> Tensor:
-    got, spread = chain(tensors, rows, segments, slices)
-    expected = adasum_of(tensors, rows, segments)
-    info = torch.finfo(got.dtype)
-    for low, high in itertools.pairwise(segments):
-        # Numbers below the smallest normal one are rounded to its eps, as the contract's bound of
-        # 100 eps of the length cannot see.
-        floor = math.sqrt(high - low) * info.smallest_normal * info.eps
-        bound = 100 * info.eps * length(expected[low:high]) + floor
-        assert distance(got[low:high], expected[low:high]) <= bound
-    return spread
-
-
-CUTS = (0, 0, 1, 50, 50, 51, 90)
-
-
-@pytest.mark.usefixtures("cpu_path")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize(
-    "count",
-    [
-        # Around each power of two by default; all others at night.
-        pytest.param(n, marks=slow) if n in (10, 11, 12, 14, 15) else n
-        for n in range(1, 18)
-    ],
-)
-def test_adasum_of_any_number_is_within_100_eps(
-    dtype: torch.dtype, weighted: bool, count: int
-) -> None:
-    for tree in (balanced, in_line):
-        rows = tree(count) if weighted else unweighted(tree(count))
-        tensors = [random(CUTS[-1], dtype, "cpu", 50 * count + i) for i in range(count)]
-        if dtype == F64:
-            # Single elements are parallel, and cancel: float64 is for pairs.
-            assert_within_100_eps([one[:80] for one in tensors], rows, (0, 30, 30, 80))
-        else:
-            assert_within_100_eps(tensors, rows, CUTS)
-
-
-@pytest.mark.usefixtures("cpu_path")
-@pytest.mark.parametrize("dtype", DTYPES[:3])
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("apart", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7])
-@pytest.mark.parametrize("count", [2, 5, 8])
-def test_adasum_of_opposed_vectors_is_within_100_eps(
-    dtype: torch.dtype, weighted: bool, apart: float, count: int
-) -> None:
-    base = random(150, F64, "cpu", 1)
-    noise = [random(150, F64, "cpu", 2 + i) for i in range(count)]
-    opposed = [(base + apart * one) * (-1) ** i for i, one in enumerate(noise)]
-    tensors = [one.to(dtype) for one in opposed]
-    segments = (0, 70, 150)
-    rows = balanced(count) if weighted else unweighted(balanced(count))
-    spread = assert_within_100_eps(tensors, rows, segments)
-    if dtype == F32 and not weighted and apart <= 1e-6:
-        assert (spread > SPREAD_LIMIT).all()
 
 
 @pytest.mark.usefixtures("cpu_path")
