@@ -98,9 +98,9 @@ from collectives import (
     shutdown,
 )
 from collectives.modes import untraced
+from kernels import __version__ as __version__
 from kernels import logs
 from kernels.validation import did_you_mean
-from kernels.version import __version__ as __version__
 
 __all__ = ["Adasum", "AdasumReducer", "Average", "Compression", "DistributedOptimizer"]
 __all__ += ["GradientRecorder", "HookState"]

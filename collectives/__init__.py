@@ -54,9 +54,9 @@ from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, par
 from collectives.schedules.topology import Topology, ring_permutations
 from collectives.schedules.verify import verify
 from collectives.work import Work
+from kernels import __version__ as __version__
 from kernels import logs
 from kernels.validation import did_you_mean
-from kernels.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from collectives.backend import BackendOptions

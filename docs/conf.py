@@ -10,13 +10,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 from inventories import write_inventories  # noqa: E402
 
+import kernels  # noqa: E402
+
 project = "adasum"
 author = copyright = "the adasum maintainers"
-release = version = next(
-    line.split('"')[1]
-    for line in (ROOT / "pyproject.toml").read_text().splitlines()
-    if line.startswith("version")
-)
+release = version = kernels.__version__
 
 extensions = [
     "myst_parser",

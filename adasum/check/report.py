@@ -17,7 +17,7 @@ import torch.distributed as dist
 import kernels
 from collectives.bootstrap.launchers import LAUNCHERS_VARIABLES
 from collectives.transport import load_nccl
-from kernels.version import __version__ as adasum_version
+from kernels import __version__ as adasum_version
 
 # Packages for each CUDA version: the extra's cupy, and the NCCL that torch's wheel brings.
 _CUDA = {f"cuda{n}": (f"cupy-cuda{n}x", f"nvidia-nccl-cu{n}") for n in (12, 13)}
