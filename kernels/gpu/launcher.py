@@ -7,6 +7,7 @@ import ctypes
 import functools
 import importlib
 import inspect
+import operator
 import struct
 import threading
 from collections.abc import Callable, Hashable
@@ -288,6 +289,11 @@ def bits_of_two(first: float, second: float) -> tuple[int, int]:
 def power_of_two_above(value: int) -> int:
     """Return the smallest power of two that is at least `value`."""
     return 1 << max(0, value - 1).bit_length()
+
+
+def are_aligned(*addresses: int) -> bool:
+    """Return whether all addresses are multiples of 16, the bytes of the widest access."""
+    return functools.reduce(operator.or_, addresses) % 16 == 0
 
 
 @functools.lru_cache

@@ -150,7 +150,7 @@ def sum_n(call: Call, table: AddressTable) -> Callable[[float], None]:
             LEVELS=levels,
             PAIRS=levels is not None and len(addresses) > 1 << levels,
             SCALE=scale,
-            ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
+            ALIGNED=launcher.are_aligned(out.data_ptr(), *addresses),
             BLOCK=block,
             num_warps=warps,
             **options,
@@ -231,7 +231,7 @@ def scaled_add(call: Call) -> Callable[[float, float], None]:
             WIDE=compute_dtype(a.dtype, b.dtype, out.dtype),
             ALPHA=alpha,
             BETA=beta,
-            ALIGNED=all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)),
+            ALIGNED=launcher.are_aligned(a.data_ptr(), b.data_ptr(), out.data_ptr()),
             BLOCK=block,
             num_warps=warps,
         )
@@ -336,7 +336,7 @@ def weighted_sum(call: Call, table: AddressTable) -> Callable[[], None]:
         call.findings,
         len(addresses),
         DTYPE=out.dtype,
-        ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
+        ALIGNED=launcher.are_aligned(out.data_ptr(), *addresses),
         BLOCK=block,
         num_warps=warps,
     )
