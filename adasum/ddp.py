@@ -157,7 +157,7 @@ class HookState:
         group, op = self.group, op or self.op
         options: Any = {"name": name, "segments": segments, "algorithm": self.algorithm}
 
-        def make() -> Request[Tensor]:
+        def make() -> "Request[Tensor]":
             chosen = observed_copy(op) if observed else op
             return group.all_reduce_init(buffer, chosen, negotiate=False, **options)
 

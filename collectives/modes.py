@@ -65,6 +65,11 @@ def inference_mode(enabled: bool) -> AbstractContextManager[None]:
     return torch.inference_mode(enabled)
 
 
+def no_grad() -> AbstractContextManager[None]:
+    """Return a context with autograd off, which does nothing if it is, as during backward."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
 @contextmanager
 def outside_modes() -> Iterator[None]:
     """Leave this thread's modes, for a `with` block or a decorated function.

@@ -108,8 +108,11 @@ class Request(Generic[T_co]):
         if not self._started.acquire(blocking=False):
             raise RuntimeError(f"{self!r} was started already: call wait() first")
         try:
-            if tensor is not None:
-                self._rebind([tensor] if isinstance(tensor, Tensor) else tensor)
+            if isinstance(tensor, Tensor):
+                validation.tensor("tensor", tensor)
+                self._rebind([tensor])
+            elif tensor is not None:
+                self._rebind(validation.tensor_list("tensor", tensor))
             elif not self._call.tensors and self._kinds:
                 raise RuntimeError(
                     f"{self!r} has released its buffers: call start(tensor) with new ones"
@@ -139,7 +142,6 @@ class Request(Generic[T_co]):
                 )
 
     def _rebind(self, tensors: Sequence[Tensor]) -> None:
-        tensors = validation.tensor_list("tensor", tensors)
         if len(tensors) != len(self._kinds):
             raise ValueError(f"{self!r} has {len(self._kinds)} tensors, got {len(tensors)}")
         for (shape, dtype, device), new in zip(self._kinds, tensors, strict=True):

@@ -23,7 +23,7 @@ import torch
 from collectives import validation
 from collectives.call import Call
 from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError, describe
-from collectives.modes import inference_mode, untraced_methods
+from collectives.modes import inference_mode, no_grad, untraced_methods
 from collectives.recorder import ENDED, NOTHING, GroupRecord, recording, span
 from collectives.transport.base import Transport
 
@@ -140,7 +140,7 @@ class Work(Generic[T_co]):
     def _run(self) -> None:
         """Carry out the call and keep its result, or its error, for `wait()`."""
         assert self._function is not None
-        with torch.no_grad(), inference_mode(self._inference), _current(self._streams):
+        with no_grad(), inference_mode(self._inference), _current(self._streams):
             try:
                 self._result = self._function()
                 self._events = [stream.record_event() for stream in self._streams]
@@ -194,7 +194,7 @@ class CallQueue:
     def __init__(self, transport: Transport, timeout: float, record: GroupRecord) -> None:
         self._transport, self._timeout, self._record = transport, timeout, record
         # A signal's handler may make calls while its thread holds the lock.
-        lock = threading.RLock()
+        self._lock = lock = threading.RLock()
         self.changed, self._added = threading.Condition(lock), threading.Condition(lock)
         self._works: deque[Work[Any]] = deque()
         # The thread that runs the current call; that call's Work if it is asynchronous; the number
@@ -218,7 +218,7 @@ class CallQueue:
         self._check_usable(call)
         if self._enter():
             try:
-                with torch.no_grad():
+                with no_grad():
                     return self._guarded(call, function)
             finally:
                 self._leave()
@@ -261,7 +261,7 @@ class CallQueue:
         work: Work[Any] = Work(self, call.title, run, [*before], due)
         # NCCL needs one order on the GPU: another order than the caller's could wait forever.
         at_once = bool(before) and self._transport.shares_gpu and not self.is_inside()
-        with self.changed:
+        with self._lock:
             self._start_thread()
             self._works.append(work)
             if not small:
@@ -271,8 +271,7 @@ class CallQueue:
             # Do not wake the communication thread needlessly: it would compete with this thread.
             if not at_once or self._works[0] is not work:
                 self._tell(work)
-        if at_once:
-            self._run_first(work)
+        if at_once and not self._run_first(work):
             self._wait_for(work)
         return work
 
@@ -285,12 +284,12 @@ class CallQueue:
         if not self._enter():
             return self.submit(call, rest, small=True)
         try:
-            with self.changed:
+            with self._lock:
                 self._start_thread()  # before anything is sent, since it may fail
             self._guarded(call, first, whole=False)
             due = time.monotonic() + _LEFT_SECONDS
             work: Work[Any] = Work(self, call.title, partial(self._guarded, call, rest), (), due)
-            with self.changed:
+            with self._lock:
                 # In front of calls that were queued since `first` began.
                 self._works.appendleft(work)
                 self._tell(work)
@@ -325,7 +324,7 @@ class CallQueue:
             # Not under a mode of the caller, which would intercept the call's operations.
             if not validation.active_mode() and self._run_first():
                 continue
-            with self.changed:
+            with self._lock:
                 if not work._ended:
                     self.changed.wait(CHECK_SECONDS)
             if self._thread is not None and not self._thread.is_alive():
@@ -336,7 +335,7 @@ class CallQueue:
 
         Calls with callbacks, or on a GPU, are left to the communication thread, except for `only`.
         """
-        with self.changed:
+        with self._lock:
             first = self._works[0] if self._works else None
             if self._inside is not None or first is None or only not in (None, first):
                 return False
@@ -355,7 +354,7 @@ class CallQueue:
 
     def _enter(self) -> bool:
         """Acquire the right to run calls, unless one is running or queued."""
-        with self.changed:
+        with self._lock:
             if self._inside is not None or self._works:
                 return False
             self._inside = threading.get_ident()
@@ -373,7 +372,7 @@ class CallQueue:
             if self._aborted:
                 self._end_transport()
         finally:
-            with self.changed:
+            with self._lock:
                 self._inside = self._running = None
                 if self._works:
                     self._tell(self._works[0])
@@ -405,7 +404,7 @@ class CallQueue:
         # are processors, and ranks that share a host would wait for each other's threads.
         torch.set_num_threads(threads)
         while True:
-            with self.changed:
+            with self._lock:
                 while (pause := self._pause()) != 0.0:
                     if self.closed and not self._works:
                         return
@@ -544,7 +543,7 @@ class CallQueue:
             self._record.aborted = perf_counter_ns(), reason
         self._aborted = True
         # No two threads may use the transport: a thread that runs a call ends it afterwards.
-        with self.changed:
+        with self._lock:
             idle = self._inside is None
             if idle:
                 self._inside = threading.get_ident()
@@ -576,7 +575,7 @@ class CallQueue:
         self.closed = self._record.closed = True
         if os.getpid() != self._process:
             return
-        with self.changed:
+        with self._lock:
             # A running call that has ended may still be in its callbacks.
             running = None if self._running is None or self._running._ended else self._running
             queued = [work for work in (running, *self._works) if work is not None]
@@ -601,7 +600,7 @@ class CallQueue:
     def _drained(self) -> bool:
         """Wait until nothing runs or is queued; return False if there is no more progress."""
         seen, since = (-1, -1), time.monotonic()
-        with self.changed:
+        with self._lock:
             while self._works or self._inside is not None:
                 if (now := (len(self._works), self._transport.steps)) != seen:
                     seen, since = now, time.monotonic()
@@ -617,6 +616,8 @@ def _current(streams: Sequence[torch.cuda.Stream]) -> AbstractContextManager[obj
     """Return a context that makes these streams current, and the first one's device."""
     if not streams:
         return nullcontext()
+    if len(streams) == 1:
+        return torch.cuda.stream(streams[0])
     current = ExitStack()
     # Entering a stream also makes its device current: enter the first one last, so that it stays.
     for stream in reversed(streams):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -39,7 +38,7 @@ class Vector:
     layout: Layout | None = None
     padding: list[Tensor] | None = None
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """Number of bytes."""
         return self.numel * self.dtype.itemsize

@@ -274,9 +274,8 @@ class Node:
 
         Later launches of this node do nothing. names: The ranks' names, if not their numbers.
         """
-        why = self._describe(int(self._error[0]), names)
-        if why:
-            raise TimeoutError(why)
+        if error := int(self._error[0]):
+            raise TimeoutError(self._describe(error, names))
 
     def give_up(self) -> None:
         """End launches that wait for a peer, and the launches after them; return at once."""
@@ -284,8 +283,6 @@ class Node:
             self._error[0] = _GIVEN_UP
 
     def _describe(self, error: int, names: Sequence[int]) -> str:
-        if not error:
-            return ""
         names = names or range(self.size)
         missing = [names[q] for q in range(self.size) if error >> q & 1]
         if not missing:

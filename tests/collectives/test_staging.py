@@ -423,6 +423,7 @@ class First(NcclTransport):
         memory = NodeMemory.__new__(NodeMemory)
         memory.tensor = torch.zeros(nbytes, dtype=torch.uint8)
         memory.node_ranks, memory._names = range(SIZE), range(SIZE)
+        memory.peers = tuple(range(1, SIZE))
         places = [memory.tensor.data_ptr()] * SIZE
         memory.node = node_kernels.Node(0, places, places, torch.device("cpu"))
         self.node_memories.append(memory)
@@ -486,8 +487,7 @@ def least(transport: Any, start: Callable[[], Any], *, launched: bool) -> float:
 def test_bucket_costs_autograds_thread_little(first):
     """From DDP's hook until it returns, without CUDA's own calls.
 
-    65 us on a loaded host of 2 cores, of which 15 are the NCCL transport's; half as much again for
-    others.
+    51 to 56 us on an idle host of 2 cores; half as much again for others.
     """
     state = adasum.HookState(adasum.Adasum, process_group=first)
     buffer, segments = torch.zeros(1000), [0, *range(100, 1001, 100)]
@@ -495,7 +495,9 @@ def test_bucket_costs_autograds_thread_little(first):
     def start() -> Any:
         return state.start(buffer, "DDP bucket 0", list(segments))
 
-    assert least(first.transport, start, launched=False) <= 100e-6
+    # Autograd is off during backward, as in its threads.
+    with torch.no_grad():
+        assert least(first.transport, start, launched=False) <= 80e-6
 
 
 @pytest.mark.timing

@@ -40,6 +40,7 @@ class NodeMemory:
         tensor: This rank's memory, as bytes, uninitialised.
         node: Launches the kernels.
         node_ranks: As given.
+        peers: The node's other ranks.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class NodeMemory:
         self.tensor = whole[pads:]
         buffers = [address + pads for address in addresses]
         self.node = Node(process_group.rank(), buffers, addresses, device, timeout)
+        self.peers = tuple(rank for rank in node_ranks if rank != node_ranks[self.node.rank])
         # Launches are on another stream than the copies that fill the node's tables.
         cuda.synchronize(device)
 

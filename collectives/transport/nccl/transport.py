@@ -151,8 +151,7 @@ class NcclTransport(Transport):
     ) -> None:
         memory = self.node_memories[number]
         memory.check()
-        peers = tuple(rank for rank in memory.node_ranks if rank != self.rank)
-        self._start(work, tensors, Posted(peers, step, timeout, held=work))()
+        self._start(work, tensors, Posted(memory.peers, step, timeout, held=work))()
 
     def captures(self, device: torch.device) -> bool:
         """Whether the device is a GPU: we own its communicators, so graphs can be ended first."""
