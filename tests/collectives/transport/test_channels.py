@@ -1,6 +1,9 @@
-"""Messages through shared memory: lengths, order, layouts."""
+"""Messages through shared memory: lengths, order, layouts, and the ends of ranks."""
 
 from __future__ import annotations
+
+import threading
+import time
 
 import pytest
 import torch
@@ -86,6 +89,47 @@ def test_without_futexes_messages_arrive_too(kind: str, monkeypatch: pytest.Monk
         lambda: exchange(second, [], [(0, got)]),
     )
     assert torch.equal(got, noise(LONG, 0))
+
+
+@both
+@pytest.mark.parametrize("long", [False, True])
+def test_what_was_sent_before_the_end_arrives(kind: str, long: bool) -> None:
+    """The sender closes with messages of its peer unread."""
+    length = (SLOTS - 1) * SLOT_BYTES if long else 5
+    first, second = connect(2, kind)
+    exchange(second, [(0, noise(7, 1))], [])
+    exchange(first, [(1, noise(length, 2)), (1, noise(9, 3))], [])
+    first.close()
+    got = [poisoned(length), poisoned(9)]
+    for tensor in got:
+        exchange(second, [], [(0, tensor)])
+    assert torch.equal(got[0], noise(length, 2)) and torch.equal(got[1], noise(9, 3))
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended"):
+        exchange(second, [], [(0, poisoned(1))])
+    assert time.monotonic() - start < 1.0
+    with pytest.raises(TransportError, match="cannot be used"):
+        exchange(first, [(1, noise(1, 0))], [])
+
+
+@both
+def test_rank_that_aborts_ends_waits_for_others(kind: str) -> None:
+    """Rank 2 waits for rank 1, which lives and says nothing."""
+    first, second, third = connect(3, kind)
+    start = time.monotonic()
+    threading.Timer(0.1, lambda: first.abort("a fault of its own")).start()
+    with pytest.raises(CollectiveTimeoutError, match="from rank 0 in a step: a fault of its own"):
+        exchange(third, [], [(1, poisoned(5))])
+    assert time.monotonic() - start < 2.0
+    assert second.gone() in (0, 2) and second.why_gone(0) == "a fault of its own"
+
+
+@both
+def test_sending_to_a_rank_that_has_ended(kind: str) -> None:
+    first, second = connect(2, kind)
+    first.close()
+    with pytest.raises(CollectiveTimeoutError, match="from rank 0 in a step: rank 0 has ended"):
+        exchange(second, [(0, noise(5, 0))], [])
 
 
 class Elsewhere(torch.Tensor):

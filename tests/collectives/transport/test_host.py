@@ -16,6 +16,7 @@ from collectives import CollectiveTimeoutError
 from collectives.transport import Transport
 from tests.collectives.transport.thread_ranks import (
     NO_MEMFD,
+    TIMEOUT,
     connect,
     exchange,
     noise,
@@ -85,6 +86,31 @@ def test_ranks_of_other_hosts_are_reached_by_the_other_transport() -> None:
         exchange(transports[0], [], [(2, poisoned(1))])
     with pytest.raises(CollectiveTimeoutError, match="rank 2"):
         exchange(transports[1], [], [(0, poisoned(1))])
+
+
+def split(transports: list[Transport], ranks: list[int]) -> list[Transport]:
+    """A part's transports, in its order."""
+    return together(*(lambda r=r: transports[r].split(ranks, TIMEOUT) for r in ranks))
+
+
+def test_parts_of_ranks_on_two_hosts_share_memory_where_the_whole_does() -> None:
+    whole = connect(4, hosts=(0, 1, 0, 1))
+    assert [each.near for each in whole] == [(0, 2), (1, 3)] * 2
+    assert [each.symmetric_memory for each in whole] == [None] * 4
+    near, far = split(whole, [2, 0]), split(whole, [1, 2])
+    assert all(each.symmetric_memory is not None for each in near)
+    # These share none: their messages go as those between the hosts do.
+    assert [type(each).__name__ for each in far] == ["ThreadTransport"] * 2
+    mixed = split(whole, [3, 0, 1])
+    assert [each.near for each in mixed] == [(0, 2), (1,), (0, 2)]
+    assert mixed[1].named([0]) == "rank 3"
+    got = {1: poisoned(LONG), 2: poisoned(LONG)}
+    together(
+        lambda: exchange(mixed[0], [(1, noise(LONG, 1)), (2, noise(LONG, 2))], []),
+        lambda: exchange(mixed[1], [], [(0, got[1])]),
+        lambda: exchange(mixed[2], [], [(0, got[2])]),
+    )
+    assert all(torch.equal(got[seed], noise(LONG, seed)) for seed in (1, 2))
 
 
 REFUSED: dict[str, tuple[Any, str, Callable[..., bool]]] = {
