@@ -186,13 +186,8 @@ class FakeGraph:
 
 
 class FakeCudaGraph:
-    """torch's CUDAGraph.
+    """torch's CUDAGraph."""
 
-    Attributes:
-        pools: The memory that captures were given, in their order.
-    """
-
-    pools: ClassVar[list[Any]] = []
     _names = itertools.count(1)
 
     def __init__(self, cuda: FakeCuda) -> None:
@@ -202,7 +197,6 @@ class FakeCudaGraph:
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         if capture_error_mode != "thread_local":
             raise Broken("other threads may not go on while this one captures")
-        self.pools.append(pool)
         self._pool = pool or (0, next(self._names))
         self._graph = FakeGraph(self._cuda.current_stream())
 

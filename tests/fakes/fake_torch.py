@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from collectives.transport import NcclTransport, ThreadWorld, Transport
+from collectives.transport import NcclTransport, ThreadWorld
 from collectives.transport.nccl import backend, transport, watcher
 from tests.fakes.fake_cuda import FakeCuda, FakeEvent, FakeStream, Lines, full
 
@@ -147,8 +147,8 @@ def make_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
     FakeStream.stop_all()
 
 
-def of(fake: FakeTorch, rank: int, host: Transport | None = None) -> NcclTransport:
-    """Over a process group, beside what carries CPU tensors: nobody is gone unless it says so."""
-    host = host or ThreadWorld(9).transport(rank)
+def of(fake: FakeTorch, rank: int) -> NcclTransport:
+    """Over a process group, beside what carries CPU tensors: nobody is gone."""
+    host = ThreadWorld(9).transport(rank)
     made = backend.TorchBackend(FakeGroup(fake, rank))  # type: ignore[arg-type]
     return NcclTransport(host, made, timeout=TIMEOUT)

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from collectives.errors import CollectiveError
-from collectives.execution.executor import Workspace
 from collectives.transport import Message, ThreadWorld
 from collectives.transport.nccl import backend, cupy_backend, watcher
 from collectives.transport.nccl import transport as nccl
 from collectives.transport.nccl.cupy_backend import CupyBackend
-from tests.fakes.fake_cuda import FakeCuda, FakeStream, device_tensor
+from tests.fakes.fake_cuda import FakeCuda, FakeStream
 from tests.fakes.fake_nccl import FakeNccl
 
 CLOSE_SECONDS = 0.2
@@ -100,10 +99,3 @@ def told(check: Callable[[], None]) -> CollectiveError:
             return error
         time.sleep(0.01)
     raise AssertionError("nothing has ended the steps")
-
-
-class DeviceWorkspace(Workspace):
-    """The executor's memory, on the pretended GPU."""
-
-    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return device_tensor(torch.full((numel,), float("nan"), dtype=like.dtype))

@@ -21,7 +21,7 @@ from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
 from tests.collectives.transport import streams
 from tests.collectives.transport.streams import on_gpu
-from tests.collectives.transport.streams_nccl import install, on_ranks
+from tests.collectives.transport.streams_nccl import on_ranks
 
 BUCKET = 25 << 20
 ADDED = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
@@ -89,7 +89,7 @@ def test_bucket_goes_to_the_process_groups_nccl(
 
 @pytest.mark.parametrize("op", [Sum, Average], ids=str)
 def test_all_reduce_by_auto_is_ncclis_own(op: Reducer, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
+    streams.install(monkeypatch)
     taken: list[str] = []
     choose = all_reduce.auto_of
 

@@ -21,9 +21,6 @@ from collectives.schedules.schedule import Action, Schedule, Step, Transfer
 from collectives.schedules.topology import Topology
 from collectives.transport import Message, ThreadWorld, Transport
 from tests.collectives.schedules.simulation import one_level
-from tests.fakes.fake_cuda import device_tensor
-from tests.fakes.fake_nccl import FakeNccl
-from tests.fakes.nccl_machine import DeviceWorkspace, Machine, all_good, make_machine
 from tests.ptx_emulator.driver import emulated
 
 # Of a message: the third of a buffer of a thousand elements has three.
@@ -256,37 +253,3 @@ def test_sent_first_tells_what_is_still_to_be_sent() -> None:
     assert sent_first(step(Transfer(1, 0, 2), Transfer(2, 4, 6), Transfer(1, 2, 4)))
     assert not sent_first(step(Transfer(1, 0, 3)))
     assert not sent_first(step(Transfer(1, 2, 8)))
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    yield from make_machine(monkeypatch, FakeNccl())
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", ["xring", "rechd", "rd"])
-def test_sum_in_parts_on_streams_is_the_sum(machine: Machine, name: str, size: int) -> None:
-    """Everything is put on the streams at once; a missing event would show as a wrong sum."""
-    inputs = vectors(size)
-
-    class OnStream(Reducer):
-        def reduce(self, operands: Operands) -> None:
-            for parts, out, _ in operands.pieces:
-                plain = [part.as_subclass(torch.Tensor) for part in (*parts, out)]
-                machine.put(lambda p=plain: torch.add(p[0], p[1], out=p[2]), delay=0.002)
-
-    def work(transport: Any) -> torch.Tensor:
-        buffer = device_tensor(inputs[transport.rank].clone())
-        execute(
-            one_level(name, 1, Topology(size, size)),
-            buffer,
-            OnStream(),
-            CallContext(transport, "a test", 20.0, DeviceWorkspace()),
-        )
-        return machine.read(buffer)
-
-    answers = all_good(machine.run(size, work))
-    bound = (size - 1) * torch.finfo(torch.float32).eps * torch.stack(inputs).abs().sum(0)
-    for answer in answers:
-        assert ((answer - torch.stack(inputs).double().sum(0)).abs() <= bound).all()
-        assert torch.equal(answer, answers[0])

@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import inspect
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,16 +20,11 @@ from collectives import TransportError
 from collectives.transport import Message, ThreadWorld
 from collectives.transport.nccl import backend, cupy_backend
 from collectives.transport.nccl import transport as nccl
-from tests.fakes.fake_cuda import FakeCuda, FakeGraph, FakeStream, device_tensor, full
+from tests.fakes.fake_cuda import FakeCuda, FakeStream, device_tensor, full
 from tests.fakes.fake_nccl import FakeNccl, NcclError
-from tests.fakes.nccl_machine import Machine, all_good, make_machine, swap
+from tests.fakes.nccl_machine import Machine, all_good, swap
 
 DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    yield from make_machine(monkeypatch, FakeNccl())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -50,18 +44,6 @@ def test_every_pair_at_once(machine: Machine, size: int) -> None:
 
     all_good(machine.run(size, work))
     assert machine.nccl.destroyed and not machine.nccl.aborted
-
-
-def test_cpu_tensors_travel_on_the_host_transport(machine: Machine) -> None:
-    def work(transport: nccl.NcclTransport) -> float:
-        got = torch.zeros(1)
-        peer = 1 - transport.rank
-        mine = torch.full((1,), float(transport.rank))
-        transport.exchange([Message(peer, mine)], [Message(peer, got)], "a test", 10.0)
-        transport.check_device(torch.device("cpu"))
-        return got.item()
-
-    assert all_good(machine.run(2, work)) == [1.0, 0.0]
 
 
 def test_ordered_behind_and_before_the_callers_stream(machine: Machine) -> None:
@@ -86,6 +68,10 @@ def test_ordered_behind_and_before_the_callers_stream(machine: Machine) -> None:
     assert all_good(machine.run(2, work)) == [[1.0, 11.0, 21.0], [0.0, 10.0, 20.0]]
 
 
+DTYPES = [*(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)]
+DTYPES += [torch.int8, torch.uint8, torch.int32, torch.int64]
+
+
 def test_tensors_are_kept_for_the_communication_stream(machine: Machine) -> None:
     def work(transport: nccl.NcclTransport) -> bool:
         mine, got = full(3, 1.0), full(3, 0.0)
@@ -94,10 +80,6 @@ def test_tensors_are_kept_for_the_communication_stream(machine: Machine) -> None
         return {mine.data_ptr(), got.data_ptr()} <= stream.kept.keys()
 
     assert all_good(machine.run(2, work)) == [True, True]
-
-
-DTYPES = [*(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)]
-DTYPES += [torch.int8, torch.uint8, torch.int32, torch.int64]
 
 
 def test_own_all_reduce(machine: Machine) -> None:
@@ -136,58 +118,6 @@ def test_own_all_reduce_over_parts(machine: Machine) -> None:
     assert _sums_of_parts(machine) == [[*part, 5.0] for part in PARTS]
     # Every rank's part and whole were destroyed: a rank of each communicator is counted once.
     assert sorted(machine.nccl.destroyed) == sorted([*range(5), 0, 1, 0, 0, 1])
-
-
-def test_split(machine: Machine) -> None:
-    """Parts that overlap, in any order, made one after the other; the whole goes on."""
-
-    def work(transport: nccl.NcclTransport) -> None:
-        made = []
-        for ranks in ([2, 0], [0, 1], [2, 0]):
-            if transport.rank in ranks:
-                part = transport.split(ranks, 10.0)
-                assert (part.rank, part.size) == (ranks.index(transport.rank), 2)
-                made.append((ranks, part))
-        for ranks, part in made:
-            got = full(5, float("nan"))
-            swap(part, full(5, float(transport.rank)), got, "a swap")
-            assert torch.equal(machine.read(got), torch.full((5,), float(ranks[1 - part.rank])))
-            total = full(4, 1.0 + transport.rank)
-            part.all_reduce(total, None, "a sum", 10.0)
-            assert torch.equal(machine.read(total), torch.full((4,), 2.0 + sum(ranks)))
-            part.close()
-        total = full(4, 1.0)
-        transport.all_reduce(total, None, "the sum of all", 10.0)
-        assert torch.equal(machine.read(total), torch.full((4,), 3.0))
-
-    all_good(machine.run(3, work))
-    assert machine.nccl.destroyed and not machine.nccl.aborted
-
-
-def test_captured_once_and_replayed(machine: Machine) -> None:
-    """Nothing waits on the host in a capture, all streams join, and a replay moves fresh data."""
-
-    def work(transport: nccl.NcclTransport) -> list[float]:
-        mine, got = full(4, 0.0), full(4, 0.0)
-        swap(transport, mine, got, "warm-up")
-        graph = FakeGraph(machine.cuda.current_stream())
-        try:
-            for step in range(3):
-                swap(transport, mine, got, f"step {step}")
-                machine.put(lambda: mine.add_(got.as_subclass(torch.Tensor)))
-            transport.all_reduce(mine, None, "the last step", 10.0)
-        finally:
-            graph.end()
-        read = []
-        for turn in range(2):
-            mine.fill_(1.0 + turn + transport.rank)
-            graph.replay()
-            read.append(machine.read(mine)[0].item())
-        graph.free()
-        return read
-
-    # Each swap doubles the sum of both ranks' values, the all-reduce once more.
-    assert all_good(machine.run(2, work)) == [[24.0, 40.0]] * 2
 
 
 def test_a_transport_out_of_scope_is_closed(machine: Machine) -> None:

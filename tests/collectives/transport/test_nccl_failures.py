@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,17 +28,11 @@ from tests.fakes.nccl_machine import (
     CLOSE_SECONDS,
     Machine,
     all_good,
-    make_machine,
     swap,
     told,
 )
 
 TIMEOUT = 0.3
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    yield from make_machine(monkeypatch, FakeNccl())
 
 
 def _stay_away(

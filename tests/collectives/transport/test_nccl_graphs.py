@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,16 +14,10 @@ from collectives import CollectiveTimeoutError, TransportError
 from collectives.transport import Message
 from collectives.transport.nccl import transport as nccl
 from tests.fakes.fake_cuda import full
-from tests.fakes.fake_nccl import FakeNccl
-from tests.fakes.nccl_machine import Machine, all_good, make_machine, swap, told
+from tests.fakes.nccl_machine import Machine, all_good, swap, told
 
 NUMEL = 5
 Launch = Callable[[str, float], None]
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    yield from make_machine(monkeypatch, FakeNccl())
 
 
 def _swaps(machine: Machine, transport: nccl.NcclTransport, mine: Any, got: Any) -> None:

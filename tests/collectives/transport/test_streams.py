@@ -15,7 +15,7 @@ from adasum import Adasum, Compression
 from adasum.compression import Compressor
 from adasum.optimizer.bucket import Part
 from adasum.optimizer.record import Record
-from adasum.optimizer.reduction import BucketReducer, Reduction
+from adasum.optimizer.reduction import BucketReducer
 from collectives import Average, Group, Reducer, Sum, Work
 from collectives.cost import ASSUMED, Cost, LinkRates, estimate
 from collectives.execution import executor
@@ -27,7 +27,7 @@ from collectives.schedules.topology import Topology
 from tests.collectives.queues import Queue
 from tests.collectives.transport import streams
 from tests.collectives.transport.streams import Stream, machine, on_gpu
-from tests.collectives.transport.streams_nccl import install, on_ranks
+from tests.collectives.transport.streams_nccl import on_ranks
 from tests.frozen.calls import line
 
 NUMEL = 5000
@@ -35,7 +35,7 @@ NUMEL = 5000
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
+    streams.install(monkeypatch)
     monkeypatch.setattr(executor, "_MIN_PART_BYTES", 4096)
     monkeypatch.setattr(executor, "_NEAR_PART_BYTES", 4096)
     monkeypatch.setattr(executor, "_FAR_PART_BYTES", 4096)
@@ -190,42 +190,6 @@ def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> Non
                 parameter.grad.mul_(2.0)
             del new
             machine.collect()
-
-    assert run(work) == []
-
-
-def test_buckets_of_differences() -> None:
-    """Through memory that buckets use in turns."""
-
-    def add(flight: Reduction, values: list[torch.Tensor], part: Part) -> None:
-        flight.wait()
-        torch._foreach_add_(values, part.slots)
-
-    def work(group: Group) -> None:
-        reducer = BucketReducer(group, Adasum)
-        memory = [on_gpu(torch.empty(4 * NUMEL + 64)) for _ in range(3)]
-        for step in range(2):
-            under_way: list[tuple[Reduction, list[torch.Tensor], Part]] = []
-            for bucket, numel in enumerate((100, NUMEL, 200, 2 * NUMEL, 50)):
-                values = [mine(group, numel) for _ in range(2)]
-                before = [value.clone() for value in values]
-                torch._foreach_add_(values, 1.0)
-                deltas = list(torch._foreach_sub(values, before))
-                torch._foreach_copy_(values, before)
-                part = Part(
-                    f"step {step}, {bucket}",
-                    [(Record(name), value) for name, value in zip("ab", values, strict=True)],
-                    deltas,
-                    Compression.none,
-                    allocate=lambda numel, dtype, device, i=bucket % 3: memory[i][:numel],
-                )
-                part.pack(deltas, 1.0)
-                flight = reducer.start(part, lambda _: None)
-                under_way.append((flight, values, part))
-                if len(under_way) > 2:
-                    add(*under_way.pop(0))
-            for each in under_way:
-                add(*each)
 
     assert run(work) == []
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -26,14 +26,9 @@ from collectives.transport import (
 )
 from collectives.transport.base import as_bytes
 from collectives.transport.nccl import backend
-from tests.fakes.fake_cuda import FakeGraph, device_tensor, full
-from tests.fakes.fake_torch import TIMEOUT, FakeGroup, FakeTorch, make_fake, of
+from tests.fakes.fake_cuda import device_tensor, full
+from tests.fakes.fake_torch import TIMEOUT, FakeGroup, FakeTorch, of
 from tests.fakes.nccl_machine import told
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
-    yield from make_fake(monkeypatch)
 
 
 def test_a_silent_peer(fake: FakeTorch) -> None:
@@ -149,31 +144,6 @@ def test_nccl_of_our_own_is_none_of_torch_distributeds(monkeypatch: pytest.Monke
     assert store.get("adasum nccl 3 2/a key") == b"NCCL 1"
 
 
-def test_graphs_end_before_the_communicators(fake: FakeTorch) -> None:
-    nccl = of(fake, 0)
-    nccl.exchange([Message(1, full(3, 1.0))], [], "step 1", TIMEOUT)
-    assert nccl.captures(torch.device("cuda", 0)) and not nccl.captures(torch.device("cpu"))
-    launch = nccl.capture(lambda: nccl.exchange([Message(1, full(3, 2.0))], [], "step 2", TIMEOUT))
-    graphs, shutdown = nccl._graphs, FakeGroup.shutdown
-    ended: list[bool] = []
-
-    def close(group: FakeGroup) -> None:
-        ended.append(graphs._ended)
-        shutdown(group)
-
-    fake_group = nccl._backend._nccl  # type: ignore[attr-defined]
-    fake_group.shutdown = lambda: close(fake_group)
-    launch("a launch", TIMEOUT)
-    for value in (1.0, 2.0):
-        sent = fake.lines[0, 1].get(timeout=20.0)
-        assert sent.view(torch.float32).tolist() == [value] * 3
-    nccl.close()
-    assert ended == [True]
-    assert fake.closed == [0]
-    with pytest.raises(TransportError, match="closed"):
-        launch("another launch", TIMEOUT)
-
-
 def test_ranks_sum_by_the_library_that_the_sum_is_for(fake: FakeTorch) -> None:
     """Over cupy a process group's is left to torch; over torch's NCCL ranks alone have none."""
 
@@ -228,19 +198,6 @@ def test_messages_posted_ahead_hold_up_only_who_waits_for_them(fake: FakeTorch) 
     assert fake.cuda.read(got).tolist() == [1.0] * 3
     nccl.post([], [], "nothing", TIMEOUT)()
     nccl.close()
-
-
-def test_nothing_waits_in_a_capture(fake: FakeTorch) -> None:
-    """The stand-in raises where an event is asked while a stream is captured."""
-    nccl = of(fake, 0)
-    nccl.exchange([Message(1, full(3, 4.0))], [], "step 0", TIMEOUT)
-    fake.lines[0, 1].get(timeout=20.0)
-    graph = FakeGraph(fake.cuda.current_stream())
-    nccl.exchange([Message(1, full(3, 4.0))], [], "step 1", TIMEOUT)
-    graph.end()
-    assert fake.lines[0, 1].empty()
-    graph.replay()
-    assert fake.lines[0, 1].get(timeout=20.0).view(torch.float32).tolist() == [4.0] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint64, torch.bfloat16])

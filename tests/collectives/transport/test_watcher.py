@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -22,15 +22,9 @@ from collectives.transport.nccl import transport as nccl
 from collectives.transport.nccl import watcher
 from collectives.work import CallQueue
 from tests.fakes.fake_cuda import full
-from tests.fakes.fake_nccl import FakeNccl
-from tests.fakes.nccl_machine import Machine, all_good, make_machine, swap, told
+from tests.fakes.nccl_machine import Machine, all_good, swap, told
 
 TIMEOUT = 0.3
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    yield from make_machine(monkeypatch, FakeNccl())
 
 
 def said(
