@@ -61,7 +61,6 @@ NIGHTLY = (
     "bench",
     "collectives/tools/test_bench.py",
     "collectives/execution/test_executor.py",
-    "collectives/schedules/test_algorithms.py::test_direct_is_proved",
     "collectives/schedules/test_algorithms.py::test_rings_at_once",
     "collectives/flight",
     "collectives/transport/test_streams.py",

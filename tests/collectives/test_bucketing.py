@@ -9,8 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adasum import Adasum
-from collectives import Average, Sum, run_threads
 from collectives.bucketing import (
     extract_ranges,
     group_devices,
@@ -160,32 +158,3 @@ def test_plan_groups_keeps_kinds_apart_and_limits(tensors, memory_size, groups_s
             assert (memory_size is not None and held > memory_size * 2**20) or (
                 groups_size is not None and len(one) == groups_size
             )
-
-
-@pytest.mark.parametrize("algorithm", ["rd", "rechd", "xring"])
-@pytest.mark.parametrize("op", [Sum, Average, Adasum], ids=str)
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_reduce_of_packed_tensors_equals_one_by_one(size, op, algorithm):
-    """Bit for bit under rd and rechd sums, to rounding else; Adasum with a segment a tensor."""
-
-    def draw(rank):
-        generator = torch.Generator().manual_seed(rank)
-        return [torch.randn(shape, generator=generator) for shape in [*EXAMPLE, (40, 30), (7,)]]
-
-    def run(group):
-        alone = draw(group.rank)
-        for tensor in alone:
-            group.all_reduce(tensor, op, algorithm=algorithm)
-        packed, packing = pack_small_tensors(draw(group.rank), 256)
-        sizes = [each.numel() for each in draw(0)[:4]]
-        for i, tensor in enumerate(packed):
-            bounds = [0, *itertools.accumulate(sizes)] if i == 0 else None
-            group.all_reduce(tensor, op, algorithm=algorithm, segments=bounds)
-        return alone, unpack_small_tensors(packed, packing)
-
-    exact = op is not Adasum and algorithm != "xring"
-    for alone, packed in run_threads(size, run):
-        for a, b in zip(alone, packed, strict=True):
-            # Each of n terms is rounded at most n times; none is cancelled beyond its own size.
-            slack = 0.0 if exact else 10 * size * torch.finfo(a.dtype).eps * a.norm().item()
-            assert (a - b).norm().item() <= slack

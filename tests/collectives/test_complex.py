@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from collectives import Average, FusedBuffer, Group, Product, Reducer, Sum, run_threads
+from collectives import Average, FusedBuffer, Group, Reducer, Sum, run_threads
 from collectives.reducers import as_real
 from tests.collectives.consistency.ranks import everywhere, run
 
@@ -78,22 +77,6 @@ def test_infinity_in_a_complex_tensor_stays_in_its_part(dtype: torch.dtype) -> N
             assert not as_real(tensor).isnan().any()
 
     run_threads(2, job)
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_products_of_complex_tensors_are_complex(dtype: torch.dtype) -> None:
-    def job(group: Group) -> Any:
-        return group.all_reduce(torch.tensor([1j], dtype=dtype), Product).tolist()
-
-    assert run_threads(2, job) == [[-1 + 0j]] * 2
-
-
-def test_average_of_complex_halves_cannot_overflow() -> None:
-    def job(group: Group) -> list[float]:
-        tensor = torch.view_as_complex(torch.full((3, 2), 40_000.0)).to(torch.complex32)
-        return as_real(group.all_reduce(tensor, Average)).flatten().tolist()
-
-    assert run_threads(3, job) == [[40_000.0] * 6] * 3
 
 
 def test_fused_buffer_of_complex_tensors_says_what_it_takes() -> None:

@@ -56,24 +56,6 @@ def test_scales_of_zero_keep_their_sign(alone: Group) -> None:
             assert torch.equal(tensor.signbit(), torch.tensor(zero).signbit().expand(3))
 
 
-def test_auto_of_sums_in_shared_memory_sends_no_message() -> None:
-    """Also of sizes for which a ring would be best by messages."""
-
-    def main(group: Group) -> list[str]:
-        sent: list[str] = []
-        exchange = group.transport.exchange
-
-        def noted(*arguments: object) -> None:
-            sent.append(str(arguments[2]))
-            exchange(*arguments)  # type: ignore[arg-type]
-
-        group.transport.exchange = noted  # type: ignore[method-assign]
-        assert group.all_reduce(torch.ones(2_000_000))[-1].item() == 2.0
-        return sent
-
-    assert run_threads(2, main) == [[], []]
-
-
 def test_close_where_one_part_fails_closes_the_rest(
     alone: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,14 +183,8 @@ def test_tensors_apart_are_packed_into_it():
 def test_what_has_no_kernel_or_is_too_long_goes_by_messages(monkeypatch):
     def job(group: Group) -> None:
         long = torch.ones((1 << 18) + 1)
-        for x, op, options in (
-            (torch.ones(4), Max, {}),
-            (torch.ones(4), Sum, {"algorithm": "rd"}),
-            (torch.ones(4), Sum, {"order": "tree"}),
-            (torch.ones(4, dtype=torch.int32), Sum, {}),
-            (long, Sum, {}),
-        ):
-            assert (group.all_reduce(x, op, **options) == (1 if op is Max else 2)).all()
+        assert (group.all_reduce(long) == 2).all()
+        assert group.all_reduce(torch.ones(4), Max).tolist() == [1.0] * 4
 
     for transport in run(2, job):
         assert not transport.launches

@@ -239,44 +239,6 @@ def test_adasum_has_the_groups_tree_segments_and_weights(weighted):
         assert transport.launches == [0, 0]
 
 
-@pytest.mark.parametrize("op", [Sum, Average, AdasumReducer()], ids=str)
-@pytest.mark.parametrize("packed", [True, False])
-def test_tensors_of_a_fused_buffer_in_it_are_one_launch(op, packed):
-    size, shapes = 3, [(7, 11), (300,), ()]
-
-    def job(group: Group) -> None:
-        likes = [torch.empty(shape) for shape in shapes]
-        numel = kernels.layout_of([like.view(-1) for like in likes]).numel
-        fused = collectives.FusedBuffer(likes, memory=group.symmetric_empty(numel))
-        mine = [terms(size, like.numel(), torch.float32, seed) for seed, like in enumerate(likes)]
-        options: Any = {"packed": packed, "algorithm": "auto"}
-        request = group.grouped_all_reduce_init(fused.tensors, op, **options)
-
-        def by_request() -> Any:
-            request.start()
-            return request.wait()
-
-        for reduce in (
-            lambda: group.grouped_all_reduce(fused.tensors, op, **options),
-            by_request,
-            by_request,
-        ):
-            for tensor, each in zip(fused.tensors, mine, strict=True):
-                tensor.copy_(each[group.rank].view(tensor.shape))
-            result = reduce()
-            assert all(one is other for one, other in zip(result, fused.tensors, strict=True))
-            for tensor, each in zip(fused.tensors, mine, strict=True):
-                if isinstance(op, AdasumReducer):
-                    exact = definition.tree(each, None)
-                else:
-                    exact = torch.stack(each).double().sum(0) / (1 if op is Sum else size)
-                bound = 2 * EPS * exact.abs().max()
-                assert (tensor.view(-1).double() - exact).abs().max() <= bound
-
-    for transport in run(size, job):
-        assert transport.launches == [0, 0, 0]
-
-
 def test_request_of_another_buffer_goes_where_that_lies():
     def job(group: Group) -> None:
         memory = group.symmetric_empty(16)
@@ -392,20 +354,6 @@ def test_ranks_that_pass_other_places_learn_so_and_go_on(kind):
         assert transport.launches == [0]
 
 
-def test_rank_that_has_joined_takes_part_by_messages():
-    def job(group: Group) -> None:
-        memory = group.symmetric_empty(8)
-        if group.rank == 0:
-            memory.fill_(3.0)
-            assert group.all_reduce(memory).tolist() == [3.0] * 8
-        group.join()
-        memory.fill_(3.0)
-        assert group.all_reduce(memory).tolist() == [6.0] * 8
-
-    for transport in run(2, job):
-        assert transport.launches == [0]
-
-
 def test_memory_is_on_the_callers_gpu_whichever_thread_makes_it(monkeypatch):
     of_threads = threading.local()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -427,14 +375,6 @@ def test_memory_is_on_the_callers_gpu_whichever_thread_makes_it(monkeypatch):
 
     made = [transport.devices for transport in run(2, job)]
     assert made == [[torch.device("cuda", 1)], [torch.device("cuda", 2)]]
-
-
-def test_ranks_that_ask_for_other_sizes_learn_so():
-    def job(group: Group) -> None:
-        with pytest.raises(CollectiveMismatchError, match=r"numel=8.*numel=9"):
-            group.symmetric_empty(8 + group.rank)
-
-    run(2, job)
 
 
 def test_group_that_can_have_none_says_what_it_needs():
@@ -489,40 +429,24 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         yield made
 
 
-class Blocks:
-    """torch's `_SymmetricMemory` on one rank, whose pool hands out freed blocks again.
-
-    As torch has it, a rendezvous is kept with its block, by the group's name, and is exchanged with
-    the peers only if there is none.
-    """
-
-    def __init__(self, exchange: Callable[[Tensor], list[int]]) -> None:
-        self._exchange = exchange
-        self.pool: list[Tensor] = []
-        self._known: dict[tuple[int, str], Any] = {}
-
-    def empty_strided_p2p(self, size: Any, stride: Any, dtype: Any, device: Any) -> Tensor:
-        return torch.full(size, 0xFF, dtype=dtype)
-
-    def empty(self, nbytes: int, **options: Any) -> Tensor:
-        return self.pool.pop() if self.pool else self.empty_strided_p2p((nbytes,), (1,), **options)
-
-    def rendezvous(self, block: Tensor, name: str) -> Any:
-        key = block.data_ptr(), name
-        if key not in self._known:
-            self._known[key] = SimpleNamespace(rank=0, buffer_ptrs=self._exchange(block))
-        return self._known[key]
-
-
 @pytest.fixture
 def torchs(machine, monkeypatch) -> SimpleNamespace:
-    """torch's symmetric memory, as node_memory gets it, on one rank of two with large GPUs."""
-    blocks = Blocks(lambda block: [block.data_ptr(), 4096])
+    """torch's symmetric memory, as node_memory gets it, on one rank of two with large GPUs.
+
+    It has nothing that takes memory from torch's pool: a block of there keeps its rendezvous, while
+    another rank may hold the old tensor and wait for a new one.
+    """
+    memory = SimpleNamespace(
+        empty_strided_p2p=lambda size, *_: torch.full(size, 0xFF, dtype=torch.uint8),
+        rendezvous=lambda block, name: SimpleNamespace(
+            rank=0, buffer_ptrs=[block.data_ptr(), 4096]
+        ),
+    )
     properties = SimpleNamespace(multi_processor_count=132, uuid="gpu-0")
-    monkeypatch.setattr(node_memory, "_symmetric_memory", lambda: blocks)
+    monkeypatch.setattr(node_memory, "_symmetric_memory", lambda: memory)
     monkeypatch.setattr(machine.cuda, "get_device_properties", lambda _: properties, raising=False)
     monkeypatch.setattr(node_memory, "_has_native_atomics", lambda source, target: True)
-    return SimpleNamespace(blocks=blocks, properties=properties)
+    return SimpleNamespace(memory=memory, properties=properties)
 
 
 def allocate(
@@ -532,51 +456,24 @@ def allocate(
     return node_memory.allocate(64, 16, group, torch.device("cuda", 0), gather, node)
 
 
-def test_rank_without_memory_is_told_to_all_before_torch_waits_for_it(machine, torchs, monkeypatch):
-    rank = {}
+def test_rank_without_memory_is_told_to_all_before_torch_waits_for_it(torchs):
+    def empty(*_: Any) -> Tensor:
+        raise RuntimeError("CUDA out of memory\nits C++ stack")
 
-    def empty(*args: Any, **options: Any) -> Tensor:
-        if rank[threading.get_ident()] == 1:
-            raise RuntimeError("CUDA out of memory")
-        return torch.zeros(1 << 20, dtype=torch.uint8)
-
-    def rendezvous(*args: Any) -> None:
-        raise AssertionError("rank 0 waits for rank 1 for as long as torch's store does")
-
-    monkeypatch.setattr(torchs.blocks, "empty_strided_p2p", empty)
-    monkeypatch.setattr(torchs.blocks, "rendezvous", rendezvous)
-
-    def work(transport: NcclTransport) -> None:
-        rank[threading.get_ident()] = transport.rank
-        add_memory(transport, 5.0)
-
-    for error in machine.run(2, work):
-        assert isinstance(error, collectives.TransportError)
-        assert "is not available to these ranks: rank 1: CUDA out of memory" in str(error)
+    torchs.memory.empty_strided_p2p, torchs.memory.rendezvous = empty, None
+    with pytest.raises(collectives.TransportError, match=r"rank 1: CUDA out of memory$"):
+        allocate(lambda said: [["", *said[1:]], said])
 
 
-def test_memory_inside_of_a_larger_block_is_found_there(torchs, monkeypatch):
+def test_memory_inside_of_a_larger_block_is_found_there(torchs):
     """torch returns the addresses of the blocks, and may place memory inside of them."""
     block = torch.full((96,), 0xFF, dtype=torch.uint8)
     handle = SimpleNamespace(rank=1, buffer_ptrs=[4096, block.data_ptr()])
-    monkeypatch.setattr(torchs.blocks, "empty_strided_p2p", lambda *_: block[32:])
-    monkeypatch.setattr(torchs.blocks, "rendezvous", lambda *_: handle)
+    torchs.memory.empty_strided_p2p = lambda *_: block[32:]
+    torchs.memory.rendezvous = lambda *_: handle
     made, addresses = allocate()
     assert made.nbytes == 64 and addresses == [4128, made.data_ptr()]
     assert made.tolist() == [0] * 16 + [0xFF] * 48
-
-
-def test_memory_of_a_closed_group_is_not_taken_again_with_its_rendezvous(torchs):
-    """Another rank may hold the old tensor, and would wait for a rendezvous by itself."""
-    blocks = torchs.blocks
-    old = blocks.empty(64, dtype=torch.uint8, device=None)
-    blocks.rendezvous(old, "0")
-    blocks.pool.append(old)
-    exchanged = []
-    blocks._exchange = lambda block: exchanged.append(block.data_ptr()) or [block.data_ptr(), 4096]
-    made, _ = allocate()
-    assert exchanged == [made.data_ptr()]
-    assert made.data_ptr() != old.data_ptr()
 
 
 def test_gpu_that_cannot_hold_all_programs_is_a_reason_on_all_ranks(torchs):
@@ -627,13 +524,18 @@ def test_rank_whose_rendezvous_fails_is_told_to_all(torchs):
         allocate(gather)
 
 
-def test_launch_that_is_late_is_ended_though_no_call_follows(machine, monkeypatch):
+@pytest.fixture
+def failing(machine, monkeypatch) -> None:
+    """Memory whose launches are those of `Failing`."""
     memory = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
     monkeypatch.setattr(
         node_memory, "allocate", lambda nbytes, *args: (device_tensor(memory[:nbytes]), [4096] * 2)
     )
     monkeypatch.setattr(node_memory, "Node", Failing)
 
+
+@pytest.mark.usefixtures("failing")
+def test_launch_that_is_late_is_ended_though_no_call_follows(machine):
     def work(transport: NcclTransport) -> bool:
         node: Any = add_memory(transport, 20.0).node
         ended: list[bool] = []
@@ -650,13 +552,8 @@ def test_launch_that_is_late_is_ended_though_no_call_follows(machine, monkeypatc
     assert all_good(machine.run(2, work)) == [True] * 2
 
 
-def test_launch_follows_the_stream_and_its_failure_is_told_without_a_wait(machine, monkeypatch):
-    memory = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
-    monkeypatch.setattr(
-        node_memory, "allocate", lambda nbytes, *args: (device_tensor(memory[:nbytes]), [4096] * 2)
-    )
-    monkeypatch.setattr(node_memory, "Node", Failing)
-
+@pytest.mark.usefixtures("failing")
+def test_launch_follows_the_stream_and_its_failure_is_told_without_a_wait(machine):
     def work(transport: NcclTransport) -> str:
         made = add_memory(transport, 5.0)
         assert made.tensor.nbytes == 64

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 
 import pytest
 
@@ -35,15 +34,6 @@ def test_callbacks_run_once_and_in_order_in_the_communication_thread(queue):
     assert seen[3:] == [threading.current_thread()], "at once where the call has ended"
 
 
-def test_callbacks_of_a_failed_call_run(queue):
-    seen = threading.Event()
-    work = queue.later(lambda: 1 // 0)
-    work.add_done_callback(seen.set)
-    assert seen.wait(10.0)
-    with pytest.raises(ZeroDivisionError):
-        work.wait()
-
-
 @pytest.mark.parametrize("leave", [lambda: 1 // 0, lambda: sys.exit("leaving")])
 @pytest.mark.parametrize("hook", ["notes", "raises"])
 def test_callback_that_raises_leaves_the_next_calls_running(queue, monkeypatch, leave, hook):
@@ -65,14 +55,6 @@ def test_callback_that_raises_leaves_the_next_calls_running(queue, monkeypatch, 
     assert said in ([ZeroDivisionError], [SystemExit])
 
 
-def test_begun_call_ends_without_a_wait(queue):
-    begun = []
-    work = queue.begun(lambda: begun.append(threading.current_thread()), lambda: 7)
-    while not work.is_completed():
-        time.sleep(1e-3)
-    assert begun == [threading.current_thread()] and work.wait() == 7
-
-
 def test_call_within_a_call_raises_instead_of_waiting_for_itself(queue, monkeypatch):
     """As in a signal's handler, or a callback."""
     for nested in (lambda: queue.call(lambda: 7), lambda: queue.later(lambda: 7).wait()):
@@ -88,13 +70,6 @@ def test_call_within_a_call_raises_instead_of_waiting_for_itself(queue, monkeypa
     gate.set()
     assert queue.call(lambda: 10) == 10
     assert [args.exc_type for args in said] == [TransportError]
-
-
-def test_wait_raises_whatever_the_call_raised(queue):
-    work = queue.later(lambda: sys.exit("leaving"))
-    assert done(queue.later(lambda: 7)) == 7
-    with pytest.raises(SystemExit, match="leaving"):
-        work.wait()
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -118,11 +93,3 @@ def test_wait_raises_where_the_communication_thread_has_ended(queue, monkeypatch
         work.wait()
     assert told == [True]
     queue._works.clear()
-
-
-def test_call_during_shut_down_raises():
-    queue = Queue()
-    queue.close()
-    for call in (queue.call, queue.later, lambda f: queue.begun(f, f)):
-        with pytest.raises(TransportError, match="shut down"):
-            call(lambda: 7)

@@ -9,7 +9,7 @@ import torch
 
 from adasum import Adasum
 from collectives import Group, Topology, run_threads
-from collectives.bootstrap.locality import Locality, find_locality, locality_on
+from collectives.bootstrap.locality import Locality, find_locality
 from collectives.transport import ThreadTransport, ThreadWorld
 from tests.collectives.transport.thread_ranks import TIMEOUT, together
 
@@ -122,13 +122,6 @@ def test_a_topology_that_is_given_stands() -> None:
     given = Topology(4, 4, (3, 2, 1, 0))
     for local in ((None, None), (0, 1)):
         assert {each.topology for each in find([local] * 4, given)} == {given}
-
-
-def test_hosts_that_alternate_hold_no_runs_of_ranks() -> None:
-    assert locality_on([0, 1, 0, 1], 2) == Locality(
-        1, 2, (0, 1, 0, 1), Topology(4, 1, uneven=((0, 2), (1, 3)))
-    )
-    assert locality_on([5, 5, 7, 7], 2) == Locality(0, 2, (5, 5, 7, 7), Topology(4, 2))
 
 
 def test_part_of_a_group_has_the_hosts_of_its_ranks() -> None:

@@ -38,16 +38,6 @@ def test_requests_started_in_a_row_end_without_wait(way: str) -> None:
     run(way, 3, job)
 
 
-def test_closing_the_group_ends_a_started_request() -> None:
-    def job(group: Group) -> torch.Tensor:
-        tensor = torch.ones(3)
-        group.all_reduce_init(tensor).start()
-        group.close()
-        return tensor
-
-    assert all(torch.equal(each, torch.full((3,), 2.0)) for each in run("threads", 2, job))
-
-
 def test_start_with_another_buffer_is_this_ranks_own_matter() -> None:
     def job(group: Group) -> None:
         first, second = torch.ones(4), torch.ones(4)
@@ -114,29 +104,6 @@ def test_failure_in_flight_is_raised_by_wait(way: str) -> None:
             start_and_wait(other)
 
     run(way, 2, job, timeout=1.0)
-
-
-def test_start_on_a_closed_group_raises() -> None:
-    def job(group: Group) -> None:
-        request = group.all_reduce_init(torch.ones(4))
-        group.close()
-        with pytest.raises(TransportError, match="was shut down"):
-            request.start()
-
-    run("threads", 2, job)
-
-
-def test_request_made_in_inference_mode_works_there() -> None:
-    def job(group: Group) -> None:
-        with torch.inference_mode():
-            tensor = torch.ones(4)
-            request = group.all_reduce_init(tensor)
-            request.start()
-            group.barrier()
-            request.wait()
-            assert torch.equal(tensor, torch.full((4,), 2.0))
-
-    run("threads", 2, job)
 
 
 def _shrunk(tensor: torch.Tensor) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from adasum import Adasum, AdasumReducer
 from collectives import Average, FusedBuffer, Group, Sum, run_threads
 from collectives.execution.operations import owners
-from collectives.schedules.topology import Topology
 from tests.collectives.consistency.ranks import run
 
 UNWEIGHTED = AdasumReducer(weighted=False)
@@ -79,27 +78,6 @@ def _check_mine(
             one.fill_(float("nan"))
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_fused_buffer_sorted_by_owner_is_reduced_in_place(size: int) -> None:
-    def work(group: Group) -> None:
-        owners = sorted(i % size for i in range(len(SHAPES)))
-        fused = FusedBuffer([torch.empty(shape) for shape in SHAPES])
-        request = group.reduce_to_owners_init(fused.tensors, Average, owners=owners)
-        for step in range(3):
-            torch._foreach_copy_(fused.tensors, _values(group.rank + 10 * step, torch.float32))
-            want = _values(group.rank + 10 * step, torch.float32)
-            for each in want:
-                group.all_reduce(each, Average, algorithm="rechd")
-            request.start()
-            request.wait()
-            _check_mine(group, owners, fused.tensors, want)
-            group.broadcast_from_owners(fused.tensors, owners=owners, async_op=True).wait()
-            assert all(map(torch.equal, fused.tensors, want))
-        assert group._runner.packed.take(1, fused.buffer).untyped_storage().nbytes() < 64
-
-    run_threads(size, work)
-
-
 def draw(rank: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in LARGE]
@@ -150,12 +128,3 @@ def test_owners_have_the_bits_of_an_all_reduce(size: int, way: str) -> None:
             assert mixed[1].tolist() == pytest.approx([1.0] * 3)
 
     run(way, size, job)
-
-
-@pytest.mark.parametrize("way", ["threads", "messages"])
-def test_owners_on_nodes_have_the_bits_of_an_all_reduce(way: str) -> None:
-    def job(group: Group) -> None:
-        for dtype in (torch.float32, torch.float64):
-            compare(group, dtype, Adasum, fuse=False)
-
-    run(way, 8, job, topology=Topology(8, 4))

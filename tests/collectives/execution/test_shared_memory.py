@@ -29,7 +29,6 @@ from collectives.execution import shared_memory
 from collectives.reducers import SumReducer
 from collectives.transport.symmetric_memory import SymmetricMemory
 from tests.adasum import definition
-from tests.collectives.operators import TrimmedMean
 
 OPS: dict[str, Reducer] = {"Sum": Sum, "Average": Average, "Adasum": Adasum}
 # Elements of float32 that each rank may read of all others.
@@ -131,17 +130,6 @@ def test_sums_have_the_bits_of_messages(size: int, algorithm: str, compare: Any)
         return answers
 
     compare(size, job)
-
-
-def test_operators_of_all_operands_have_the_bits_of_messages(compare: Any) -> None:
-    """Of one or two values, whose mean does not depend on how torch adds more."""
-
-    def job(group: Group) -> list[Tensor]:
-        mine = draw(9, SMALL + 7) * (group.rank + 1)
-        median = TrimmedMean(1, shared=True)
-        return [group.all_reduce(mine[:n].clone(), median) for n in (900, SMALL + 7)]
-
-    compare(4, job)
 
 
 @pytest.mark.parametrize("spins", [True, False])

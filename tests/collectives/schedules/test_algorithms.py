@@ -7,14 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from collectives.schedules import copying, direct, halving, ring
-from collectives.schedules.algorithm import ALL
 from collectives.schedules.registry import LIBRARIES
-from collectives.schedules.schedule import Schedule, sharded
+from collectives.schedules.schedule import Schedule
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
 from tests.collectives.schedules.simulation import (
-    answers,
     one_level,
     with_step,
 )
@@ -98,39 +96,6 @@ def test_dealt_shuffle_is_proved_from_every_first_rank() -> None:
                 gathering = min(n, (1 + n // 4) * tensors)
                 assert len({*owners.owners}) == len(owners.owners) == gathering
                 assert owners.owners[0] == first
-
-
-def test_brucks_all_gather_is_proved_in_log_n_steps() -> None:
-    for n in SIZES:
-        assert verify(copying.all_gather(n)).steps == (n - 1).bit_length()
-
-
-@QUICK_AND_REST
-def test_direct_is_proved_for_every_size(sizes: Sequence[int]) -> None:
-    for n in sizes:
-        for schedule in (direct.all_reduce(n), sharded(direct.all_reduce(n), 2)):
-            proof = verify(schedule)
-            assert proof.meets == ALL
-            assert proof.by_tree == (n > 1)
-            assert proof.steps == (2 if n > 1 else 0)
-        scattered = verify(direct.reduce_scatter(n))
-        assert scattered.steps == (n > 1) and scattered.by_tree == (n > 1)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 6, 7, 8, 13])
-def test_reduce_has_the_tree_of_rd_in_every_chunk(n: int) -> None:
-    (expected,) = answers(halving.doubling(n))[0]
-    for root in range(n):
-        for parts in (halving.scatter_gather(n), direct.scatter_gather(n)):
-            assert {*answers(parts.reduce(root))[root]} == {expected}
-
-
-def test_messages_in_shards_are_proved() -> None:
-    for n in (*range(1, 18), 33, 64):
-        for name in ("rd", "vhdd" if n % 2 else "rechd"):
-            schedule = one_level(name, 2 + n % 3, Topology(n, n))
-            assert schedule.chunks == one_level(name, 1, Topology(n, n)).chunks * (2 + n % 3)
-            assert verify(schedule).carries_adasum
 
 
 @pytest.mark.parametrize(

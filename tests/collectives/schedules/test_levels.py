@@ -18,10 +18,7 @@ from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
 from tests.collectives.schedules.simulation import (
-    answers,
-    ranks_in,
     two_levels,
-    with_step,
 )
 
 
@@ -103,67 +100,11 @@ def test_every_topology_is_proved() -> None:
     assert tried[True] == tried[False] == set(every)
 
 
-TOPOLOGIES = [Topology(8, 2), Topology(8, 4), Topology(9, 3), Topology(12, 2), Topology(5, 1)]
-
-
-@pytest.mark.parametrize("outer", [name for name in OUTER if name in ORDERED])
-@pytest.mark.parametrize("inner", INNER)
-def test_nodes_are_summed_in_any_order_and_join_in_the_one_promised(inner: str, outer: str) -> None:
-    for topology in TOPOLOGIES:
-        schedule = two_levels(inner, 1, outer, 1, topology, one_tree=True)
-        order = ALGORITHMS[outer].order
-        assert order is not None
-        expected = order.tree(range(topology.num_nodes))
-        for row in answers(schedule):
-            assert [collapsed(tree, topology, schedule.replicas) for tree in row] == [
-                expected
-            ] * schedule.chunks
-
-
-def collapsed(tree: object, topology: Topology, replicas: int) -> object:
-    """The tree with the sum of a whole node replaced by the node's number."""
-    if replicas > 1:
-        return tree
-    ranks = ranks_in(tree)
-    node = topology.node_of(min(ranks))
-    if ranks == frozenset(topology.ranks_of(node)):
-        return node
-    assert isinstance(tree, tuple), f"{tree} is part of a node"
-    return tuple(collapsed(part, topology, replicas) for part in tree)
-
-
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("inner", sorted({*INNER} - {*LIBRARIES}))
 def test_bytes_between_nodes_are_those_of_one_rank_a_node(inner: str, outer: str) -> None:
     two = estimate(f"{inner}/{outer}", 4096, ASSUMED, Topology(12, 3))
     assert two.inter == pytest.approx(estimate(outer, 4096, ASSUMED, Topology(4, 1)).inter)
-
-
-def test_library_inside_one_node_leaves_nothing_to_do() -> None:
-    schedule = two_levels("collective", 2, "vhdd", 1, Topology(4, 4), one_tree=True)
-    proof = verify(schedule)
-    assert (proof.steps, proof.phases, proof.carries_adasum) == (0, 0, True)
-
-
-@pytest.mark.parametrize("pair", [Pair("xring", 2, "vhdd", 1), Pair("nccl", 1, "pscpu", 2)])
-def test_faults_are_found(pair: Pair) -> None:
-    """A lost message; and a wrong group or phase, of which one rank alone knows, bars Adasum."""
-    schedule = pair.on(Topology(6, 2), one_tree=True)
-    for rank in range(6):
-        for number, step in enumerate(schedule.steps(rank)):
-            if step.sends:
-                with pytest.raises(ScheduleError):
-                    verify(with_step(schedule, rank, number, step._replace(sends=step.sends[1:])))
-            if step.group:
-                for other in (step._replace(phase=0), step._replace(group=step.group[:-1])):
-                    assert not _carries_adasum(with_step(schedule, rank, number, other))
-
-
-def _carries_adasum(schedule: Schedule) -> bool:
-    try:
-        return verify(schedule).carries_adasum
-    except ScheduleError:
-        return False
 
 
 def test_faults_of_the_replicas_are_found() -> None:
