@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -25,6 +23,7 @@ from tests.architecture.imports import (
     names_imported,
     private_names,
 )
+from tests.processes.commands import python
 
 ROOT = Path(__file__).parents[2]
 MODULES = modules_of(ROOT, *PACKAGES)
@@ -160,20 +159,10 @@ def test_tools_are_imported_by_the_modules_listed_only() -> None:
     assert {module for module in set(MODULES) - tools if imported[module] & tools} == IMPORTS_TOOLS
 
 
-def test_import_of_the_packages_imports_no_tool() -> None:
-    code = "import sys, adasum; print([m for m in sys.modules if 'collectives.tools' in m])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"
-
-
-def test_import_of_the_packages_leaves_the_compiler_out() -> None:
-    code = "import sys, adasum; print('torch._dynamo' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "False\n"
+@pytest.mark.parametrize("left_out", ["collectives.tools", "torch._dynamo"])
+def test_import_of_the_packages_leaves_out_tools_and_the_compiler(left_out: str) -> None:
+    code = f"import sys, adasum; print([m for m in sys.modules if {left_out!r} in m])"
+    assert python("-c", code) == "[]\n"
 
 
 @pytest.mark.timing
@@ -185,14 +174,7 @@ def test_import_of_adasum_takes_at_most_a_quarter_more_than_torchs() -> None:
     least = {"torch": 1e9, "adasum": 1e9}
     for _ in range(5):
         for module in least:
-            done = subprocess.run(
-                [sys.executable, "-c", code.format(module)],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            least[module] = min(least[module], float(done.stdout))
+            least[module] = min(least[module], float(python("-c", code.format(module))))
     assert least["adasum"] <= 1.25 * least["torch"]
 
 

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +21,7 @@ import pytest
 import adasum
 import adasum.check.report
 from collectives.schedules.registry import ALGORITHMS
+from tests.processes.commands import python
 from tests.processes.harness import run_ranks, script
 
 ROOT = Path(__file__).parents[2]
@@ -85,18 +85,11 @@ def test_benchmarks_of_the_page_run_as_they_stand_and_show_gigabytes_a_second(
     (text,) = (block for block in blocks if "import pytest" in block)
     (tmp_path / "test_mine.py").write_text(text)
     options = ["--benchmark-only", "--benchmark-max-time=0.01", "--benchmark-json=mine.json"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     # As a worker of xdist it would time nothing.
-    bare = {name: value for name, value in os.environ.items() if "XDIST" not in name}
-    done = subprocess.run(
-        [*command, "test_mine.py", "-k", "not compiled"],
-        cwd=tmp_path,
-        env=bare | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    xdists = [name for name in os.environ if "XDIST" in name]
+    given = {"place": tmp_path, "without": xdists, "PYTHONPATH": str(ROOT)}
+    python(*command, "test_mine.py", "-k", "not compiled", **given)
     benchmarks = json.loads((tmp_path / "mine.json").read_text())["benchmarks"]
     assert len(benchmarks) == 3 and all(one["extra_info"]["GB/s"] > 0 for one in benchmarks)
 

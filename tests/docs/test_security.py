@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 import collectives
-from tests.processes.harness import run_ranks
+from tests.processes.harness import listening, run_ranks
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
@@ -56,28 +55,6 @@ def test_nothing_in_the_packages_unpickles() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 safely = {k.arg: ast.unparse(k.value) for k in node.keywords}
                 assert safely.get("weights_only") == "True", path
-
-
-def listening() -> set[str]:
-    """The TCP addresses, as Linux writes them, at which this process listens."""
-    by_inode = {}
-    for table in ("tcp", "tcp6"):
-        path = Path("/proc/net", table)
-        for line in path.read_text().splitlines()[1:] if path.exists() else ():
-            _, local, _, state, *others = line.split()
-            if state == "0A":
-                by_inode[others[5]] = local
-    return {by_inode[inode] for inode in inodes() if inode in by_inode}
-
-
-def inodes() -> list[str]:
-    """The sockets of this process."""
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        name = f"/proc/self/fd/{fd}"
-        if os.path.islink(name) and (match := re.match(r"socket:\[(\d+)\]", os.readlink(name))):
-            found.append(match[1])
-    return found
 
 
 def ports(rank: int, transport: str) -> tuple[int, int, list[str]]:

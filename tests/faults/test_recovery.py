@@ -1,66 +1,44 @@
-"""A rank dies at a random step; torchrun starts all again; the parameters end as if it had not.
+"""A rank dies in a step; torchrun starts all again; the parameters end as if it had not.
 
-One launch for all seeds, which trains one after the other and loses a rank in each: what is slow is
-the start of processes. ADASUM_RECOVERY_SEEDS sets their number.
+One launch for all deaths, which trains once for each: what is slow is the start of processes.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import random
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.processes.commands import ROOT, python
+
 RANKS = 2
 STEPS = 12
 EVERY = 3
-# 12 starts of two processes take too long for every run of the suite.
-SEEDS = int(os.environ.get("ADASUM_RECOVERY_SEEDS", "2"))
+# The rank, and the call that it does not survive: of the loss, or to write the second checkpoint.
+DEATHS = [(0, "loss", 7), (1, "write", 2)]
 
 
-def _launch(directory: Path, deaths: list[Any]) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(RANKS), "--max-restarts", str(len(deaths))),
-            *("--monitor-interval", "0.1", "tests/faults/recovery_job.py"),
-            *(str(directory), str(STEPS), str(EVERY), json.dumps(deaths)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60 + 20 * len(deaths),
+def _launch(directory: Path) -> None:
+    python(
+        *("-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(RANKS), "--max-restarts", str(len(DEATHS))),
+        *("--monitor-interval", "0.1", "tests/faults/recovery_job.py"),
+        *(directory, str(STEPS), str(EVERY), json.dumps(DEATHS)),
+        PYTHONPATH=str(ROOT),
+        OMP_NUM_THREADS="1",
     )
-    assert done.returncode == 0, done.stderr[-6000:]
 
 
-def _death(seed: int) -> list[Any]:
-    """A rank, and the call that it does not survive."""
-    random_ = random.Random(seed)
-    rank = random_.randrange(RANKS)
-    if seed % 4 == 3:
-        # The second or third checkpoint; rank 0 writes two files for each.
-        return [rank, "write", random_.randint(2, 3) * (2 if rank == 0 else 1)]
-    return [rank, "loss", random_.randint(1, STEPS)]
-
-
-@pytest.mark.timeout(120 + 30 * SEEDS)
+@pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_training_that_loses_a_rank_ends_with_the_same_parameters(tmp_path: Path) -> None:
-    deaths = [_death(seed) for seed in range(SEEDS)]
-    _launch(tmp_path, deaths)
+    _launch(tmp_path)
 
     start: list[dict[str, torch.Tensor]] = []
-    for seed in range(SEEDS):
-        assert (tmp_path / "killed" / f"died{seed}").exists(), deaths[seed]
+    for seed, death in enumerate(DEATHS):
+        assert (tmp_path / "killed" / f"died{seed}").exists(), death
         finals = [
             torch.load(tmp_path / how / f"final{seed}.rank{rank}.pt")
             for how in ("killed", "undisturbed")
@@ -68,7 +46,7 @@ def test_training_that_loses_a_rank_ends_with_the_same_parameters(tmp_path: Path
         ]
         for final in finals[1:]:
             assert final.keys() == finals[0].keys()
-            assert all(torch.equal(final[key], finals[0][key]) for key in final), deaths[seed]
+            assert all(torch.equal(final[key], finals[0][key]) for key in final), death
         # Seeds differ, so the comparison is not of something constant.
         assert all(not torch.equal(other["9.weight"], finals[0]["9.weight"]) for other in start)
         start.append(finals[0])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import email
-import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -17,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import kernels
+from tests.processes.commands import ROOT, printed, python
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("adasum", "collectives", "kernels")
 # What the sdist has beside the packages.
 TREE = ("bench", "docs", "examples", "tests")
@@ -46,16 +44,7 @@ def build(tree: Path, out: Path, *kinds: str, **variables: str) -> list[Path]:
     """Build `kinds` ("sdist", "wheel", "editable") of `tree` into `out`, as pip does without
     isolation."""
     out.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD, str(out), *kinds],
-        cwd=tree,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **variables},
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", BUILD, out, *kinds, place=tree, **variables)
     return [next(out.glob("*.tar.gz" if kind == "sdist" else "*.whl")) for kind in kinds]
 
 
@@ -172,17 +161,8 @@ print(kernels.backend_info().cpu_path)
 
 def path_and_sum(packages: Path) -> list[str]:
     """What computes on CPU tensors with the packages of a folder."""
-    bare = {name: value for name, value in os.environ.items() if name != "ADASUM_CPU_KERNELS"}
-    done = subprocess.run(
-        [sys.executable, "-c", PATH_AND_SUM],
-        cwd=packages,
-        env={**bare, "PYTHONPATH": str(packages)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout.splitlines()
+    options = {"without": ["ADASUM_CPU_KERNELS"], "PYTHONPATH": str(packages)}
+    return python("-c", PATH_AND_SUM, place=packages, **options).splitlines()
 
 
 @needs_c
@@ -232,23 +212,13 @@ def test_installed_wheel_passes_the_tests_of_every_package(
     shutil.copytree(built["sdist"], tests)
     for package in PACKAGES:
         shutil.rmtree(tests / package)
-    output = []
-    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    output: list[str] = []
     for arguments in (
         ["adasum.check", "--no-self-test"],
         ["pytest", "-q", "-p", "no:cacheprovider", "-k", "not emulator", *FAST],
     ):
-        done = subprocess.run(
-            [str(environment / "bin" / "python"), "-m", *arguments],
-            cwd=tests,
-            env=bare,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        output += done.stdout.splitlines()
+        command = environment / "bin" / "python", "-m", *arguments
+        output += printed(*command, place=tests, without=["PYTHONPATH"]).splitlines()
     version = built["wheel"].name.split("-")[1]
     assert f"  adasum                   {version}" in output
     assert f"  kernels imported from    {site / 'kernels'}" in output

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 import venv
@@ -13,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes.commands import ROOT, printed
+
 TORCH = """
 class cuda:
     @staticmethod
@@ -43,26 +43,17 @@ def test_environment_borrows_torch_from_a_python_that_lives_in_one_itself(tmp_pa
     no_pip = '[ "$2" = venv ] && set -- "$@" --without-pip'
     python.write_text(f'#!/bin/sh\n{no_pip}\nexec {theirs}/bin/python "$@"\n')
     python.chmod(0o755)
-    made = subprocess.run(
-        ["make", f"VENV={ours}", f"PYTHON={python}", str(ours / ".made")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert made.returncode == 0, made.stdout + made.stderr
-    assert "borrowing the torch of" in made.stdout
+    made = printed("make", f"VENV={ours}", f"PYTHON={python}", ours / ".made")
+    assert "borrowing the torch of" in made
     code = "import torch, found_by_pth, sys; print(torch.__file__, sys.prefix)"
-    found = subprocess.run(
-        [ours / "bin" / "python", "-c", code], capture_output=True, text=True, check=True
-    )
-    assert found.stdout.split() == [str(site_packages(theirs) / "torch.py"), str(ours)]
+    assert printed(ours / "bin" / "python", "-c", code).split() == [
+        str(site_packages(theirs) / "torch.py"),
+        str(ours),
+    ]
     # What is installed into it comes first.
     (site_packages(ours) / "torch.py").write_text("")
-    found = subprocess.run(
-        [ours / "bin" / "python", "-c", code], capture_output=True, text=True, check=True
-    )
-    assert found.stdout.split()[0] == str(site_packages(ours) / "torch.py")
+    found = printed(ours / "bin" / "python", "-c", code).split()
+    assert found[0] == str(site_packages(ours) / "torch.py")
 
 
 @pytest.fixture
@@ -85,17 +76,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def make(checkout: Path, *arguments: str, **variables: str) -> str:
     """Return what it prints."""
-    done = subprocess.run(
-        ["make", *arguments],
-        cwd=checkout,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return printed("make", *arguments, place=checkout, **variables)
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc on the PATH")

@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,23 +15,13 @@ import torch
 import adasum
 import collectives
 from tests.packaging import typed_program
-
-ROOT = Path(__file__).parents[2]
+from tests.processes.commands import ROOT, printed
 
 
 def check(command: list[str], place: Path) -> None:
     """Run a checker on a copy of the program, from which the packages are found as installed."""
     shutil.copy(typed_program.__file__, place / "program.py")
-    done = subprocess.run(
-        command,
-        cwd=place,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed(*command, place=place, timeout=170.0, PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.slow

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.processes.commands import python
+
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 START = """
@@ -52,20 +49,8 @@ adasum.shutdown()
 def _run(code: str, *hidden: str) -> dict[str, Any]:
     """Run `code` where `hidden` cannot be imported and return its dictionary `report`."""
     whole = START.format(hidden=hidden) + code + "\nprint(json.dumps(report))\n"
-    done = subprocess.run(
-        [sys.executable, "-c", whole],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={
-            **{name: value for name, value in os.environ.items() if name not in TORCHRUN},
-            "OMP_NUM_THREADS": "1",
-        },
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    said = python("-c", whole, without=TORCHRUN, OMP_NUM_THREADS="1")
+    report: dict[str, Any] = json.loads(said.splitlines()[-1])
     return report
 
 

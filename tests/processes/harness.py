@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import pickle
 import runpy
 import socket
@@ -33,6 +34,19 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def listening(port: int | None = None) -> set[str]:
+    """The TCP addresses, as Linux writes them, at which this process listens, all or on a port."""
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    mine = {os.readlink(link) for link in links if link.is_symlink()}
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:] if os.path.exists(table) else ():
+            _, local, _, state, *others = line.split()
+            if state == "0A" and f"socket:[{others[5]}]" in mine:
+                found.add(local)
+    return {each for each in found if port is None or each.endswith(f":{port:04X}")}
 
 
 def on_one_node(rank: int, size: int, port: int) -> dict[str, str]:

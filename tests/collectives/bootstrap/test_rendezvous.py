@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 import socket
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +24,7 @@ from collectives.bootstrap.rendezvous import (
     wait_for_ranks,
 )
 from tests.collectives.transport.thread_ranks import together
-from tests.processes.harness import free_port
+from tests.processes.harness import free_port, listening
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's table of sockets")
 
@@ -97,11 +95,16 @@ def test_a_start_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     bounded(lambda: None, 2, 10.0)
 
 
-def test_the_store_at_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+def place_store(monkeypatch: pytest.MonkeyPatch, host: str, port: int) -> None:
+    """Have rank 0 keep the store at an address."""
+    monkeypatch.setenv("MASTER_ADDR", host)
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+
+def test_the_store_at_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    place_store(monkeypatch, "127.0.0.1", port)
     with pytest.raises(CollectiveTimeoutError, match=rf"rank 1 got no answer.*127.0.0.1:{port}"):
         open_store(1, 0.2)
     first = open_store(0, 5.0)
@@ -111,9 +114,7 @@ def test_the_store_at_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 was told that something else listens there."""
-    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    place_store(monkeypatch, "nowhere.invalid", free_port())
     for rank in range(2):
         with pytest.raises(
             CollectiveTimeoutError, match=rf"rank {rank} got no.*nowhere\.invalid.*Errno"
@@ -125,9 +126,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))
         other.listen()
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
-        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        place_store(monkeypatch, "127.0.0.1", other.getsockname()[1])
         with pytest.raises(TransportError, match=r"rank 0 cannot listen on .*MASTER_PORT"):
             open_store(0, 2.0)
 
@@ -181,29 +180,15 @@ def test_gpu_that_nccl_needs_for_a_rank_alone(monkeypatch: pytest.MonkeyPatch) -
     assert launchers.gpu_for_nccl(5, 9) is None
 
 
-def listening(port: int) -> set[str]:
-    """The addresses at which something listens on a port, as Linux writes them."""
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        if os.path.exists(table):
-            for line in Path(table).read_text().splitlines()[1:]:
-                _, local, _, state, *_ = line.split()
-                if state == "0A" and int(local.split(":")[1], 16) == port:
-                    found.add(local.split(":")[0])
-    return found
-
-
 @linux
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_our_own_store_listens_at_the_masters_address_alone(
     host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setenv("MASTER_ADDR", host)
+    place_store(monkeypatch, host, port)
     store = open_store(0, 5.0)
-    assert listening(port) == {"0100007F"}
+    assert listening(port) == {f"0100007F:{port:04X}"}
     open_store(1, 5.0).set("key", "value")
     # A second one, or torch's own, goes to the same.
     assert open_store(0, 5.0).get("key") == b"value"
@@ -221,14 +206,10 @@ def test_master_that_is_a_name_or_no_address_of_the_host_listens_everywhere(
         raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
     port = free_port()
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    # The address works all the same here.
+    place_store(monkeypatch, "127.0.0.1" if host == "elsewhere" else socket.gethostname(), port)
     if host == "elsewhere":
-        # The address works all the same here.
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setattr(socket, "create_server", elsewhere)
-    else:
-        monkeypatch.setenv("MASTER_ADDR", socket.gethostname())
     store = open_store(0, 5.0)
-    assert listening(port) in ({"0" * 32}, {"0" * 8})
+    assert listening(port) in ({f"{'0' * 32}:{port:04X}"}, {f"{'0' * 8}:{port:04X}"})
     del store

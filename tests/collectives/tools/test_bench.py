@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 import collectives
 from collectives.tools import bench
+from tests.processes.commands import python
 from tests.processes.harness import run_ranks
 
 SIZE = 3
@@ -178,7 +178,6 @@ def test_algorithm_that_cannot_run_is_an_error_on_all_ranks() -> None:
 
 @pytest.mark.slow
 def test_command_starts_ranks_and_prints_a_table() -> None:
-    command = [sys.executable, "-m", "collectives.bench", "--ranks", "2", "-b", "4K", "-e", "8K"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert len(_rows(done.stdout.splitlines())) == 2
-    assert "# Wrong elements: 0 OK" in done.stdout
+    said = python("-m", "collectives.bench", "--ranks", "2", "-b", "4K", "-e", "8K")
+    assert len(_rows(said.splitlines())) == 2
+    assert "# Wrong elements: 0 OK" in said
