@@ -13,32 +13,12 @@ import collectives
 from collectives import Average, Group
 from collectives.bootstrap import transport_selection
 from collectives.schedules.registry import SCHEDULES
-from collectives.transport import GlooTransport, HostTransport, Message
+from collectives.transport import GlooTransport, HostTransport
 from tests.frozen import table, worlds
 from tests.frozen.cases import Case
 from tests.frozen.errors import ENDS
 
 Check = Callable[[Group], None]
-
-
-def check_raw_exchange(group: Group) -> None:
-    """Every pair at once; sizes differ by pair, order within a pair is kept, empty ones vanish."""
-    transport = group.transport
-    others = [r for r in range(group.size) if r != group.rank]
-    sends = [
-        Message(peer, torch.full((length,), float(100 * group.rank + peer + length)))
-        for peer in others
-        for length in (3, 0, 70000)
-    ]
-    recvs = [
-        Message(peer, torch.full((length,), float("nan")))
-        for peer in others
-        for length in (3, 0, 70000)
-    ]
-    transport.exchange(sends, recvs, "a test", group.timeout)
-    for peer, tensor in recvs:
-        expected = torch.full_like(tensor, float(100 * peer + group.rank + tensor.numel()))
-        assert torch.equal(tensor, expected)
 
 
 def check_frozen_answers(group: Group) -> None:
@@ -79,20 +59,6 @@ def check_float16_average(group: Group) -> None:
         # n - 1 additions and two divisions, each rounding once.
         eps = torch.finfo(torch.float16).eps
         assert ((mine.double() - 40000.0).abs() <= (group.size + 1) * eps * 40000.0).all()
-
-
-def check_async(group: Group) -> None:
-    """Many under way at once, waited for in reverse, with a synchronous call in between."""
-    tensors = [torch.full((100,), float(i + group.rank)) for i in range(20)]
-    works = [group.all_reduce(t, name=f"t{i}", async_op=True) for i, t in enumerate(tensors)]
-    extra = torch.ones(3)
-    group.all_reduce(extra)
-    assert extra[0] == group.size
-    for i, work in reversed(list(enumerate(works))):
-        assert isinstance(work, collectives.Work)
-        assert work.wait() is tensors[i]
-        assert work.is_completed()
-        assert tensors[i][0] == sum(i + r for r in range(group.size))
 
 
 def check_barrier(group: Group) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import adasum as hvd
 import collectives
 from collectives import CollectiveMismatchError, Group
 
@@ -116,65 +115,10 @@ def check_order(group: Group) -> None:
     assert both("two") == {"one": right, "two": right}
 
 
-def check_two_optimizers(group: Group) -> None:
-    """A dense part over all ranks and an expert over a set of them, in one backward: the bits that
-    each has alone."""
-    ranks = [0, group.size - 1]
-    experts = hvd.add_process_set(ranks)
-
-    def train(together: bool) -> list[torch.Tensor]:
-        dense, expert = torch.nn.Linear(6, 5), torch.nn.Linear(5, 4)
-        seeded = torch.Generator().manual_seed(0)
-        for parameter in (*dense.parameters(), *expert.parameters()):
-            torch.nn.init.normal_(parameter, generator=seeded)
-        optimizers = [
-            hvd.DistributedOptimizer(
-                torch.optim.SGD(dense.parameters(), lr=0.1),
-                dense.named_parameters(),
-                op=hvd.Adasum,
-                method="gradient",
-            ),
-            hvd.DistributedOptimizer(
-                torch.optim.SGD(expert.parameters(), lr=0.1),
-                expert.named_parameters(),
-                op=hvd.Average,
-                process_set=experts,
-            ),
-        ]
-        for step in range(STEPS):
-            inputs = torch.randn(
-                8, 6, generator=torch.Generator().manual_seed(10 * step + group.rank)
-            )
-            if together:
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                expert(dense(inputs).tanh()).square().mean().backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                continue
-            # Each alone, with the other's parameters held still.
-            hidden = dense(inputs).tanh()
-            optimizers[1].zero_grad()
-            expert(hidden.detach()).square().mean().backward()
-            gradients = torch.autograd.grad(expert(hidden).square().mean(), [*dense.parameters()])
-            optimizers[1].step()
-            optimizers[0].zero_grad()
-            (
-                sum((p * g).sum() for p, g in zip(dense.parameters(), gradients, strict=True))
-            ).backward()
-            optimizers[0].step()
-        return [p.detach().clone() for p in (*dense.parameters(), *expert.parameters())]
-
-    both, alone = train(together=True), train(together=False)
-    assert all(torch.equal(a, b) for a, b in zip(both, alone, strict=True))
-    hvd.remove_process_set(experts)
-
-
 CHECKS: list[Callable[[Group], None]] = [
     check_unnamed,
     check_backward,
     check_order,
-    check_two_optimizers,
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -48,28 +47,6 @@ def _adopt(rank: int) -> list[float]:
 
 def test_torch_distributed_is_adopted() -> None:
     assert run_ranks(3, _adopt) == [[3.0, 2.0], [3.0], [3.0, 2.0]]
-
-
-def _again(rank: int) -> list[float]:
-    """Started and shut down many times, by ranks of which some are late, and then by torch."""
-    answers = []
-    for turn in range(4):
-        group = collectives.init(timeout=20.0)
-        value = torch.tensor(float(rank + turn))
-        group.all_reduce(value)
-        answers.append(value.item())
-        part = group.split([0, 2])
-        collectives.shutdown()
-        assert part is None or part.closed
-        time.sleep(0.05 * ((rank + turn) % 3))
-    dist.init_process_group("gloo")
-    dist.barrier()
-    dist.destroy_process_group()
-    return answers
-
-
-def test_init_again_after_shutdown() -> None:
-    assert run_ranks(3, _again, timeout=60.0) == [[3.0, 6.0, 9.0, 12.0]] * 3
 
 
 def _ended_first(rank: int, port: int) -> list[float]:
@@ -179,40 +156,6 @@ def test_incomplete_environment(
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
         collectives.init()
-
-
-def _choose(rank: int) -> list[str]:
-    """What each choice gives: the transport and its shared memory, or the error."""
-    dist.init_process_group("gloo")
-    said = []
-    for variable, argument in [
-        (None, None),
-        ("auto", "gloo"),
-        ("gloo" if rank == 1 else "", None),
-        ("nccl", None),
-    ]:
-        os.environ.pop("ADASUM_TRANSPORT", None)
-        if variable is not None:
-            os.environ["ADASUM_TRANSPORT"] = variable
-        try:
-            group = collectives.init(timeout=30.0, transport=argument)
-            group.barrier()
-            said.append(repr(group.transport))
-            collectives.shutdown()
-        except (collectives.TransportError, collectives.CollectiveMismatchError) as error:
-            said.append(str(error))
-    dist.destroy_process_group()
-    return said
-
-
-def test_the_transport_can_be_chosen() -> None:
-    first, second, third = run_ranks(3, _choose)
-    assert first == second == third
-    assert first[:2] == ["HostTransport(shared memory to 2)", "GlooTransport()"]
-    assert "rank 0 calls init() with transport=auto" in first[2]
-    assert "rank 1 calls init() with transport=gloo" in first[2]
-    if not torch.cuda.is_available():
-        assert 'transport="nccl": rank 0: NCCL needs a GPU that torch sees' in first[3]
 
 
 @pytest.mark.parametrize("source", ["transport", "ADASUM_TRANSPORT"])

@@ -71,6 +71,12 @@ def why_not(size: int = max(SIZES)) -> str:
     return ""
 
 
+def need_nccl(size: int) -> None:
+    """Skip a test of so many ranks unless they can run here."""
+    if reason := why_not(size):
+        pytest.skip(reason)
+
+
 def inputs(size: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Every rank's input, known to all, on the CPU."""
     return [
@@ -218,27 +224,6 @@ def check_graph(transport: NcclTransport) -> None:
             assert torch.equal(buffer, wanted * scale)
 
 
-def check_graph_of_messages(transport: NcclTransport) -> None:
-    """Captured between two kernels of the caller's, replayed with what is there then."""
-    after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-    mine, got = (torch.zeros(NUMEL, device=transport.device) for _ in range(2))
-
-    def pass_on() -> None:
-        mine.add_(1.0)
-        transport.exchange([Message(after, mine)], [Message(before, got)], "a test", TIMEOUT)
-        got.mul_(2.0)
-
-    pass_on()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        pass_on()
-    for turn in range(3):
-        mine.fill_(10.0 * turn + transport.rank)
-        graph.replay()
-        assert torch.equal(got.cpu(), torch.full((NUMEL,), 2 * (10.0 * turn + before + 1)))
-
-
 def check_requests(transport: NcclTransport) -> None:
     """From their third start on they are graphs, beside direct calls and the caller's own work.
 
@@ -314,11 +299,6 @@ def check_split(transport: NcclTransport) -> None:
     check_order_of_streams(transport)
 
 
-def check_wrong_devices(transport: NcclTransport) -> None:
-    with pytest.raises(ValueError, match=r"on meta, .* carries tensors on cuda"):
-        transport.check_device(torch.device("meta"))
-
-
 CHECKS: dict[str, Check] = {
     name.removeprefix("check_"): value
     for name, value in list(globals().items())
@@ -362,8 +342,7 @@ def results_of(size: int) -> list[dict[str, str]]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("check", sorted(CHECKS))
 def test_checks(size: int, check: str) -> None:
-    if reason := why_not(size):
-        pytest.skip(reason)
+    need_nccl(size)
     failures = [f"rank {r}: {out[check]}" for r, out in enumerate(results_of(size)) if out[check]]
     assert not failures, "\n".join(failures)
 
@@ -402,8 +381,7 @@ def beside_another_all_reduce(rank: int) -> None:
 
 
 def test_adasum_beside_another_groups_all_reduce() -> None:
-    if reason := why_not(2):
-        pytest.skip(reason)
+    need_nccl(2)
     run_ranks(2, beside_another_all_reduce, timeout=120.0)
 
 
@@ -445,8 +423,7 @@ def silent_peer(rank: int) -> tuple[str, float]:
 
 
 def test_a_silent_peer() -> None:
-    if reason := why_not(2):
-        pytest.skip(reason)
+    need_nccl(2)
     check_told(run_ranks(2, silent_peer, timeout=120.0)[0])
 
 
@@ -479,8 +456,7 @@ def silent_launch(rank: int) -> tuple[str, float]:
 
 
 def test_a_silent_peer_of_a_launch() -> None:
-    if reason := why_not(2):
-        pytest.skip(reason)
+    need_nccl(2)
     check_told(run_ranks(2, silent_launch, timeout=120.0)[0])
 
 
@@ -499,8 +475,7 @@ def no_sender(rank: int) -> tuple[str, float]:
 
 
 def test_what_nccl_refuses_is_said_in_its_words() -> None:
-    if reason := why_not(1):
-        pytest.skip(reason)
+    need_nccl(1)
     text, waited = run_ranks(1, no_sender, timeout=120.0)[0]
     assert "NCCL failed in step 0: NCCL_ERROR_INVALID_USAGE" in text
     assert waited <= TIMEOUT

@@ -17,7 +17,7 @@ from adasum import Adasum
 from collectives import Average, CollectiveError, Group, Sum
 from tests.adasum import definition
 from tests.processes.harness import run_ranks
-from tests.processes.test_nccl import ONE_GPU, SHORT, TIMEOUT, start, why_not
+from tests.processes.test_nccl import ONE_GPU, SHORT, TIMEOUT, need_nccl, start
 
 SIZES = [2, 3, 4]
 NUMELS = [1, 7, 5_000, 70_001, 1_000_003]
@@ -67,8 +67,7 @@ def sums(rank: int) -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sums_have_the_bits_of_sum_n(size: int) -> None:
-    if reason := why_not(size):
-        pytest.skip(reason)
+    need_nccl(size)
     expected = 3 * len(DTYPES) * len(NUMELS) * 2
     assert run_ranks(size, sums, timeout=150.0) == [expected] * size
 
@@ -109,49 +108,10 @@ def adasums(rank: int) -> tuple[int, float]:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_adasum_is_what_it_is_defined_to_be_on_all_ranks(size: int) -> None:
-    if reason := why_not(size):
-        pytest.skip(reason)
+    need_nccl(size)
     for _, worst in run_ranks(size, adasums, timeout=150.0):
         # The blend rounds once; the largest element's error is at most half an eps of it.
         assert worst <= 1.0
-
-
-def fused(rank: int) -> int:
-    """Calls and requests of a FusedBuffer; how many of its tensors were right."""
-    group, right = group_of(rank), 0
-    likes = [torch.empty(shape, device="cuda") for shape in [(300, 7), (70_001,), (), (16,)]]
-    numel = kernels.layout_of([like.view(-1) for like in likes]).numel
-    buffer = collectives.FusedBuffer(likes, memory=group.symmetric_empty(numel))
-    mine = [terms(group.size, like.numel(), torch.float32, like.numel()) for like in likes]
-    eps = torch.finfo(torch.float32).eps
-    for op in (Sum, Average, Adasum):
-        request = group.grouped_all_reduce_init(buffer.tensors, op, packed=True)
-        for turn in range(3):
-            for tensor, each in zip(buffer.tensors, mine, strict=True):
-                tensor.copy_(each[rank].view(tensor.shape))
-            if turn:
-                request.start()
-                request.wait()
-            else:
-                group.grouped_all_reduce(buffer.tensors, op, packed=True)
-            for tensor, each in zip(buffer.tensors, mine, strict=True):
-                got = tensor.view(-1).cpu()
-                if op is Adasum:
-                    exact = definition.tree(each, None)
-                    right += bool((got - exact).abs().max() <= 2 * eps * exact.abs().max())
-                else:
-                    scale = 1.0 if op is Sum else 1 / group.size
-                    right += torch.equal(got, kernels.sum_n(each, scale=scale))
-        request.close()
-    group.close()
-    return right
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_tensors_of_a_fused_buffer_are_one_launch(size: int) -> None:
-    if reason := why_not(size):
-        pytest.skip(reason)
-    assert run_ranks(size, fused, timeout=150.0) == [3 * 3 * 4] * size
 
 
 def silent_peer(rank: int) -> tuple[str, float]:
@@ -202,8 +162,7 @@ def killed_peer(rank: int) -> tuple[str, float]:
 
 
 def test_killed_peer_is_named_and_the_kernel_that_waits_for_it_ends() -> None:
-    if reason := why_not(2):
-        pytest.skip(reason)
+    need_nccl(2)
     text, seconds = run_ranks(2, killed_peer, timeout=90.0, may_die=frozenset({1}))[0]
     assert "rank 1" in text
     # Long before the timeout.
@@ -211,8 +170,7 @@ def test_killed_peer_is_named_and_the_kernel_that_waits_for_it_ends() -> None:
 
 
 def test_silent_peer_is_an_error_and_no_hang() -> None:
-    if reason := why_not(2):
-        pytest.skip(reason)
+    need_nccl(2)
     text, seconds = run_ranks(2, silent_peer, timeout=60.0)[0]
     assert "rank 1" in text
     assert seconds < 4 * SHORT
@@ -247,6 +205,5 @@ def anywhere(rank: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_tensors_anywhere_are_copied_to_one_memory(size: int) -> None:
-    if reason := why_not(size):
-        pytest.skip(reason)
+    need_nccl(size)
     assert run_ranks(size, anywhere, timeout=150.0) == [(3 * 3 * len(NUMELS), 1)] * size

@@ -40,27 +40,6 @@ def test_ranks_of_other_launchers_reduce_where_the_launcher_says() -> None:
         assert two_hosts == [rank, rank % 2, 2, 2, 6.0]
 
 
-def _init(rank: int) -> list[str]:
-    kept = Kept()
-    logger = logging.getLogger("collectives.initialize")
-    logger.addHandler(kept)
-    logger.setLevel(logging.INFO)
-    collectives.init(timeout=60.0)
-    collectives.shutdown()
-    collectives.init(timeout=60.0, transport="gloo")
-    collectives.shutdown()
-    return kept.said
-
-
-def test_init_logs_transport_reason_algorithms_and_kernels_once_a_rank() -> None:
-    for rank, said in enumerate(run_ranks(2, _init)):
-        fast, slow = said
-        way = "HostTransport(shared memory to 1)"
-        assert fast.startswith(f"rank {rank} of 2 on 1 host(s): transport='auto': {way}; ")
-        assert "sums of CPU tensors by rd at 4 KiB, " in fast and " at 64 MiB; " in fast
-        assert "transport='gloo': GlooTransport(); " in slow
-
-
 def _over_gloo(rank: int) -> list[str]:
     kept = Kept()
     logging.getLogger("collectives").addHandler(kept)

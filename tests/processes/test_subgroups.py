@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import collectives
-from adasum import Adasum
 from collectives import Group, TransportError
 from collectives.transport import HostTransport
 from tests.processes.conformance import CHECKS, run_checks, start_or_pretend
@@ -37,23 +36,6 @@ def check_parts(whole: Group) -> None:
             assert part.timeout == whole.timeout
             part.close()
         assert total(whole, 1.0) == n
-
-
-def check_order_is_adasums(whole: Group) -> None:
-    """Adasum over a part, whose order is part of the answer, is that of a group of these ranks."""
-    vectors = [torch.randn(50, generator=torch.Generator().manual_seed(r)) for r in range(3)]
-    for order in ([2, 0, 1], [0, 1, 2]):
-        mine = vectors[whole.rank].clone()
-        part = whole.split(order)
-        assert part is not None
-        part.all_reduce(mine, Adasum)
-
-        def alone(group: Group, order: list[int] = order) -> torch.Tensor:
-            answer = group.all_reduce(vectors[order[group.rank]].clone(), Adasum)
-            assert isinstance(answer, torch.Tensor)
-            return answer
-
-        assert torch.equal(mine, collectives.run_threads(3, alone)[0])
 
 
 def check_two_at_once(whole: Group) -> None:
@@ -86,7 +68,6 @@ def check_two_at_once(whole: Group) -> None:
 
 PARTS: list[Callable[[Group], None]] = [
     check_parts,
-    check_order_is_adasums,
     check_two_at_once,
 ]
 

@@ -17,7 +17,7 @@ from collectives import Sum
 from collectives.transport import GlooTransport, NcclTransport
 from collectives.transport.nccl.backend import TorchBackend
 from tests.processes.harness import run_ranks
-from tests.processes.test_nccl import ONE_GPU, TIMEOUT, check_told, told_of_a_silent_peer, why_not
+from tests.processes.test_nccl import ONE_GPU, TIMEOUT, check_told, need_nccl, told_of_a_silent_peer
 
 pytestmark = pytest.mark.gpu
 
@@ -45,8 +45,7 @@ def sums(rank: int) -> list[list[float]]:
 
 
 def test_sums() -> None:
-    if reason := why_not(2):
-        pytest.skip(reason)
+    need_nccl(2)
     # The coefficients of two equal gradients are exactly a half.
     assert run_ranks(2, sums, timeout=120.0) == [[[3.0], [1.0]]] * 2
 
@@ -73,8 +72,7 @@ def owners(rank: int) -> str:
 
 
 def test_owners_refuse_gradients_that_backward_has_added_to() -> None:
-    if reason := why_not(2):
-        pytest.skip(reason)
+    need_nccl(2)
     said = run_ranks(2, owners, timeout=120.0)
     assert all("backward has added to the gradient of p" in each for each in said)
 
@@ -92,8 +90,7 @@ def shorts(rank: int) -> list[list[int]]:
 
 
 def test_dtypes_that_torchs_nccl_does_not_know() -> None:
-    if reason := why_not(2):
-        pytest.skip(reason)
+    need_nccl(2)
     assert run_ranks(2, shorts, timeout=120.0) == [[[3], [1, 2]]] * 2
 
 
@@ -107,6 +104,5 @@ def silent_peer(rank: int) -> tuple[str, float]:
 
 
 def test_a_silent_peer() -> None:
-    if reason := why_not(2):
-        pytest.skip(reason)
+    need_nccl(2)
     check_told(run_ranks(2, silent_peer, timeout=120.0)[0])
