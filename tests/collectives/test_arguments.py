@@ -130,7 +130,7 @@ CALLS: dict[str, tuple[Callable[[Group, Tensor], Any], str]] = {
     "run request": (lambda g, t: g.run_init(halving.doubling(2), t), "tensor"),
     "start": (
         lambda g, t: g.all_reduce_init(torch.ones(6), negotiate=False).start(t),
-        r"tensor\[0\]",
+        "tensor",
     ),
     "fused buffer": (lambda g, t: FusedBuffer([t]), r"tensors\[0\]"),
     "fused memory": (lambda g, t: FusedBuffer([torch.ones(2)], memory=t), "memory"),

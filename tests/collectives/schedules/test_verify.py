@@ -254,7 +254,7 @@ FAULTS: list[tuple[Schedule, str]] = [
     (made(two_nodes(first=1, phase=0, grouped=False), 2), "phase 0 reduces the result of a later"),
     (changed(1, phase=2), "ranks 0 and 1 name different groups"),
     *(
-        (changed(0, group=group), "not ranks in ascending order")
+        (changed(0, group=group), "must have its ranks in ascending order")
         for group in ((0, 1, 4), (-1, 0, 1), (1, 0), (0, 0, 1))
     ),
     (changed(0, group=(1, 2)), "rank 0 names a group it is not in"),
