@@ -160,7 +160,7 @@ def _mesh_of(group: Any) -> Any:
     if mesh.ndim != 1:
         raise ValueError(
             f"model is sharded over a mesh of {mesh.ndim} dimensions: FSDP would reduce over the "
-            'replicas itself; call fully_shard(module, mesh=mesh["shard"]) with the shards alone'
+            'replicas itself; call fully_shard(module, mesh=mesh["shard"]) with the shards only'
         )
     return mesh
 

@@ -227,8 +227,8 @@ def check_tree(tree: object, count: int) -> Tree:
                 raise TypeError(f"tree[{i}] must name vectors by ints, got {type(one).__name__}")
             if one not in standing:
                 raise ValueError(
-                    f"tree[{i}] joins vector {one}, which is none of the {count}, or was joined to "
-                    "another before"
+                    f"tree[{i}] joins vector {one}, which is not one of the {count}, or was joined "
+                    "to another before"
                 )
         if left == right:
             raise ValueError(f"tree[{i}] joins vector {left} to itself")

@@ -297,5 +297,5 @@ def _refuse_outside_eager(name: str) -> None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "no plan is made or bound while a CUDA graph is captured, whose memory and tables are "
-            f"filled at its replays alone: make it before, or call kernels.{name}"
+            f"filled only at its replays: make it before, or call kernels.{name}"
         )

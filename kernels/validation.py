@@ -80,7 +80,7 @@ def fills_memory(tensor: Tensor) -> bool:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Return the strides of all dimensions but those of one element."""
+    """Return the strides of the dimensions that have more than one element."""
     rows = zip(tensor.stride(), tensor.shape, strict=True)
     return [] if tensor.is_contiguous() else [stride for stride, size in rows if size != 1]
 
@@ -249,7 +249,7 @@ def check_scalar(name: str, value: object) -> float:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Return the truth of `value`; TypeError if it has none, as tensors and arrays of several."""
+    """Return bool(value); TypeError if that fails, as for tensors of several elements."""
     try:
         return bool(value)
     except (RuntimeError, TypeError, ValueError):

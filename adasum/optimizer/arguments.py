@@ -181,7 +181,7 @@ def require_owners(
         _logger.warning(
             "mode='owners' needs an optimizer that steps each parameter by itself, which %s is not "
             "known to do: one that looks at all gradients at once, as by their common norm, sees "
-            "each owner's alone",
+            "only its owner's",
             type(optimizer).__name__,
         )
 

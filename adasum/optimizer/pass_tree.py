@@ -21,7 +21,7 @@ def require_passes(passes: int, size: int) -> None:
     if size > 1 and passes & (passes - 1):
         raise ValueError(
             f"backward_passes_per_step={passes} on {size} ranks cuts the tree of order='tree': "
-            "pass 1, 2, 4, 8, ..., whose sums are parts of it; one rank alone takes any number"
+            "pass 1, 2, 4, 8, ..., whose sums are parts of it; a single rank takes any number"
         )
 
 

@@ -79,7 +79,7 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
     Args:
         schedule: The schedule.
         joins: The order in which an operator joins more than two operands of one step. "said": by
-            the step's tree, or from left to right if it has none. "list": always from left to
+            the step's tree, or from left to right without a tree. "list": always from left to
             right. "tree": by the balanced tree, as with order="tree".
 
     Raises:

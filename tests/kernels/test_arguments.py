@@ -147,7 +147,7 @@ ERRORS: dict[str, tuple[Callable[[Tensor], Any], type[Exception]]] = {
         lambda x: kernels.adasum_coefficients(T, [(0, 1, 1, "1")]),  # type: ignore[list-item]
         TypeError,
     ),
-    "tree[0] joins vector 2, which is none of the 2": (
+    "tree[0] joins vector 2, which is not one of the 2": (
         lambda x: kernels.adasum_coefficients(T, [(0, 2, 1, 1)]), ValueError,
     ),
     "tree[0] joins vector 1 to itself": (
@@ -159,7 +159,7 @@ ERRORS: dict[str, tuple[Callable[[Tensor], Any], type[Exception]]] = {
     "tree must join 2 vectors into one by 1 rows": (
         lambda x: kernels.adasum_coefficients(T, []), ValueError,
     ),
-    "tree[1] joins vector 1, which is none of the 3, or was joined to another before": (
+    "tree[1] joins vector 1, which is not one of the 3, or was joined to another before": (
         lambda x: kernels.adasum_coefficients(T.new_zeros(1, 1, 3, 3), [*JOIN, (2, 1, 1, 1)]),
         ValueError,
     ),

@@ -32,7 +32,7 @@ _PART_BYTES = 16 * 2**20
 # The value of a setting that the optimizer writes itself.
 WRITTEN = "written by the optimizer"
 _CAUSES = (
-    "a checkpoint loaded on one rank alone, a schedule that follows a rank's own loss "
+    "a checkpoint loaded on only one rank, a schedule that follows a rank's own loss "
     "(ReduceLROnPlateau), weights that forward changes (Embedding(max_norm=...)), code under "
     "`if rank == 0`"
 )

@@ -65,7 +65,7 @@ class Alarm(threading.Thread):
 
 
 def start(write: Callable[[str, list[str]], None]) -> None:
-    """Start this rank's thread, in place of the one of an earlier group.
+    """Start this rank's thread; it replaces the thread of an earlier group.
 
     write: called with another rank's error and the lines of this process's stacks.
     """

@@ -63,7 +63,7 @@ def load_nccl() -> Any:
     except ImportError as error:
         found = str(error)
     raise ImportError(
-        f"NCCL through cupy needs cupy for CUDA {major} alone, and NCCL (found: {found}): pip "
+        f"NCCL through cupy needs cupy for CUDA {major} only, and NCCL (found: {found}): pip "
         f'install "cupy-cuda{major}x>=14.2" nvidia-nccl-cu{major}'
     )
 

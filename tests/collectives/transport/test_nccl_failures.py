@@ -239,7 +239,7 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ImportError) as unfit:
             cupy_backend.load_nccl()
         assert str(unfit.value) == (
-            "NCCL through cupy needs cupy for CUDA 13 alone, and NCCL (found: "
+            "NCCL through cupy needs cupy for CUDA 13 only, and NCCL (found: "
             f"cupy-cuda{major}x {package.__version__}, {'an' if has else 'no'} NCCL): "
             'pip install "cupy-cuda13x>=14.2" nvidia-nccl-cu13'
         )
