@@ -66,8 +66,11 @@ class Calls:
         if call.plan is None:
             call.plan = plan_node_all_reduce(self._runner, call)
 
-    def plan_request(self, call: Call) -> None:
-        """Plan a request; may be repeated with other buffers."""
+    def plan_request(self, call: Call, last: Call | None = None) -> None:
+        """Plan a request. last: Its call with the last buffers, whose plan may take the new one."""
+        if last is not None and last.plan is not None and last.plan.rebind(call):
+            call.plan = last.plan
+            return
         self._plan(call)
         # In memory that GPUs share, a request already is one launch, or few.
         call.replay = Replay.of(self._runner, call) if call.plan is None else None

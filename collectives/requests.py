@@ -81,12 +81,12 @@ class Request(Generic[T_co]):
         """The operator; meaningless for requests without a reduction."""
         return self._call.op
 
-    def _bind(self, call: Call) -> None:
+    def _bind(self, call: Call, last: Call | None = None) -> None:
         self._call = call
         self._memory = [
             (tensor, tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in call.memory
         ]
-        self._calls.plan_request(call)
+        self._calls.plan_request(call, last)
 
     def start(self, tensor: Tensor | Sequence[Tensor] | None = None) -> Work[T_co]:
         """Start the collective.
@@ -152,8 +152,8 @@ class Request(Generic[T_co]):
                 )
             if self._call.out is not None:
                 validation.apart("tensor", new, "out", self._call.out)
-        # Drop the plan for the old tensors first: planning for these may fail.
-        self._bind(self._call.of(tensors))
+        # The new call has no plan yet: planning may fail.
+        self._bind(self._call.of(tensors), self._call)
 
     def wait(self) -> T_co:
         """Block until the collective has ended; return the direct call's result.
@@ -196,8 +196,11 @@ class Request(Generic[T_co]):
             raise RuntimeError(f"{self!r} was started: call wait() first")
         # The next buffers may be other memory at the same address, but NCCL may have registered
         # the old memory for a graph.
-        self._call = self._call.of(())
+        plan, self._call = self._call.plan, self._call.of(())
         self._call.replay = None
+        if plan is not None:
+            plan.release()
+            self._call.plan = plan
         self._memory = []
 
     def close(self) -> None:
@@ -207,7 +210,7 @@ class Request(Generic[T_co]):
             RuntimeError: It was started and not waited for.
         """
         self.release()
-        self._call, self._closed = replace(self._call, launches=None), True
+        self._call, self._closed = replace(self._call, plan=None, launches=None), True
 
     def _under_way(self) -> Work[T_co]:
         self._check_open()

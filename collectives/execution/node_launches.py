@@ -65,18 +65,8 @@ def plan_node_all_reduce(runner: Runner, call: Call) -> NodeAllReduce | None:
         return None
     if spec_for(options.specs, vector.numel).outer != "auto":
         return None
-    flat = vector.tensors[0]
-    # Tables cannot be uploaded while the caller captures a graph, as all ranks then do.
-    if flat.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
     plan = NodeAllReduce(runner, vector, options)
-    for number, memory in enumerate(transport.node_memories if vector.layout is None else ()):
-        offset = memory.offset_of(flat)
-        if offset is not None:
-            call.set_option(OPTION, [number, offset])
-            plan.place = number, offset
-            return plan
-    return plan if vector.nbytes <= runner.staging_bytes and not plan.by_messages else None
+    return plan if plan.locate(call) else None
 
 
 @dataclass(eq=False)
@@ -107,6 +97,32 @@ class NodeAllReduce:
         """Whether the ranks are known to have no memory for a copy of the vector."""
         device = self.vector.tensors[0].device
         return self.place is None and self.runner.staging.get(device, 0) is None
+
+    def locate(self, call: Call) -> bool:
+        """Find the vector's place and tell it to the call; False if the call goes by messages."""
+        vector, runner = self.vector, self.runner
+        flat, self.place = vector.tensors[0], None
+        # Tables cannot be uploaded while the caller captures a graph, as all ranks then do.
+        if flat.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        memories = runner.transport.node_memories if vector.layout is None else ()
+        for number, memory in enumerate(memories):
+            offset = memory.offset_of(flat)
+            if offset is not None:
+                self.place = number, offset
+                break
+        call.set_option(OPTION, self.place and [*self.place])
+        if self.place is not None:
+            return True
+        return vector.nbytes <= runner.staging_bytes and not self.by_messages
+
+    def rebind(self, call: Call) -> bool:
+        """Take the call's tensor in place of the last one; False if it needs another plan."""
+        return self.vector.rebind(call.tensors) and self.locate(call)
+
+    def release(self) -> None:
+        """Drop the tensors, until `rebind`."""
+        self.vector.release()
 
     def ready(self) -> bool:
         """Return whether it can run, equal on all ranks; the first call allocates the memory."""

@@ -159,6 +159,16 @@ class HostAllReduce:
         """The bytes that `fill` copies."""
         return self.vector.nbytes
 
+    def rebind(self, call: Call) -> bool:
+        """Take the call's tensor in place of the last one; False if it needs another plan."""
+        self.bound.clear()
+        return self.vector.rebind(call.tensors)
+
+    def release(self) -> None:
+        """Drop the tensors, until `rebind`."""
+        self.bound.clear()
+        self.vector.release()
+
     def ready(self) -> bool:
         """Return whether it can run: always."""
         return True

@@ -16,7 +16,7 @@ from kernels.validation import PLAIN
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Vector:
     """Tensors as one vector.
 
@@ -37,6 +37,20 @@ class Vector:
     segments: Sequence[int] | None
     layout: Layout | None = None
     padding: list[Tensor] | None = None
+
+    def rebind(self, tensors: Sequence[Tensor]) -> bool:
+        """Take another tensor of the same shape; return False if there are several.
+
+        Several tensors may lie in memory otherwise: then they are another vector.
+        """
+        if len(tensors) != 1:
+            return False
+        self.tensors = [flatten(tensors[0])]
+        return True
+
+    def release(self) -> None:
+        """Drop the tensors."""
+        self.tensors, self.padding = (), None
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,7 @@ import gc
 import weakref
 from functools import partial
 
+import numpy as np
 import torch
 
 from adasum import Adasum, Sum
@@ -35,11 +36,11 @@ def num_requests() -> int:
 def test_pool_after_wait_holds_no_buffer(group: Group) -> None:
     pool = RequestPool()
     for _ in range(2):
-        buffer = torch.ones(NUMEL)
-        freed = weakref.ref(buffer)
+        memory = np.ones(NUMEL, np.float32)
+        freed, buffer = weakref.ref(memory), torch.from_numpy(memory)
         reduction = start(pool, group, buffer, Adasum)
         reduction.wait()
-        del buffer, reduction
+        del memory, buffer, reduction
         # The communication thread may still be on its way out of that call, not of the next.
         group.barrier()
         gc.collect()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
 import time
 import weakref
@@ -16,6 +17,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -271,13 +273,23 @@ def test_request_that_could_not_be_planned_leaves_its_old_buffer_alone():
     assert not any(transport.launches for transport in run(2, job))
 
 
-def test_released_request_keeps_no_launch():
+def test_released_request_keeps_its_plan_but_no_memory():
     def job(group: Group) -> None:
-        request = group.all_reduce_init(group.symmetric_empty(8))
-        launch = weakref.ref(request._call.plan)
-        assert launch() is not None
-        request.release()
-        assert launch() is None
+        request = group.all_reduce_init(torch.empty(8))
+        plan: Any = request._call.plan
+        for _ in range(2):
+            array = np.full(8, group.rank + 1, np.float32)
+            freed = weakref.ref(array)
+            request.start(torch.from_numpy(array))
+            assert request._call.plan is plan
+            assert request.wait().tolist() == [3.0] * 8
+            request.release()
+            del array
+            group.barrier()
+            gc.collect()
+            assert freed() is None
+        request.close()
+        assert request._call.plan is None
 
     run(2, job)
 
