@@ -218,7 +218,7 @@ class CallQueue:
         self._check_usable(call)
         if self._enter():
             try:
-                with no_grad():
+                with torch.no_grad():
                     return self._guarded(call, function)
             finally:
                 self._leave()

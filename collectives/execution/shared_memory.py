@@ -62,10 +62,10 @@ def plan_host_all_reduce(runner: Runner, call: Call) -> HostAllReduce | None:
         if not tensor.is_cpu:
             return None
     options, vector = options.as_vector(tensors)
-    if vector is None or not 0 < vector.nbytes <= BUFFER_BYTES:
+    if vector is None or not 0 < (nbytes := vector.nbytes) <= BUFFER_BYTES:
         return None
     spec, size = spec_for(options.specs, vector.numel), memory.size
-    small = vector.nbytes <= min(_ONE_SHOT_BYTES, _READ_BYTES // size)
+    small = nbytes <= min(_ONE_SHOT_BYTES, _READ_BYTES // size)
     at_once = _at_once(spec, op, vector, size, small=small)
     if at_once is None:
         return None
