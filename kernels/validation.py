@@ -6,7 +6,7 @@ import itertools
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from typing import Any
 
@@ -142,11 +142,12 @@ def read_list(name: str, tensors: object) -> list[Any]:
     """Return the elements of a list or any other ordered iterable, of any types, in a new list.
 
     The copy makes sure that the checked elements are used: another thread may change the list, and
-    a generator returns each element once.
+    a generator returns each element once. A dict such as a state_dict is refused: it would give its
+    keys.
     """
     # isinstance takes less time for list and tuple than for Iterable.
     if not isinstance(tensors, (list, tuple)) and (
-        isinstance(tensors, (Tensor, Set)) or not isinstance(tensors, Iterable)
+        isinstance(tensors, (Tensor, Set, Mapping)) or not isinstance(tensors, Iterable)
     ):
         kind = type(tensors).__name__
         raise TypeError(f"{name} must be a list or tuple of tensors, got {kind}")

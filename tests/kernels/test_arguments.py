@@ -360,3 +360,5 @@ def test_a_generator_is_read_once_where_a_list_is_taken() -> None:
     # The order of a set is not that of the ranks.
     with pytest.raises(TypeError, match="tensors must be a list or tuple of tensors, got set"):
         kernels.sum_n(set(tensors))
+    with pytest.raises(TypeError, match="tensors must be a list or tuple of tensors, got dict"):
+        kernels.sum_n({"weight": tensors[0]})
