@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kernels.call import NO_FINDINGS, ORDERS, Call, call_of, check_tree
+from kernels.call import NO_FINDINGS, ORDERS, UNREAD, Call, check_tree
 from kernels.findings import Findings
 from kernels.layout import Layout, check_buffer, check_packed, codes_of, lay_out
 from kernels.reading import read
@@ -81,7 +81,8 @@ def check_pack(
     if target is None:
         target = torch.empty(chosen.numel, dtype=chosen.dtype, device=device)
     inputs = [one.contiguous() for one in inputs]
-    return call_of("pack", inputs, target, chosen, out is None, b"", codes_of(inputs), *findings)
+    codes = codes_of(inputs)
+    return Call("pack", inputs, target, chosen, out is None, codes=codes, findings=findings)
 
 
 def check_unpack(
@@ -97,7 +98,7 @@ def check_unpack(
     check_buffer("buffer", buffer, chosen, device)
     check_all_writable("tensors", inputs)
     findings.check(device, *[tensor.dtype for tensor in inputs])
-    return call_of("unpack", inputs, buffer, chosen, False, b"", codes_of(inputs), *findings)
+    return Call("unpack", inputs, buffer, chosen, codes=codes_of(inputs), findings=findings)
 
 
 def check(
@@ -151,8 +152,8 @@ def check(
     elif function == "weighted_sum":
         check_table("coefficients", table, (rows, count), target.device)
     findings.check(target.device, target.dtype)
-    made, others = out is None, (*findings, table, kind, accumulate)
-    return call_of(function, inputs, target, bounds, made, b"", b"", *others)
+    others = findings, table, kind, accumulate
+    return Call(function, inputs, target, bounds, out is None, UNREAD, b"", *others)
 
 
 def check_order(order: object) -> None:
@@ -272,7 +273,7 @@ def check_adasum_coefficients(
     if spread is not None:
         check_written("spread", spread, (count,), device)
     made = out is None
-    return Call("adasum_coefficients", [given], target, (), spread=spread, tree=rows, made=made)
+    return Call("adasum_coefficients", [given], target, (), made, spread=spread, tree=rows)
 
 
 def check_partials(given: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def _check_overlap(call: Call, others: list[tuple[str, Tensor]]) -> None:
     for (name, tensor), (other_name, other) in itertools.combinations(others, 2):
         _check_no_overlap(name, tensor, other_name, other)
     for name, tensor in others:
-        if not (tensor is call.dots or tensor is call.coefficients):
+        if tensor is not call.table:
             in_place = tensor is call.out and call.in_place
             for i, one in enumerate(call.inputs):
                 if not (in_place and _byte_range(one) == _byte_range(tensor)):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.arithmetic import compute_dtype
 from kernels.findings import Findings
-from kernels.layout import Layout, PackedList
-from kernels.validation import check_scalar
+from kernels.layout import Layout
+from kernels.validation import DTYPES, check_scalar
 
 FUNCTIONS = (
     *("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"),
@@ -38,44 +38,57 @@ Tree = tuple[tuple[int, int, float, float], ...]
 class Call:
     """A function's checked arguments, the input of plans, operators and both backends.
 
+    kernels/cpu/calls.h passes the first of these in this order.
+
     Attributes:
         function: The function's name.
         inputs: The tensors to read; `unpack` writes them.
         out: The tensor to write; `unpack` reads it, since it is the buffer.
-        bounds: The starts of segments in `out` or in the inputs, and the end of the last one; for
-            packed buffers the starts of slots; empty for `adasum_coefficients`.
-        findings: Further outputs.
-        dots: The table of `combine`.
-        coefficients: The table of `weighted_sum`.
-        spread: For `adasum_coefficients`, an output: how far vectors cancel.
-        tree: For `adasum_coefficients`, the rows (left, right, p, q).
-        packed: For `pack` and `unpack`, the layout and the tensors' dtypes.
-        cooperative: For `adasum`, whether one cooperative launch is allowed.
-        order: For `sum_n`, "list", from left to right, or "tree", the balanced tree.
-        accumulate: For `sum_n`, the dtype to which each addition is rounded; None for the dtype of
-            the computation.
+        place: The boundaries of segments, None for one segment; for packed buffers the layout.
         made: Whether `out` was made for this call.
-        rebound: Whether the tensors come from `Plan.rebind`, as its `tensors` and `out`.
         addresses: The inputs' addresses as uint64, once they and the memory of all tensors are
             checked; empty before.
+        codes: The numbers of the inputs' dtypes in `DTYPES`, for packed buffers.
+        findings: Further outputs.
+        table: The dots of `combine`, the coefficients of `weighted_sum`.
+        kind: The order of `sum_n`, "list" or "tree"; whether the matrices are precise for `gram`;
+            whether one cooperative launch is allowed for `adasum`.
+        accumulate: For `sum_n`, the dtype to which each addition is rounded; None for the dtype of
+            the computation.
+        spread: For `adasum_coefficients`, an output: how far vectors cancel.
+        tree: For `adasum_coefficients`, the rows (left, right, p, q).
+        rebound: Whether the tensors come from `Plan.rebind`, as its `tensors` and `out`.
     """
 
     function: str
     inputs: list[Tensor]
     out: Tensor
-    bounds: tuple[int, ...]
+    place: Layout | tuple[int, ...] | None
+    made: bool = False
+    addresses: array[int] = UNREAD
+    codes: Sequence[int] = b""
     findings: Findings = NO_FINDINGS
-    dots: Tensor | None = None
-    coefficients: Tensor | None = None
+    table: Tensor | None = None
+    kind: str | bool | None = "list"
+    accumulate: torch.dtype | None = None
     spread: Tensor | None = None
     tree: Tree = ()
-    packed: PackedList | None = None
-    cooperative: bool = True
-    order: str = "list"
-    accumulate: torch.dtype | None = None
-    made: bool = False
     rebound: bool = False
-    addresses: array[int] = UNREAD
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of a packed buffer."""
+        return self.place if isinstance(self.place, Layout) else None
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The starts of segments in `out` or in the inputs, and the end of the last one.
+
+        Of packed buffers the starts of slots; empty for `adasum_coefficients`.
+        """
+        if isinstance(self.place, Layout):
+            return self.place.segments
+        return (0, self.inputs[0].numel()) if self.place is None else self.place
 
     @property
     def out_name(self) -> str:
@@ -84,17 +97,15 @@ class Call:
 
     def name(self, i: int) -> str:
         """Return the name of an input in error texts."""
-        if self.rebound or self.packed is not None or self.function in _OF_EQUALS:
+        if self.rebound or self.layout is not None or self.function in _OF_EQUALS:
             return f"tensors[{i}]"
         return "partials" if self.function == "adasum_coefficients" else "ab"[i]
 
     def others(self) -> list[tuple[str, Tensor]]:
         """Return the names and tensors of all arguments except the inputs."""
         named = [*self.findings.given(), (self.out_name, self.out)]
-        if self.dots is not None:
-            named.append(("dots", self.dots))
-        if self.coefficients is not None:
-            named.append(("coefficients", self.coefficients))
+        if self.table is not None:
+            named.append(("dots" if self.function == "combine" else "coefficients", self.table))
         if self.spread is not None:
             named.append(("spread", self.spread))
         return named
@@ -102,8 +113,8 @@ class Call:
     @property
     def dtypes(self) -> list[torch.dtype]:
         """The inputs' dtypes."""
-        if self.packed is not None:
-            return self.packed.dtypes
+        if self.layout is not None:
+            return [DTYPES[code] for code in self.codes]
         if self.function in _OF_EQUALS:
             return [self.inputs[0].dtype] * len(self.inputs)
         return [one.dtype for one in self.inputs]
@@ -111,31 +122,14 @@ class Call:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The inputs' shapes, which are equal unless the inputs are packed."""
-        if self.packed is not None:
-            return list(self.packed.layout.shapes)
+        if self.layout is not None:
+            return list(self.layout.shapes)
         return [self.inputs[0].shape] * len(self.inputs)
 
     @property
     def packing(self) -> bool:
         """Whether it writes into a packed buffer."""
         return self.function == "pack"
-
-    @property
-    def table(self) -> Tensor | None:
-        """The float64 table that it reads in addition to its inputs, if any."""
-        return self.coefficients if self.dots is None else self.dots
-
-    @property
-    def place(self) -> Layout | tuple[int, ...]:
-        """The layout, or the boundaries of segments."""
-        return self.bounds if self.packed is None else self.packed.layout
-
-    @property
-    def kind(self) -> str | bool:
-        """For `gram`, whether it is precise; for `adasum`, `cooperative`; otherwise the order."""
-        if self.function == "adasum":
-            return self.cooperative
-        return self.precise if self.function == "gram" else self.order
 
     @property
     def accumulated(self) -> torch.dtype:
@@ -150,62 +144,13 @@ class Call:
     @property
     def in_place(self) -> bool:
         """Whether `out` may be one of the inputs, since it is computed element by element."""
-        return self.packed is None and self.function not in ("gram", "adasum_coefficients")
+        return self.layout is None and self.function not in ("gram", "adasum_coefficients")
 
     @property
     def written(self) -> list[Tensor]:
         """The tensors that it writes."""
         main = self.inputs if self.function == "unpack" else [self.out]
         return [*main, *[one for one in (*self.findings, self.spread) if one is not None]]
-
-
-def call_of(
-    function: str,
-    inputs: list[Tensor],
-    out: Tensor,
-    place: Layout | tuple[int, ...] | None,
-    made: bool,
-    addresses: bytes = b"",
-    codes: Sequence[int] = b"",
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
-    table: Tensor | None = None,
-    kind: str | bool | None = None,
-    accumulate: torch.dtype | None = None,
-) -> Call:
-    """Return a call of checked arguments; kernels/cpu/calls.h passes them in this order.
-
-    Args:
-        function: As in `Call`.
-        inputs: As in `Call`.
-        out: As in `Call`.
-        place: The boundaries of segments, None for one segment; the layout of a packed buffer.
-        made: As in `Call`.
-        addresses: The inputs' addresses if memory was checked, too.
-        codes: The numbers of the inputs' dtypes in `DTYPES`, for packed buffers.
-        found_inf: As in `Findings`.
-        max_abs: As in `Findings`.
-        table: The dots of `combine`, the coefficients of `weighted_sum`.
-        kind: The order of `sum_n`; whether `adasum` may be cooperative; None for the defaults.
-        accumulate: As in `Call`.
-    """
-    packed = PackedList(place, codes) if isinstance(place, Layout) else None
-    bounds = place.segments if isinstance(place, Layout) else place or (0, inputs[0].numel())
-    return Call(
-        function,
-        inputs,
-        out,
-        bounds,
-        Findings(found_inf, max_abs),
-        dots=table if function == "combine" else None,
-        coefficients=table if function == "weighted_sum" else None,
-        packed=packed,
-        cooperative=kind is None or bool(kind),
-        order=kind if isinstance(kind, str) else "list",
-        accumulate=accumulate,
-        made=bool(made),
-        addresses=array("Q", addresses) if addresses else UNREAD,
-    )
 
 
 def check_tree(tree: object, count: int) -> Tree:

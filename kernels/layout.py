@@ -163,27 +163,6 @@ def layout_of(
     )
 
 
-@dataclass
-class PackedList:
-    """A list of tensors that fits a layout, and the numbers of their dtypes in `DTYPES`."""
-
-    layout: Layout
-    codes: Sequence[int]
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtype of each tensor."""
-        return [DTYPES[code] for code in self.codes]
-
-    def kinds(self) -> dict[torch.dtype, list[int]]:
-        """Return the indices of each dtype's non-empty tensors."""
-        kinds: dict[torch.dtype, list[int]] = {}
-        for i, (numel, dtype) in enumerate(zip(self.layout.numels, self.dtypes, strict=True)):
-            if numel > 0:
-                kinds.setdefault(dtype, []).append(i)
-        return kinds
-
-
 def codes_of(tensors: Iterable[Tensor]) -> Sequence[int]:
     """Return the numbers of the tensors' dtypes in `DTYPES`, as bytes outside of traced code."""
     codes = tuple([DTYPES.index(tensor.dtype) for tensor in tensors])
@@ -219,13 +198,12 @@ def check_packed(given: list[Any], layout: Layout, *, any_order: bool = True) ->
     return inputs
 
 
-def packed_within(
+def layout_within(
     buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], alignment: int
-) -> PackedList:
+) -> Layout:
     """Return the layout of tensors in a buffer by their offsets; ValueError if they do not fit."""
     shapes = tuple([tensor.shape for tensor in tensors])
-    layout = _checked_layout(buffer.dtype, shapes, tuple(offsets), buffer.numel(), alignment)
-    return PackedList(layout, codes_of(tensors))
+    return _checked_layout(buffer.dtype, shapes, tuple(offsets), buffer.numel(), alignment)
 
 
 @functools.lru_cache(maxsize=128)

@@ -169,9 +169,9 @@ class Plan:
 
     def _is_like(self, fresh: Call) -> bool:
         """Whether dtypes, device and the first tensor's shape are as the plan was made for."""
-        packed, first = self._call.packed, fresh.inputs[0]
+        call, first = self._call, fresh.inputs[0]
         return (
-            (fresh.dtypes == self._dtypes if packed is None else fresh.packed == packed)
+            (fresh.dtypes == self._dtypes if call.layout is None else fresh.codes == call.codes)
             and first.shape == self._shapes[0]
             and first.device == self._device
             and first.is_contiguous()

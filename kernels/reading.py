@@ -35,10 +35,10 @@ def read(
         tensors: A list or tuple.
         out: As in `Call`.
         dtype: The output's dtype, if given.
-        place: As in `call_of`.
+        place: As in `Call`.
         findings: As in `Call`.
-        table: As in `call_of`.
-        kind: As in `call_of`, or whether the matrices are precise for `gram`.
+        table: As in `Call`.
+        kind: As in `Call`.
         accumulate: As in `Call`.
     """
     if tracing() or (library := dispatch.library()) is None or function not in library.reads:

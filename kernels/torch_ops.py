@@ -28,7 +28,7 @@ from kernels.binding import locate, run_at_once
 from kernels.call import UNREAD, Call
 from kernels.findings import Findings
 from kernels.gradients import is_followed, refuse_followed
-from kernels.layout import packed_within
+from kernels.layout import codes_of, layout_within
 from kernels.reading import in_c
 from kernels.validation import check_segments, tracing
 
@@ -107,9 +107,9 @@ def run(call: Call, *scalars: Scalar) -> Any:
     if followed and call.function != "unpack":
         return cast("Any", _Linear).apply(call, scalars, *call.inputs)
     if followed:
-        assert call.packed is not None
+        assert call.layout is not None
         # With torch's copies, which autograd records.
-        for tensor, slot in zip(call.inputs, call.packed.layout.views(call.out), strict=True):
+        for tensor, slot in zip(call.inputs, call.layout.views(call.out), strict=True):
             tensor.copy_(slot.to(compute_dtype(slot.dtype, tensor.dtype)) * scalars[0])
     elif tracing():
         _trace(call, *scalars)
@@ -126,8 +126,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, scalars: tuple[Scalar, ...], *inputs: Tensor) -> Tensor:
-        ctx.function, ctx.packed, ctx.scalars = call.function, call.packed, scalars
-        ctx.dtypes = call.dtypes
+        ctx.function, ctx.place, ctx.scalars = call.function, call.place, scalars
+        ctx.dtypes, ctx.codes = call.dtypes, call.codes
         call.inputs = list(inputs)
         (_trace if tracing() else run_at_once)(call, *scalars)
         return call.out
@@ -140,18 +140,14 @@ class _Linear(torch.autograd.Function):
 def _transposed(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     """Return the gradients of the inputs from the gradient of the result."""
     if ctx.function == "pack":
-        layout = ctx.packed.layout
-        slots = zip(layout.shapes, ctx.dtypes, strict=True)
+        slots = zip(ctx.place.shapes, ctx.dtypes, strict=True)
         made = [grad.new_empty(shape, dtype=dtype) for shape, dtype in slots]
-        call = Call("unpack", made, grad, layout.segments, packed=ctx.packed)
+        call = Call("unpack", made, grad, ctx.place, codes=ctx.codes)
         return cast("Any", _run_made(call, *ctx.scalars))
-    numel = grad.numel()
 
     def one(function: str, inputs: list[Tensor], dtype: torch.dtype, *scalars: Scalar) -> Tensor:
         target = torch.empty_like(grad, dtype=dtype)
-        return cast(
-            "Any", _run_made(Call(function, inputs, target, (0, numel), made=True), *scalars)
-        )
+        return cast("Any", _run_made(Call(function, inputs, target, None, made=True), *scalars))
 
     if ctx.function == "sum_n":
         return [one("sum_n", [grad], ctx.dtypes[0], *ctx.scalars)] * len(ctx.dtypes)
@@ -230,8 +226,8 @@ def _record(
 def _trace(call: Call, first: Scalar = 1.0, second: Scalar = 1.0) -> None:
     """Have torch record a checked call's operator."""
     given, packet = (call.inputs, call.out), getattr(torch.ops.adasum, f"{call.function}_9")
-    if call.packed is not None:
-        starts, alignment = call.bounds[:-1], call.packed.layout.alignment
+    if call.layout is not None:
+        starts, alignment = call.layout.offsets, call.layout.alignment
         packet.default(*given, starts, alignment, *_as_arguments(first), *call.findings)
     elif call.function == "adasum_coefficients":
         # A flat list of floats, since operators take no rows.
@@ -290,12 +286,12 @@ def _run_packed(
 ) -> None:
     """Run the operator of `pack` or `unpack`."""
     # AOTInductor passes None for an empty list.
-    packed = packed_within(buffer, inputs, starts or (), alignment)
-    scale, layout = first if first_at is None else first_at, packed.layout
+    layout = layout_within(buffer, inputs, starts or (), alignment)
+    scale = first if first_at is None else first_at
     found = in_c(function)(inputs, buffer, None, scale, 1.0, layout, *findings)
     if found is None:
-        kinds = Findings(*findings)
-        found = Call(function, inputs, buffer, layout.segments, kinds, packed=packed)
+        codes, kinds = codes_of(inputs), Findings(*findings)
+        found = Call(function, inputs, buffer, layout, codes=codes, findings=kinds)
     if isinstance(found, Call):
         _run_checked(found, scale)
 

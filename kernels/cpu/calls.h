@@ -64,28 +64,35 @@ static PyObject *result_of(struct call *c, PyObject *const *given)
     return c->out;
 }
 
-/* Return a Call of the arguments: kernels.call.call_of has these parameters. */
+/* Return a kernels.call.Call of the arguments, whose first fields are in this order. */
 static PyObject *call_of(struct call *c, PyObject *name, PyObject *const *given,
                          const struct task *t)
 {
     char *codes = malloc(t->count);
     for (int64_t i = 0; codes && i < t->count; i++)
         codes[i] = t->dtypes[i];
-    PyObject *inputs = PySequence_List(c->inputs), *made = PyLong_FromLongLong(c->made);
-    PyObject *addresses = PyBytes_FromStringAndSize((char *)c->addresses, 8 * t->count);
+    PyObject *inputs = PySequence_List(c->inputs), *made = PyBool_FromLong(c->made);
+    PyObject *bytes = PyBytes_FromStringAndSize((char *)c->addresses, 8 * t->count);
     PyObject *dtypes = codes ? PyBytes_FromStringAndSize(codes, t->count) : NULL, *call = NULL;
-    PyObject *place = c->cuts ? c->cuts : given[BOUNDS];
+    PyObject *typed[] = {py.uint64, bytes}, *findings = py.no_findings;
+    PyObject *addresses = bytes ? PyObject_Vectorcall(py.array, typed, 2, NULL) : NULL;
+    if (given[FOUND_INF] == py.none && given[MAX_ABS] == py.none)
+        Py_IncRef(findings);
+    else
+        findings = PyObject_Vectorcall(py.findings, given + FOUND_INF, 2, NULL);
     PyObject *all[] = {
-        name, inputs, c->out, place, made, addresses, dtypes, given[FOUND_INF], given[MAX_ABS],
+        name, inputs, c->out, c->cuts ? c->cuts : given[BOUNDS], made, addresses, dtypes, findings,
         given[TABLE], given[KIND], given[ACCUMULATE],
     };
-    if (inputs && made && addresses && dtypes)
+    if (inputs && made && addresses && dtypes && findings)
         call = PyObject_Vectorcall(py.call, all, sizeof all / sizeof *all, NULL);
     free(codes);
     Py_DecRef(inputs);
     Py_DecRef(made);
+    Py_DecRef(bytes);
     Py_DecRef(addresses);
     Py_DecRef(dtypes);
+    Py_DecRef(findings);
     return call;
 }
 

@@ -36,6 +36,7 @@ char *PyBytes_AsString(PyObject *bytes);
 int PyUnicode_CompareWithASCIIString(PyObject *text, const char *other);
 PyObject *PyLong_FromLongLong(long long value);
 long long PyLong_AsLongLong(PyObject *number);
+PyObject *PyBool_FromLong(long truth);
 double PyFloat_AsDouble(PyObject *number);
 void *PyCapsule_GetPointer(PyObject *capsule, const char *name);
 PyObject *PyErr_Occurred(void);

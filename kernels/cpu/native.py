@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import increment_version
 
-from kernels.call import Call, call_of
+from kernels.call import NO_FINDINGS, Call
+from kernels.findings import Findings
 from kernels.layout import Layout
 
 # The dtypes' numbers in the enum of native.c.
@@ -126,10 +127,10 @@ class Library:
         Scalars are the scale, alpha and beta, or the factors of the squared norms.
         """
         name, (found_inf, max_abs) = call.function, call.findings
-        if call.packed is None:
+        if call.layout is None:
             numels, bounds = _NONE, array("q", call.bounds)
         else:
-            numels, bounds = call.packed.layout.in_c
+            numels, bounds = call.layout.in_c
         segments = call.out.shape[0] if name == "adasum_coefficients" else len(bounds) - 1
         codes = array("q", map(_CODES.__getitem__, call.dtypes))
         # In this order: coefficients, the largest value, dots if the caller gives none, partials.
@@ -139,14 +140,12 @@ class Library:
         start = scratch.buffer_info()[0]
         own_dots = start + 8 * (largest + 1)
         out = call.out.data_ptr()
-        if call.dots is not None:
-            dots = call.dots.data_ptr()
-        else:
-            dots = own_dots if name == "adasum" else out
+        given = 0 if call.table is None else call.table.data_ptr()
+        own_or_out = own_dots if name == "adasum" else out
         tree = array("d", itertools.chain.from_iterable(call.tree))
         arrays = call.addresses, codes, bounds, numels, tree
         tensors, dtypes, starts, elements, rows = [one.buffer_info()[0] for one in arrays]
-        given, spread = call.coefficients, call.spread
+        spread = call.spread
         task = Task(
             tensors=tensors,
             dtypes=dtypes,
@@ -157,11 +156,11 @@ class Library:
             segments=segments,
             numels=elements,
             packing=call.packing,
-            balanced=call.order == "tree",
+            balanced=call.kind == "tree",
             accumulate=_CODES[call.accumulated] if name == "sum_n" else 0,
-            coefficients=start if given is None else given.data_ptr(),
+            coefficients=given if name == "weighted_sum" else start,
             partials=own_dots + 8 * own,
-            dots=dots,
+            dots=given if name == "combine" else own_or_out,
             precise=name in ("gram", "adasum_coefficients") and call.precise,
             spread=0 if spread is None else spread.data_ptr(),
             tables=call.inputs[0].shape[0] if name == "adasum_coefficients" else 0,
@@ -194,7 +193,7 @@ def _calls(path: Path, team: dict[str, int]) -> list[dict[str, Callable[..., Any
         # In the order of the fields in reading.h.
         handles = (
             *(None, Tensor, torch.nn.Parameter, list, tuple, int, str, Exception),
-            *(Layout, "in_one", call_of, storages),
+            *(Layout, "in_one", Call, NO_FINDINGS, Findings, array, "Q", storages),
             *(Tensor.is_neg, Tensor.is_inference, Tensor.untyped_storage, Tensor.storage_offset),
             *("requires_grad", torch.is_grad_enabled, torch.is_inference_mode_enabled, unpack_dual),
             *(increment_version, torch.get_num_threads, Tensor.new_empty, ("dtype",)),

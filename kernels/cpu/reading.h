@@ -42,7 +42,7 @@ enum { MANY = 12 };
 /* Python objects that native.py passes, in its order: functions to query and make tensors. */
 static struct {
     PyObject *none, *tensor, *parameter, *list, *tuple, *integer, *text, *exception;
-    PyObject *layout, *in_one, *call, *storages;
+    PyObject *layout, *in_one, *call, *no_findings, *findings, *array, *uint64, *storages;
     PyObject *is_neg, *is_inference, *untyped_storage, *storage_offset, *requires_grad;
     PyObject *is_grad_enabled, *is_inference_mode_enabled, *unpack_dual;
     PyObject *increment_version, *get_num_threads;

@@ -41,8 +41,8 @@ def _report(call: Call, written: Sequence[Tensor]) -> None:
 
 def copy(call: Call, scale: float) -> None:
     """Copy between tensors and their slots of the buffer; packing zeroes the padding."""
-    assert call.packed is not None
-    pieces = call.out.split_with_sizes(call.packed.layout.pieces)
+    assert call.layout is not None
+    pieces = call.out.split_with_sizes(call.layout.pieces)
     for tensor, slot, padding in zip(call.inputs, pieces[::2], pieces[1::2], strict=True):
         target, source = (slot, tensor.view(-1)) if call.packing else (tensor.view(-1), slot)
         target.copy_(source.to(compute_dtype(source.dtype, target.dtype)) * scale)
@@ -57,7 +57,7 @@ pack = unpack = copy
 def sum_n(call: Call, scale: float) -> None:
     """Write out = scale * (t0 + t1 + ...), in the call's order."""
     inputs, wide = call.inputs, compute_dtype(call.inputs[0].dtype, call.out.dtype)
-    total = joined(call.order, len(inputs), lambda i: inputs[i].to(call.accumulated), torch.add)
+    total = joined(str(call.kind), len(inputs), lambda i: inputs[i].to(call.accumulated), torch.add)
     _write(call, total.to(wide) * scale)
 
 
@@ -107,15 +107,15 @@ def blend_of(a: Tensor, b: Tensor, dots: Tensor, bounds: Sequence[int], *factors
 
 def combine(call: Call, factor_a: float, factor_b: float) -> None:
     """Write `blend_of` the tensors and the call's dots."""
-    assert call.dots is not None
+    assert call.table is not None
     a, b = call.inputs
-    _write(call, blend_of(a, b, call.dots, call.bounds, factor_a, factor_b))
+    _write(call, blend_of(a, b, call.table, call.bounds, factor_a, factor_b))
 
 
 def adasum(call: Call, factor_a: float, factor_b: float) -> None:
     """`combine` of the tensors' `dot_and_norms`."""
     a, b = call.inputs
-    combine(replace(call, dots=dots_of(a, b, call.bounds)), factor_a, factor_b)
+    combine(replace(call, table=dots_of(a, b, call.bounds)), factor_a, factor_b)
 
 
 def gram(call: Call) -> None:
@@ -229,5 +229,5 @@ def weighed(tensors: Sequence[Tensor], coefficients: Tensor, bounds: Sequence[in
 
 def weighted_sum(call: Call) -> None:
     """Write `weighed` of the tensors."""
-    assert call.coefficients is not None
-    _write(call, weighed(call.inputs, call.coefficients, call.bounds))
+    assert call.table is not None
+    _write(call, weighed(call.inputs, call.table, call.bounds))

@@ -17,7 +17,7 @@ from kernels.gpu import launcher
 from kernels.gpu.device_tables import TABLES, AddressTable, upload
 from kernels.gpu.launcher import Kernel, Launch, jit, tl
 from kernels.gpu.tiles import load_tile, part_of, report, rescale, store_tile
-from kernels.layout import PackedList
+from kernels.layout import Layout
 
 # The largest float32: a larger factor would be infinite in float32.
 _LARGEST = torch.finfo(torch.float32).max
@@ -151,13 +151,13 @@ class _Kind(NamedTuple):
 
 def copies(call: Call, table: AddressTable) -> Callable[[float | Tensor], None]:
     """Bind one launch for each dtype among the tensors."""
-    packed, out = call.packed, call.out
-    assert packed is not None
-    if not any(packed.layout.numels):
+    layout, out = call.layout, call.out
+    assert layout is not None
+    if not any(layout.numels):
         return launcher.nothing
     # Uploaded now: the first run may be captured, and only replays would fill a table that is
     # uploaded in a capture.
-    kinds, addresses = _kinds(packed, out.device), table.write(call.addresses, out.device)
+    kinds, addresses = _kinds(call, layout), table.write(call.addresses, out.device)
 
     def bind(
         scaled: bool, fits_float: bool, finite: bool, live: torch.dtype | None
@@ -203,14 +203,18 @@ def copies(call: Call, table: AddressTable) -> Callable[[float | Tensor], None]:
     return run
 
 
-def _kinds(packed: PackedList, device: torch.device) -> list[_Kind]:
+def _kinds(call: Call, layout: Layout) -> list[_Kind]:
     """Return each dtype's tensors, with their tables on the device."""
-    layout = packed.layout
+    device = call.out.device
 
     def make(pinned: Tensor | None) -> tuple[Tensor, Tensor, list[_Kind]]:
         numels, edges = map(np.array, layout.in_c)
         slots, parts, kinds = np.diff(edges), [], []
-        for dtype, chosen in packed.kinds().items():
+        indices: dict[torch.dtype, list[int]] = {}
+        for i, (numel, dtype) in enumerate(zip(layout.numels, call.dtypes, strict=True)):
+            if numel > 0:
+                indices.setdefault(dtype, []).append(i)
+        for dtype, chosen in indices.items():
             narrower = min(dtype.itemsize, layout.dtype.itemsize)
             block, warps = launcher.block_of(layout.numel, narrower, TILE_BYTES)
             tiles = np.zeros_like(slots)
@@ -225,6 +229,6 @@ def _kinds(packed: PackedList, device: torch.device) -> list[_Kind]:
         pairs = zip(kinds, tables, strict=True)
         return table, host, [_Kind(kind[0], own, *kind[1:]) for kind, own in pairs]
 
-    key = ("copy", packed.codes, layout.dtype, layout.content)
+    key = ("copy", call.codes, layout.dtype, layout.content)
     found: tuple[Tensor, Tensor, list[_Kind]] = TABLES.fetch(key, device, make)
     return found[2]

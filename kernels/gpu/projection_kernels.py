@@ -237,10 +237,10 @@ def _dots(call: Call, chunks: Chunks, out: Tensor) -> Callable[..., None]:
 
 def combine(call: Call) -> Callable[[float, float], None]:
     """Bind the blend by the dots and the factors of the squared norms, in one launch."""
-    assert call.dots is not None
+    assert call.table is not None
     if call.inputs[0].numel() == 0:
         return launcher.nothing
-    blend = _blend(call, call.dots, dependent=False)
+    blend = _blend(call, call.table, dependent=False)
     return lambda f, g: blend(*launcher.bits_of_two(f, g))
 
 
@@ -287,7 +287,7 @@ def adasum(call: Call) -> Callable[[float, float], None]:
     if a.numel() == 0:
         return launcher.nothing
     chunks = chunks_of(a, call.bounds)
-    programs = _programs(a, chunks) if call.cooperative else 0
+    programs = _programs(a, chunks) if call.kind else 0
     if programs == 0 or out.data_ptr() % 16 != 0:
         return _in_two(call, chunks)
     aligned = Aligned(a, b)

@@ -125,7 +125,7 @@ def sum_n(call: Call, table: AddressTable) -> Callable[[float], None]:
     itemsize, levels = max(dtype.itemsize, out.element_size()), None
     block, warps = launcher.block_of(out.numel(), itemsize)
     options: dict[str, int] = {}
-    if call.order == "tree":
+    if call.kind == "tree":
         levels = len(addresses).bit_length() - 1
         block, warps = tree_tile_of(levels, out.numel(), itemsize)
         options = options_of(levels)
@@ -323,14 +323,14 @@ def weighted_sum(call: Call, table: AddressTable) -> Callable[[], None]:
     addresses, out = call.addresses, call.out
     if out.numel() == 0:
         return launcher.nothing
-    assert call.coefficients is not None
+    assert call.table is not None
     chunks = chunks_of(out, call.bounds, summed=False)
     block, warps = weighted_tile_of(out.numel(), out.element_size())
     return _weighted_sum_kernel.bind(
         chunks.chunks,
         (),
         table.write(addresses, out.device),
-        call.coefficients,
+        call.table,
         chunks.table,
         out,
         call.findings,
