@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from kernels.call import UNREAD, Call
+from kernels.call import SCALARS, UNREAD, Call
 from kernels.cpu import dispatch
 from kernels.gpu import (
     copy_kernel,
@@ -21,7 +22,7 @@ from kernels.gpu import (
 )
 from kernels.gpu.device_tables import AddressTable
 from kernels.reading import read_again
-from kernels.validation import check_memory_of
+from kernels.validation import check_memory_of, tracing
 
 Run = Callable[..., None]
 _LISTS_ON_TRITON: dict[str, Callable[[Call, AddressTable], Run]] = {
@@ -61,12 +62,32 @@ def bind(call: Call, table: AddressTable | None = None) -> Run:
     return call.findings.reset_before(_bound(call, table))
 
 
-def run_at_once(call: Call, *scalars: float | Tensor) -> None:
-    """Run the call once; `locate` must have been called on it."""
+def run_direct(function: str, *given: Any) -> Any:
+    """Check a call in one pass of C and run it; return its result.
+
+    Args:
+        function: The function's name.
+        given: The arguments of kernels/cpu/reading.h, in that order.
+
+    Returns:
+        The tensors of `Call.result`; None if nothing was written and Python is to check the call.
+    """
+    if tracing() or (library := dispatch.library()) is None:
+        return None
+    take = (library.reads if launcher.emulated else library.calls).get(function)
+    found = None if take is None else take(*given)
+    if isinstance(found, Call):
+        return run_at_once(found, *given[3 : 3 + SCALARS.get(function, 0)])
+    return found
+
+
+def run_at_once(call: Call, *scalars: float | Tensor) -> Any:
+    """Run the call once and return its result; `locate` must have been called on it."""
     call.findings.reset_before(_bound(call))(*scalars)
     # Autograd does not see these writes. Without a new version, a backward pass that has saved one
     # of these tensors would silently use the new values. torch ignores inference tensors here.
     increment_version(call.written)
+    return call.result
 
 
 def locate(call: Call) -> None:

@@ -22,6 +22,8 @@ FUNCTIONS = (
 )
 # Functions that are linear in their tensors: these have derivatives.
 LINEAR = FUNCTIONS[:4]
+# How many scalars a function has.
+SCALARS = {"pack": 1, "unpack": 1, "sum_n": 1, "scaled_add": 2, "combine": 2, "adasum": 2}
 # The orders of `sum_n`.
 ORDERS = ("list", "tree")
 # Functions of a list of tensors that are equal in shape and dtype.
@@ -145,6 +147,11 @@ class Call:
     def in_place(self) -> bool:
         """Whether `out` may be one of the inputs, since it is computed element by element."""
         return self.layout is None and self.function not in ("gram", "adasum_coefficients")
+
+    @property
+    def result(self) -> Any:
+        """The tensors that it returns: a list for `unpack`, otherwise `out`."""
+        return self.inputs if self.function == "unpack" else self.out
 
     @property
     def written(self) -> list[Tensor]:

@@ -31,11 +31,11 @@ from kernels.arguments import (
     check_partials,
     check_table,
 )
+from kernels.binding import run_direct
 from kernels.call import check_tree
 from kernels.cpu.torch_fallback import tree_of, weighed
 from kernels.findings import Findings
 from kernels.plans import AdasumCoefficientsPlan, GramPlan, WeightedSumPlan
-from kernels.reading import in_c
 from kernels.torch_ops import check_and_run, run
 from kernels.validation import (
     check_flag,
@@ -82,8 +82,8 @@ def gram(
     """
     kind = check_flag("precise", precise)
     given = tensors, out, None, 1.0, 1.0, segments, None, None, None, kind
-    found = in_c("gram")(*given)
-    return found if isinstance(found, Tensor) else check_and_run("gram", found, *given)
+    found = run_direct("gram", *given)
+    return check_and_run("gram", *given) if found is None else found
 
 
 def plan_gram(
@@ -195,8 +195,8 @@ def weighted_sum(
         tensor([1.2500, 0.7500])
     """
     given = tensors, out, None, 1.0, 1.0, segments, found_inf, max_abs, coefficients
-    total = in_c("weighted_sum")(*given)
-    return total if isinstance(total, Tensor) else check_and_run("weighted_sum", total, *given)
+    total = run_direct("weighted_sum", *given)
+    return check_and_run("weighted_sum", *given) if total is None else total
 
 
 def plan_weighted_sum(

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import check_pack, check_unpack, device_of
-from kernels.binding import check_disjoint
+from kernels.binding import check_disjoint, run_direct
 from kernels.findings import Findings
 from kernels.layout import Layout, check_buffer, check_layout, check_packed, lay_out
 from kernels.plans import PackPlan, UnpackPlan
-from kernels.reading import in_c
 from kernels.torch_ops import run
 from kernels.validation import (
     check_all_writable,
@@ -66,9 +65,9 @@ def pack(
     """
     scale = check_factor("scale", scale)
     findings = found_inf, max_abs
-    packed = in_c("pack")(tensors, out, None, scale, 1.0, layout, *findings)
-    if not isinstance(packed, Tensor):
-        call = packed or check_pack(tensors, layout, out, Findings(*findings), copies=True)
+    packed = run_direct("pack", tensors, out, None, scale, 1.0, layout, *findings)
+    if packed is None:
+        call = check_pack(tensors, layout, out, Findings(*findings), copies=True)
         packed = run(call, scale)
     return packed
 
@@ -131,13 +130,12 @@ def unpack(
     """
     scale = check_factor("scale", scale)
     findings = found_inf, max_abs
-    unpacked = in_c("unpack")(tensors, buffer, None, scale, 1.0, layout, *findings)
-    if not isinstance(unpacked, list):
+    unpacked = run_direct("unpack", tensors, buffer, None, scale, 1.0, layout, *findings)
+    if unpacked is None:
         given = read_list("tensors", tensors)
-        if unpacked is None and any(map(_is_permuted, given)):
+        if any(map(_is_permuted, given)):
             return _unpack_permuted(buffer, given, layout, scale, *findings)
-        call = unpacked or check_unpack(buffer, given, layout, Findings(*findings))
-        unpacked = run(call, scale)
+        unpacked = run(check_unpack(buffer, given, layout, Findings(*findings)), scale)
     return unpacked
 
 

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.arguments import check, check_dots
+from kernels.binding import run_direct
 from kernels.cpu.torch_fallback import blend_of, dots_of
 from kernels.findings import Findings
 from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan
-from kernels.reading import in_c
 from kernels.torch_ops import check_and_run
 from kernels.validation import (
     EQUAL,
@@ -58,8 +58,8 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
                 [ 8.,  4., 16.]], dtype=torch.float64)
     """
     given = (a, b), None, None, 1.0, 1.0, segments
-    dots = in_c("dot_and_norms")(*given)
-    return dots if isinstance(dots, Tensor) else check_and_run("dot_and_norms", dots, *given)
+    dots = run_direct("dot_and_norms", *given)
+    return check_and_run("dot_and_norms", *given) if dots is None else dots
 
 
 def plan_dot_and_norms(
@@ -122,8 +122,8 @@ def combine(
         tensor([1.2500, 0.7500])
     """
     given = (a, b), out, None, *check_weights(weights), segments, found_inf, max_abs, dots
-    found = in_c("combine")(*given)
-    return found if isinstance(found, Tensor) else check_and_run("combine", found, *given)
+    found = run_direct("combine", *given)
+    return check_and_run("combine", *given) if found is None else found
 
 
 def plan_combine(
@@ -191,8 +191,8 @@ def adasum(
         )
     findings, factors = (found_inf, max_abs), check_weights(weights)
     given = (a, b), out, None, *factors, segments, *findings, None, cooperative
-    found = in_c("adasum")(*given)
-    return found if isinstance(found, Tensor) else check_and_run("adasum", found, *given)
+    found = run_direct("adasum", *given)
+    return check_and_run("adasum", *given) if found is None else found
 
 
 def plan_adasum(

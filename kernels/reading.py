@@ -1,19 +1,15 @@
-"""Check a call's arguments in one pass of C, kernels/cpu/reading.h, and run it there on a CPU.
+"""Check a call's arguments in one pass of C, kernels/cpu/reading.h.
 
 If C leaves a call undecided, Python checks it again, and describes errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
 from kernels.call import NO_FINDINGS, Call
 from kernels.cpu import dispatch
 from kernels.findings import Findings
-from kernels.gpu import launcher
 from kernels.validation import tracing
 
 
@@ -52,18 +48,3 @@ def read_again(call: Call, inputs: list[Tensor], out: Tensor) -> Call | None:
     """`read` the arguments of `call` with these tensors instead of its own."""
     others = call.findings, call.table, call.kind, call.accumulate
     return read(call.function, inputs, out, None, call.place, *others)
-
-
-def in_c(function: str) -> Callable[..., Any]:
-    """Return a C function of kernels/cpu/calls.h that checks calls and runs those on CPU tensors.
-
-    It returns the output, a `Call` to run on a GPU, or None if nothing was written and Python is to
-    check the call.
-    """
-    if tracing() or (library := dispatch.library()) is None:
-        return _undecided
-    return (library.reads if launcher.emulated else library.calls).get(function, _undecided)
-
-
-def _undecided(*_: object) -> None:
-    """Stand for the C function if C must not run."""

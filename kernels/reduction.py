@@ -16,9 +16,9 @@ from kernels.arguments import (
     check_order,
 )
 from kernels.arithmetic import joined
+from kernels.binding import run_direct
 from kernels.findings import Findings
 from kernels.plans import ScaledAddPlan, SumPlan
-from kernels.reading import in_c
 from kernels.torch_ops import check_and_run
 from kernels.validation import (
     check_dtype,
@@ -79,8 +79,8 @@ def sum_n(
         raise TypeError("sum_n takes its tensors as one list: sum_n([a, b])")
     scale = check_factor("scale", scale)
     given = tensors, out, dtype, scale, 1.0, None, found_inf, max_abs, None, order, accumulate
-    total = in_c("sum_n")(*given)
-    return total if isinstance(total, Tensor) else check_and_run("sum_n", total, *given)
+    total = run_direct("sum_n", *given)
+    return check_and_run("sum_n", *given) if total is None else total
 
 
 def plan_sum_n(
@@ -145,8 +145,8 @@ def scaled_add(
     """
     alpha, beta = check_factor("alpha", alpha), check_factor("beta", beta)
     given = (a, b), out, dtype, alpha, beta, None, found_inf, max_abs
-    total = in_c("scaled_add")(*given)
-    return total if isinstance(total, Tensor) else check_and_run("scaled_add", total, *given)
+    total = run_direct("scaled_add", *given)
+    return check_and_run("scaled_add", *given) if total is None else total
 
 
 def plan_scaled_add(

@@ -24,12 +24,11 @@ from torch.compiler import is_dynamo_compiling as is_compiling
 
 from kernels.arguments import TAKES, check
 from kernels.arithmetic import compute_dtype
-from kernels.binding import locate, run_at_once
-from kernels.call import UNREAD, Call
+from kernels.binding import locate, run_at_once, run_direct
+from kernels.call import SCALARS, UNREAD, Call
 from kernels.findings import Findings
 from kernels.gradients import is_followed, refuse_followed
 from kernels.layout import codes_of, layout_within
-from kernels.reading import in_c
 from kernels.validation import check_segments, tracing
 
 Scalar = float | Tensor
@@ -43,8 +42,6 @@ _OPTIONS = (
 )
 # The first of these are options of `check`, in the same order.
 _NAMES = ("dtype", "segments", "table", "kind", "accumulate")
-# How many scalars a function of `TAKES` has.
-_SCALARS = {"sum_n": 1, "scaled_add": 2, "combine": 2, "adasum": 2}
 # Functions whose calls leave nothing on the device. Tables and scratch memory outlive calls, and
 # torch would take them for leaks in its CUDA graphs' memory pool (mode="reduce-overhead").
 _SAFE_IN_GRAPHS = ("sum_n", "scaled_add")
@@ -52,7 +49,6 @@ _SAFE_IN_GRAPHS = ("sum_n", "scaled_add")
 
 def check_and_run(
     function: str,
-    checked: Call | None,
     tensors: Any,
     out: Tensor | None,
     dtype: torch.dtype | None,
@@ -67,8 +63,8 @@ def check_and_run(
 ) -> Any:
     """Check a call of a function of `TAKES`, run it or have torch record it, and return `out`.
 
-    For calls that `in_c` has not run, with the same arguments. checked: What it has returned.
-    first, second: The function's scalars, if it has any.
+    For calls that `run_direct` has not run, with the same arguments. first, second: The function's
+    scalars, if it has any.
 
     Raises:
         TypeError: An argument has another type or dtype.
@@ -78,8 +74,7 @@ def check_and_run(
     options = dtype, segments, table, kind, accumulate
     if is_compiling() and _is_recordable(*given[1:], table, dtype, accumulate):
         return _record(*given, options, first, second)
-    call = checked or _checked(*given, options)
-    return run(call, *(first, second)[: _SCALARS.get(function, 0)])
+    return run(_checked(*given, options), *(first, second)[: SCALARS.get(function, 0)])
 
 
 def _checked(
@@ -99,8 +94,7 @@ def run(call: Call, *scalars: Scalar) -> Any:
     """
     # A call with addresses has been checked completely, and no derivative is asked for.
     if call.addresses is not UNREAD:
-        run_at_once(call, *scalars)
-        return call.inputs if call.function == "unpack" else call.out
+        return run_at_once(call, *scalars)
     followed = is_followed(call)
     if not tracing():
         locate(call)
@@ -115,7 +109,7 @@ def run(call: Call, *scalars: Scalar) -> Any:
         _trace(call, *scalars)
     else:
         run_at_once(call, *scalars)
-    return call.inputs if call.function == "unpack" else call.out
+    return call.result
 
 
 class _Linear(torch.autograd.Function):
@@ -164,7 +158,7 @@ def _run_made(call: Call, *scalars: Scalar) -> Any:
     if not is_compiling():
         return run(call, *scalars)
     _trace(call, *scalars)
-    return call.inputs if call.function == "unpack" else call.out
+    return call.result
 
 
 def _as_arguments(scalar: Scalar) -> tuple[float, Tensor | None]:
@@ -242,21 +236,20 @@ def _run_operator(function: str, inputs: list[Tensor], *given: Any, fake: bool =
 
     given: In the schema's order. fake: Only check the arguments, as far as that needs no data.
     """
-    dtype, starts, table, kind, accumulate, *scalars = given[:9]
+    dtype, starts, table, kind, accumulate, *passed = given[:9]
     out, *findings = given[9:] or (None, None, None)
     segments = None if starts is None else (*starts, inputs[0].numel())
-    first, second = [by if at is None else at for by, at in (scalars[:2], scalars[2:])]
+    scalars = [by if at is None else at for by, at in (passed[:2], passed[2:])]
     if function in ("gram", "adasum"):
         kind = kind == "True"
     options = dtype, segments, table, kind, accumulate
     if fake:
         return _checked(function, inputs, out, Findings(*findings), options).out
-    found = in_c(function)(
-        *(inputs, out, dtype, first, second, segments, *findings, table, kind, accumulate)
-    )
-    if not isinstance(found, Tensor):
-        found = found or _checked(function, inputs, out, Findings(*findings), options)
-        found = _run_checked(found, *(first, second)[: _SCALARS.get(function, 0)])
+    others = *findings, table, kind, accumulate
+    found = run_direct(function, inputs, out, dtype, *scalars, segments, *others)
+    if found is None:
+        call = _checked(function, inputs, out, Findings(*findings), options)
+        found = _run_checked(call, *scalars[: SCALARS.get(function, 0)])
     return found
 
 
@@ -265,13 +258,12 @@ def _write(function: str, *given: Any, fake: bool = False) -> None:
     _run_operator(function, *given, fake=fake)
 
 
-def _run_checked(call: Call, *scalars: Scalar) -> Tensor:
+def _run_checked(call: Call, *scalars: Scalar) -> Any:
     if call.addresses is UNREAD:
         # An exported graph may run on other tensors than torch has traced it with.
         refuse_followed(call, "torch traced this call without gradients")
         locate(call)
-    run_at_once(call, *scalars)
-    return call.out
+    return run_at_once(call, *scalars)
 
 
 def _run_packed(
@@ -288,12 +280,9 @@ def _run_packed(
     # AOTInductor passes None for an empty list.
     layout = layout_within(buffer, inputs, starts or (), alignment)
     scale = first if first_at is None else first_at
-    found = in_c(function)(inputs, buffer, None, scale, 1.0, layout, *findings)
-    if found is None:
+    if run_direct(function, inputs, buffer, None, scale, 1.0, layout, *findings) is None:
         codes, kinds = codes_of(inputs), Findings(*findings)
-        found = Call(function, inputs, buffer, layout, codes=codes, findings=kinds)
-    if isinstance(found, Call):
-        _run_checked(found, scale)
+        _run_checked(Call(function, inputs, buffer, layout, codes=codes, findings=kinds), scale)
 
 
 def _run_coefficients(
