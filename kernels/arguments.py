@@ -153,7 +153,7 @@ def check(
         check_table("coefficients", table, (rows, count), target.device)
     findings.check(target.device, target.dtype)
     others = findings, table, kind, accumulate
-    return Call(function, inputs, target, bounds, out is None, UNREAD, b"", *others)
+    return Call(function, inputs, target, bounds, out is None, UNREAD, False, b"", *others)
 
 
 def check_order(order: object) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,7 +100,7 @@ def locate(call: Call) -> None:
         ValueError: A tensor that is written shares memory with another one.
     """
     if (found := read_again(call, call.inputs, call.out)) is not None:
-        call.addresses = found.addresses
+        call.addresses, call.aligned = found.addresses, found.aligned
         return
     others, inputs = call.others(), call.inputs
     named = ((call.name(i), tensor) for i, tensor in enumerate(inputs))
@@ -106,17 +108,16 @@ def locate(call: Call) -> None:
         check_memory_of(name, tensor)
     _check_overlap(call, others)
     call.addresses = array("Q", map(Tensor.data_ptr, inputs))
+    call.aligned = functools.reduce(operator.or_, call.addresses, call.out.data_ptr()) % 16 == 0
 
 
 def _bound(call: Call, table: AddressTable | None = None) -> Run:
     if not launcher.on_triton(call.out):
         return dispatch.bind(call)
-    if (guard := launcher.elsewhere(call.out)) is not None:
-        with guard:
-            return _bound(call, table)
-    if call.function in _LISTS_ON_TRITON:
-        return _LISTS_ON_TRITON[call.function](call, table or _OF_DIRECT_CALLS)
-    return _OTHERS_ON_TRITON[call.function](call)
+    with launcher.on_device_of(call.out):
+        if (launch_list := _LISTS_ON_TRITON.get(call.function)) is not None:
+            return launch_list(call, table or _OF_DIRECT_CALLS)
+        return _OTHERS_ON_TRITON[call.function](call)
 
 
 def _check_overlap(call: Call, others: list[tuple[str, Tensor]]) -> None:

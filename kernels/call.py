@@ -50,6 +50,8 @@ class Call:
         made: Whether `out` was made for this call.
         addresses: The inputs' addresses as uint64, once they and the memory of all tensors are
             checked; empty before.
+        aligned: Whether these and the address of `out` are multiples of 16, the bytes of the widest
+            access.
         codes: The numbers of the inputs' dtypes in `DTYPES`, for packed buffers.
         findings: Further outputs.
         table: The dots of `combine`, the coefficients of `weighted_sum`.
@@ -68,6 +70,7 @@ class Call:
     place: Layout | tuple[int, ...] | None
     made: bool = False
     addresses: array[int] = UNREAD
+    aligned: bool = False
     codes: Sequence[int] = b""
     findings: Findings = NO_FINDINGS
     table: Tensor | None = None
@@ -157,6 +160,8 @@ class Call:
     def written(self) -> list[Tensor]:
         """The tensors that it writes."""
         main = self.inputs if self.function == "unpack" else [self.out]
+        if self.findings is NO_FINDINGS and self.spread is None:
+            return main
         return [*main, *[one for one in (*self.findings, self.spread) if one is not None]]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,7 +27,7 @@ from collectives.schedules.levels import across_nodes, runs_on_nodes, schedule_o
 from collectives.schedules.schedule import Schedule, split_bounds
 from collectives.schedules.spec import spec_for
 from collectives.schedules.topology import Topology
-from kernels.gpu.launcher import elsewhere
+from kernels.gpu.launcher import on_device_of
 from kernels.gpu.node_slices import slice_of
 
 Tensor = torch.Tensor
@@ -212,7 +211,7 @@ class Launches:
 
         def put() -> None:
             # Triton compiles and launches for the current device, which may be another one.
-            with elsewhere(tensors[0]) or nullcontext():
+            with on_device_of(tensors[0]):
                 work()
 
         runner = self._runner

@@ -68,10 +68,12 @@ static PyObject *result_of(struct call *c, PyObject *const *given)
 static PyObject *call_of(struct call *c, PyObject *name, PyObject *const *given,
                          const struct task *t)
 {
+    uintptr_t places = (uintptr_t)t->out;
     char *codes = malloc(t->count);
     for (int64_t i = 0; codes && i < t->count; i++)
-        codes[i] = t->dtypes[i];
+        codes[i] = t->dtypes[i], places |= (uintptr_t)c->addresses[i];
     PyObject *inputs = PySequence_List(c->inputs), *made = PyBool_FromLong(c->made);
+    PyObject *aligned = PyBool_FromLong(places % 16 == 0);
     PyObject *bytes = PyBytes_FromStringAndSize((char *)c->addresses, 8 * t->count);
     PyObject *dtypes = codes ? PyBytes_FromStringAndSize(codes, t->count) : NULL, *call = NULL;
     PyObject *typed[] = {py.uint64, bytes}, *findings = py.no_findings;
@@ -81,16 +83,17 @@ static PyObject *call_of(struct call *c, PyObject *name, PyObject *const *given,
     else
         findings = PyObject_Vectorcall(py.findings, given + FOUND_INF, 2, NULL);
     PyObject *all[] = {
-        name, inputs, c->out, c->cuts ? c->cuts : given[BOUNDS], made, addresses, dtypes, findings,
-        given[TABLE], given[KIND], given[ACCUMULATE],
+        name, inputs, c->out, c->cuts ? c->cuts : given[BOUNDS], made, addresses, aligned, dtypes,
+        findings, given[TABLE], given[KIND], given[ACCUMULATE],
     };
-    if (inputs && made && addresses && dtypes && findings)
+    if (inputs && made && addresses && aligned && dtypes && findings)
         call = PyObject_Vectorcall(py.call, all, sizeof all / sizeof *all, NULL);
     free(codes);
     Py_DecRef(inputs);
     Py_DecRef(made);
     Py_DecRef(bytes);
     Py_DecRef(addresses);
+    Py_DecRef(aligned);
     Py_DecRef(dtypes);
     Py_DecRef(findings);
     return call;

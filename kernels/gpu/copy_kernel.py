@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -195,7 +194,7 @@ def copies(call: Call, table: AddressTable) -> Callable[[float | Tensor], None]:
         number = math.inf if live is not None else float(scale)
         kind = (number != 1.0, abs(number) <= _LARGEST, math.isfinite(number), live)
         if kind not in bound:
-            with launcher.elsewhere(out) or contextlib.nullcontext():
+            with launcher.on_device_of(out):
                 bound[kind] = bind(*kind)
         for launch in bound[kind]:
             launch(bits)

@@ -7,7 +7,6 @@ import ctypes
 import functools
 import importlib
 import inspect
-import operator
 import struct
 import threading
 from collections.abc import Callable, Hashable
@@ -31,6 +30,9 @@ emulated = False
 # Held while a kernel is compiled. Reentrant, because Triton's hooks, signal handlers or finalizers
 # may launch another kernel in the same thread meanwhile.
 _compiling = threading.RLock()
+# Used again and again, since it has no state.
+_HERE = contextlib.nullcontext()
+_FLOAT = frozenset({float})
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
 _DOUBLES, _INT64S = struct.Struct("<2d"), struct.Struct("<2q")
 
@@ -232,13 +234,10 @@ def on_triton(tensor: Tensor) -> bool:
     return True
 
 
-def elsewhere(tensor: Tensor) -> AbstractContextManager[Any] | None:
-    """Return a context with the tensor's device as the current one; None if it is already current.
-
-    Triton launches on the current device.
-    """
+def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Return a context with the tensor's device as the current one: Triton launches on that."""
     if not tensor.is_cuda or (device := tensor.get_device()) == torch.cuda.current_device():
-        return None
+        return _HERE
     return torch.cuda.device(device)
 
 
@@ -246,8 +245,11 @@ def nothing(*_: float | Tensor) -> None:
     """Do nothing, in place of a launch without elements."""
 
 
-def float_bits(value: float) -> int:
-    """Return the bits of a float64 as a signed integer: Triton would pass a float as float32."""
+def float_bits(value: float | Tensor) -> int:
+    """Return the bits of a float64 as a signed integer: Triton would pass a float as float32.
+
+    The host waits to read a tensor on a GPU.
+    """
     bits: int = _INT64.unpack(_DOUBLE.pack(value))[0]
     return bits
 
@@ -255,12 +257,11 @@ def float_bits(value: float) -> int:
 def scalar_of(value: float | Tensor, out: Tensor) -> tuple[int, torch.dtype | None]:
     """Return a scalar as kernels/gpu/tiles.py's `float_of` expects it: (bits, None) of a float.
 
-    Of a tensor on the device of `out` it is (address, dtype). The host waits to read tensors on
-    other devices.
+    Of a tensor on the device of `out` it is (address, dtype).
     """
     if isinstance(value, Tensor) and value.device == out.device:
         return value.data_ptr(), value.dtype
-    return float_bits(float(value)), None
+    return float_bits(value), None
 
 
 def with_scalars(bind: Callable[..., Launch], count: int, out: Tensor) -> Callable[..., None]:
@@ -268,12 +269,17 @@ def with_scalars(bind: Callable[..., Launch], count: int, out: Tensor) -> Callab
 
     bind: Binds a launch for each scalar's kind: its dtype if it is a tensor, None for a float.
     """
-    launches = {(None,) * count: bind(*(None,) * count)}
+    floats = (None,) * count
+    by_floats = bind(*floats)
+    launches = {floats: by_floats}
 
     def run(*scalars: float | Tensor) -> None:
+        if _FLOAT.issuperset(map(type, scalars)):
+            by_floats(*[float_bits(one) for one in scalars])
+            return
         bits, kinds = zip(*[scalar_of(one, out) for one in scalars], strict=True)
         if kinds not in launches:
-            with elsewhere(out) or contextlib.nullcontext():
+            with on_device_of(out):
                 launches[kinds] = bind(*kinds)
         launches[kinds](*bits)
 
@@ -289,11 +295,6 @@ def bits_of_two(first: float, second: float) -> tuple[int, int]:
 def power_of_two_above(value: int) -> int:
     """Return the smallest power of two that is at least `value`."""
     return 1 << max(0, value - 1).bit_length()
-
-
-def are_aligned(*addresses: int) -> bool:
-    """Return whether all addresses are multiples of 16, the bytes of the widest access."""
-    return functools.reduce(operator.or_, addresses) % 16 == 0
 
 
 @functools.lru_cache

@@ -122,14 +122,15 @@ def _sum_kernel(
 def sum_n(call: Call, table: AddressTable) -> Callable[[float], None]:
     """Bind out = scale * (the sum of the tensors, in the call's order)."""
     addresses, out, dtype = call.addresses, call.out, call.inputs[0].dtype
+    numel, wide = out.numel(), compute_dtype(dtype, out.dtype)
     itemsize, levels = max(dtype.itemsize, out.element_size()), None
-    block, warps = launcher.block_of(out.numel(), itemsize)
+    block, warps = launcher.block_of(numel, itemsize)
     options: dict[str, int] = {}
     if call.kind == "tree":
         levels = len(addresses).bit_length() - 1
-        block, warps = tree_tile_of(levels, out.numel(), itemsize)
+        block, warps = tree_tile_of(levels, numel, itemsize)
         options = options_of(levels)
-    tiles = -(-out.numel() // block)
+    tiles = -(-numel // block)
     if tiles == 0:
         return launcher.nothing
     on_device = table.write(addresses, out.device)
@@ -142,15 +143,15 @@ def sum_n(call: Call, table: AddressTable) -> Callable[[float], None]:
             out,
             call.findings,
             len(addresses),
-            out.numel(),
+            numel,
             DTYPE=dtype,
             OUT=out.dtype,
-            WIDE=compute_dtype(dtype, out.dtype),
-            SUM=call.accumulated,
+            WIDE=wide,
+            SUM=call.accumulate or wide,
             LEVELS=levels,
             PAIRS=levels is not None and len(addresses) > 1 << levels,
             SCALE=scale,
-            ALIGNED=launcher.are_aligned(out.data_ptr(), *addresses),
+            ALIGNED=call.aligned,
             BLOCK=block,
             num_warps=warps,
             **options,
@@ -209,10 +210,10 @@ def _scaled_add_kernel(
 
 def scaled_add(call: Call) -> Callable[[float, float], None]:
     """Bind out = alpha*a + beta*b."""
-    (a, b), out = call.inputs, call.out
+    (a, b), out, numel = call.inputs, call.out, call.out.numel()
     widest = max(a.element_size(), b.element_size(), out.element_size())
-    block, warps = launcher.block_of(out.numel(), widest)
-    tiles = -(-out.numel() // block)
+    block, warps = launcher.block_of(numel, widest)
+    tiles = -(-numel // block)
     if tiles == 0:
         return launcher.nothing
 
@@ -224,14 +225,14 @@ def scaled_add(call: Call) -> Callable[[float, float], None]:
             b,
             out,
             call.findings,
-            out.numel(),
+            numel,
             A=a.dtype,
             B=b.dtype,
             OUT=out.dtype,
             WIDE=compute_dtype(a.dtype, b.dtype, out.dtype),
             ALPHA=alpha,
             BETA=beta,
-            ALIGNED=launcher.are_aligned(a.data_ptr(), b.data_ptr(), out.data_ptr()),
+            ALIGNED=call.aligned,
             BLOCK=block,
             num_warps=warps,
         )
@@ -336,7 +337,7 @@ def weighted_sum(call: Call, table: AddressTable) -> Callable[[], None]:
         call.findings,
         len(addresses),
         DTYPE=out.dtype,
-        ALIGNED=launcher.are_aligned(out.data_ptr(), *addresses),
+        ALIGNED=call.aligned,
         BLOCK=block,
         num_warps=warps,
     )

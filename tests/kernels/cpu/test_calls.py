@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import kernels
+from kernels.binding import locate
+from kernels.call import NO_FINDINGS, Call
 from kernels.cpu import dispatch, native
+from kernels.reading import read
 from tests.kernels.cases import DTYPES, bits, random
 from tests.kernels.cpu.cases import need_compiled
 from tests.kernels.test_plain_tensors import Subclass, fake, resized
@@ -454,7 +457,8 @@ def test_no_references_are_kept() -> None:
     one = kernels.layout_of(given)
     buffer = torch.empty(one.numel)
     plan, found = kernels.plan_pack(given, layout=one, out=buffer), torch.zeros(())
-    watched = [a, b, out, cuts, given, buffer, found, None, torch.float32]
+    with_found = kernels.plan_pack(given, layout=one, out=buffer, found_inf=found)
+    watched = [a, b, out, cuts, given, buffer, found, None, torch.float32, NO_FINDINGS, True]
 
     def many() -> None:
         for _ in range(200):
@@ -464,6 +468,7 @@ def test_no_references_are_kept() -> None:
             kernels.unpack(buffer, given, layout=one, found_inf=found)
             kernels.gram(given, cuts, precise=True)
             plan.rebind(given)
+            with_found.rebind(given)
             for wrong in (lambda: kernels.sum_n([a, buffer]), lambda: kernels.adasum(a, b, [1])):
                 with pytest.raises(ValueError):
                     wrong()
@@ -475,3 +480,16 @@ def test_no_references_are_kept() -> None:
     gc.collect()
     after = [*map(sys.getrefcount, watched)]
     assert all(abs(new - old) < 100 for new, old in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("shifted", [None, 0, 1, 2])
+def test_alignment_is_that_of_inputs_and_output(asked: Asked, shifted: int | None) -> None:
+    given = [within(torch.arange(40.0), SHAPE, 4 + (i == shifted)) for i in range(3)]
+    by_c = read("sum_n", given[:2], given[2], None, None, kind="list")
+    by_python = Call("sum_n", given[:2], given[2], None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asked.library, "reads", {})
+        locate(by_python)
+    assert by_c is not None
+    assert by_c.addresses == by_python.addresses
+    assert by_c.aligned == by_python.aligned == (shifted is None)
