@@ -28,6 +28,7 @@ _PACKAGES = ("triton", "numpy", *itertools.chain(*_CUDA.values()))
 _FUNCTION_MODES = ("_get_current_function_mode_stack", "_pop_mode_temporarily")
 PRIVATE_NAMES = (
     *(f"torch:_foreach_{each}_" for each in ("add", "copy", "sub", "zero")),
+    "torch:_foreach_norm",
     "torch:_C._current_graph_task_id",
     "torch._dynamo",
     "torch:_C._functorch",

@@ -306,11 +306,16 @@ def _members(groups: Sequence[Mapping[str, Any]]) -> list[list[Tensor]]:
 
 def norm_of(named: Sequence[Named], norm_type: float, foreach: bool | None) -> Tensor:
     """Return the norm of all gradients that this rank has, sparse ones included."""
-    gradients = [p.grad.detach() for _, p in named if p.grad is not None]
-    values = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-    # The inf norm of an empty tensor is undefined.
-    values = [each for each in values if each.numel()]
+    values = list(gradient_values(named).values())
     return torch.nn.utils.get_total_norm(values, norm_type, foreach=foreach)
+
+
+def gradient_values(named: Sequence[Named]) -> dict[int, Tensor]:
+    """Return the elements of each gradient that is not empty, by its index in `named`."""
+    gradients = {i: p.grad.detach() for i, (_, p) in enumerate(named) if p.grad is not None}
+    values = {i: g.coalesce().values() if g.is_sparse else g for i, g in gradients.items()}
+    # The inf norm of an empty tensor is undefined.
+    return {i: each for i, each in values.items() if each.numel()}
 
 
 def clip(named: Sequence[Named], max_norm: float, total: Tensor, foreach: bool | None) -> None:

@@ -17,11 +17,11 @@ from adasum.horovod import objects
 from adasum.optimizer.bucket import Member, dtype_of_gradient
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_step import parameters_of
+from adasum.optimizer.method import gradient_values
 from adasum.optimizer.planning import Named
 from adasum.real_pairs import as_reals
 from collectives import Needs, Reducer, Sum, validation
 from collectives.modes import outside_modes
-from collectives.reducers import Max
 from collectives.schedules.spec import parse_all_reduce_spec
 
 
@@ -251,21 +251,25 @@ class OwnersMethod(GradientMethod):
 
     @outside_modes()
     def total_norm(self, norm_type: float, foreach: bool | None) -> Tensor:
-        """Return the norm of all owners' gradients."""
-        mine = super().total_norm(norm_type, foreach)
-        parameters = parameters_of(self.optimizer)
+        """Return the norm of all owners' gradients, with the bits of the replicated run.
+
+        As in torch, it is the norm of the gradients' norms, in the order of the parameters.
+        """
+        parameters, named = parameters_of(self.optimizer), self.backward.named()
         if not parameters:
-            return mine
-        # Without gradients on this rank, the norm is a zero on the CPU.
-        total = mine.to(parameters[0].device, torch.float64).reshape(1)
-        if norm_type == math.inf:
-            self.group.all_reduce(total, Max, name="norm of the gradients")
+            return super().total_norm(norm_type, foreach)
+        zero = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+        mine = gradient_values(named)
+        if mine and foreach is not False:
+            found = dict(zip(mine, torch._foreach_norm([*mine.values()], norm_type), strict=True))
         else:
-            total.pow_(norm_type)
-            self.group.all_reduce(total, Sum, name="norm of the gradients")
-            total.pow_(1.0 / norm_type)
+            found = {i: torch.linalg.vector_norm(each, norm_type) for i, each in mine.items()}
+        norms = torch.stack([found.get(i, zero).to(zero) for i in range(len(named))])
+        # Every gradient is on one rank, so the sum does not round.
+        self.group.all_reduce(norms, Sum, name="norm of the gradients")
         widest = max((p.dtype for p in parameters), key=lambda dtype: dtype.itemsize)
-        return total[0].to(torch.promote_types(widest.to_real(), torch.float32))
+        norms = norms.to(torch.promote_types(widest.to_real(), torch.float32))
+        return torch.linalg.vector_norm(norms, norm_type)
 
     # States.
 
