@@ -18,6 +18,7 @@ import kernels
 from collectives.bootstrap.launchers import LAUNCHERS_VARIABLES
 from collectives.transport import load_nccl
 from kernels import __version__ as adasum_version
+from kernels.validation import did_you_mean
 
 # Packages for each CUDA version: the extra's cupy, and the NCCL that torch's wheel brings.
 _CUDA = {f"cuda{n}": (f"cupy-cuda{n}x", f"nvidia-nccl-cu{n}") for n in (12, 13)}
@@ -158,4 +159,8 @@ def _shared_memory() -> str:
 def _environment() -> dict[str, str]:
     names = [*_VARIABLES, *sorted(name for name in os.environ if name.startswith("NCCL_"))]
     found = {name: os.environ[name] for name in names if name in os.environ}
+    for name in sorted(os.environ):
+        if name.startswith("ADASUM_") and name not in _VARIABLES:
+            hint = did_you_mean(name, _VARIABLES)
+            found[name] = f"{os.environ[name]}: not a variable of adasum" + (hint and f": {hint}")
     return found or {"": "nothing set that matters here"}

@@ -53,6 +53,15 @@ def test_check_without_self_test_starts_no_ranks(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.endswith("self-test: left out\n")
 
 
+def test_check_names_a_variable_that_the_library_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ADASUM_FLIGHT_FODLER", "/records")
+    assert main(["--no-self-test"]) == 0
+    told = "/records: not a variable of adasum: did you mean ADASUM_FLIGHT_FOLDER?"
+    assert told in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("passed", [True, False])
 def test_check_on_a_gpu_runs_the_whole_list(
     passed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
