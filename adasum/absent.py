@@ -4,7 +4,7 @@ from __future__ import annotations
 
 ABSENT = {
     "HorovodInternalError": "catch adasum.CollectiveError",
-    "SyncBatchNorm": "use torch.nn.SyncBatchNorm, which wants CUDA and torch.distributed",
+    "SyncBatchNorm": "use torch.nn.SyncBatchNorm, which needs CUDA and torch.distributed",
     "elastic": "torchrun --max-restarts starts ranks again; resume from a checkpoint, as "
     "examples/resume_digits.py does",
     "run": "start ranks with torchrun, or call a function in them with "

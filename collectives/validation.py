@@ -312,8 +312,8 @@ def timeout(value: float) -> None:
     instance("timeout", value, int | float, "a number of seconds")
     if not 0 < value <= threading.TIMEOUT_MAX:
         raise ValueError(
-            f"timeout must be a positive number of seconds, got {value}: at most "
-            f"{threading.TIMEOUT_MAX:.0f}"
+            "timeout must be a positive number of seconds, at most "
+            f"{threading.TIMEOUT_MAX:.0f}, got {value}"
         )
 
 
