@@ -64,7 +64,7 @@ def bind(call: Call, table: AddressTable | None = None) -> Run:
     return call.findings.reset_before(_bound(call, table))
 
 
-def run_direct(function: str, *given: Any) -> Any:
+def run_direct(function: str, given: tuple[Any, ...]) -> Any:
     """Check a call in one pass of C and run it; return its result.
 
     Args:

@@ -82,7 +82,7 @@ def gram(
     """
     kind = check_flag("precise", precise)
     given = tensors, out, None, 1.0, 1.0, segments, None, None, None, kind
-    found = run_direct("gram", *given)
+    found = run_direct("gram", given)
     return check_and_run("gram", *given) if found is None else found
 
 
@@ -195,7 +195,7 @@ def weighted_sum(
         tensor([1.2500, 0.7500])
     """
     given = tensors, out, None, 1.0, 1.0, segments, found_inf, max_abs, coefficients
-    total = run_direct("weighted_sum", *given)
+    total = run_direct("weighted_sum", given)
     return check_and_run("weighted_sum", *given) if total is None else total
 
 

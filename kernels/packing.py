@@ -65,7 +65,7 @@ def pack(
     """
     scale = check_factor("scale", scale)
     findings = found_inf, max_abs
-    packed = run_direct("pack", tensors, out, None, scale, 1.0, layout, *findings)
+    packed = run_direct("pack", (tensors, out, None, scale, 1.0, layout, *findings))
     if packed is None:
         call = check_pack(tensors, layout, out, Findings(*findings), copies=True)
         packed = run(call, scale)
@@ -130,7 +130,7 @@ def unpack(
     """
     scale = check_factor("scale", scale)
     findings = found_inf, max_abs
-    unpacked = run_direct("unpack", tensors, buffer, None, scale, 1.0, layout, *findings)
+    unpacked = run_direct("unpack", (tensors, buffer, None, scale, 1.0, layout, *findings))
     if unpacked is None:
         given = read_list("tensors", tensors)
         if any(map(_is_permuted, given)):

@@ -58,7 +58,7 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
                 [ 8.,  4., 16.]], dtype=torch.float64)
     """
     given = (a, b), None, None, 1.0, 1.0, segments
-    dots = run_direct("dot_and_norms", *given)
+    dots = run_direct("dot_and_norms", given)
     return check_and_run("dot_and_norms", *given) if dots is None else dots
 
 
@@ -122,7 +122,7 @@ def combine(
         tensor([1.2500, 0.7500])
     """
     given = (a, b), out, None, *check_weights(weights), segments, found_inf, max_abs, dots
-    found = run_direct("combine", *given)
+    found = run_direct("combine", given)
     return check_and_run("combine", *given) if found is None else found
 
 
@@ -191,7 +191,7 @@ def adasum(
         )
     findings, factors = (found_inf, max_abs), check_weights(weights)
     given = (a, b), out, None, *factors, segments, *findings, None, cooperative
-    found = run_direct("adasum", *given)
+    found = run_direct("adasum", given)
     return check_and_run("adasum", *given) if found is None else found
 
 

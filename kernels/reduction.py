@@ -79,7 +79,7 @@ def sum_n(
         raise TypeError("sum_n takes its tensors as one list: sum_n([a, b])")
     scale = check_factor("scale", scale)
     given = tensors, out, dtype, scale, 1.0, None, found_inf, max_abs, None, order, accumulate
-    total = run_direct("sum_n", *given)
+    total = run_direct("sum_n", given)
     return check_and_run("sum_n", *given) if total is None else total
 
 
@@ -145,7 +145,7 @@ def scaled_add(
     """
     alpha, beta = check_factor("alpha", alpha), check_factor("beta", beta)
     given = (a, b), out, dtype, alpha, beta, None, found_inf, max_abs
-    total = run_direct("scaled_add", *given)
+    total = run_direct("scaled_add", given)
     return check_and_run("scaled_add", *given) if total is None else total
 
 

@@ -246,7 +246,7 @@ def _run_operator(function: str, inputs: list[Tensor], *given: Any, fake: bool =
     if fake:
         return _checked(function, inputs, out, Findings(*findings), options).out
     others = *findings, table, kind, accumulate
-    found = run_direct(function, inputs, out, dtype, *scalars, segments, *others)
+    found = run_direct(function, (inputs, out, dtype, *scalars, segments, *others))
     if found is None:
         call = _checked(function, inputs, out, Findings(*findings), options)
         found = _run_checked(call, *scalars[: SCALARS.get(function, 0)])
@@ -280,7 +280,7 @@ def _run_packed(
     # AOTInductor passes None for an empty list.
     layout = layout_within(buffer, inputs, starts or (), alignment)
     scale = first if first_at is None else first_at
-    if run_direct(function, inputs, buffer, None, scale, 1.0, layout, *findings) is None:
+    if run_direct(function, (inputs, buffer, None, scale, 1.0, layout, *findings)) is None:
         codes, kinds = codes_of(inputs), Findings(*findings)
         _run_checked(Call(function, inputs, buffer, layout, codes=codes, findings=kinds), scale)
 

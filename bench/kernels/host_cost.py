@@ -137,7 +137,7 @@ def stubbed_launches() -> Iterator[None]:
 
 
 def launches(device: str = "cpu") -> dict[str, Call]:
-    """Return planned runs and direct calls of many tensors."""
+    """Return planned runs and direct calls, most of them of many tensors."""
     tensors = [torch.randn(5, 3, device=device) for _ in range(COUNT)]
     layout = kernels.layout_of(tensors)
     a, b = (torch.randn(layout.numel, device=device) for _ in range(2))
@@ -148,6 +148,9 @@ def launches(device: str = "cpu") -> dict[str, Call]:
         "adasum": kernels.plan_adasum(a, b),
         "adasum in two launches": kernels.plan_adasum(a, b, cooperative=False),
     }
+    pair, out = tensors[:2], torch.empty_like(tensors[0])
+    calls["direct sum_n of 2"] = partial(kernels.sum_n, pair, out=out)
+    calls["direct scaled_add"] = partial(kernels.scaled_add, *pair, alpha=0.5, out=out)
     for count in COUNTS:
         given = [torch.randn(5, 3, device=device) for _ in range(count)]
         chosen = kernels.layout_of(given)

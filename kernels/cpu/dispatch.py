@@ -66,7 +66,8 @@ def library() -> native.Library | None:
         ValueError: The variable has another value.
         RuntimeError: It is "native", but the compiled functions cannot be used.
     """
-    found = _found()
+    # Asked at every call, mostly after the first use.
+    found = _state.get("found") or _found()
     return None if isinstance(found, str) else found
 
 
