@@ -298,7 +298,7 @@ def test_launch_is_bound_for_the_gpu_of_its_tensor(monkeypatch):
     at_binding: list[bool] = []
 
     @contextlib.contextmanager
-    def elsewhere(tensor: Tensor) -> Iterator[None]:
+    def on_device_of(tensor: Tensor) -> Iterator[None]:
         of_threads.current = tensor.data_ptr()
         yield
         of_threads.current = 0
@@ -310,7 +310,7 @@ def test_launch_is_bound_for_the_gpu_of_its_tensor(monkeypatch):
         at_binding.append(of_threads.current == x.data_ptr())
         return bind_sum(self, x, offset)
 
-    monkeypatch.setattr(node_launches, "elsewhere", elsewhere)
+    monkeypatch.setattr(node_launches, "on_device_of", on_device_of)
     monkeypatch.setattr(Node, "bind_sum", bind)
     run(2, lambda group: group.all_reduce(group.symmetric_empty(8)))
     assert at_binding == [True, True]
