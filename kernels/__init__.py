@@ -13,7 +13,7 @@
 
 Dtypes are float16, bfloat16, float32 and float64 (`DTYPES`); any other one is a TypeError. Wrong
 arguments raise before anything is written. Backward passes go through `pack`, `unpack`, `sum_n`
-and `scaled_add`. For the other functions, for plans and with `out=`, `found_inf=` or `max_abs=`, a
+and `scaled_add`. For the other functions, for plans and with `out=` or `found_inf=`, a
 tensor that requires a gradient is a ValueError while grad mode is on. Each function has `*_bytes`
 (its least memory traffic), `*_reference` (float64, plain torch) and `plan_*` (arguments checked
 once, run many times). Nothing here communicates. Examples are after `import torch, kernels`.
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 from kernels import logs
 from kernels.arithmetic import SPREAD_LIMIT
 from kernels.backends import BackendInfo, backend_info
-from kernels.findings import max_abs_reference
 from kernels.gram_matrix import (
     adasum_coefficients,
     adasum_coefficients_bytes,
@@ -128,7 +127,6 @@ __all__ = [
     "gram_bytes",
     "gram_reference",
     "layout_of",
-    "max_abs_reference",
     "pack",
     "pack_bytes",
     "pack_reference",

@@ -11,13 +11,13 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kernels.call import NO_FINDINGS, ORDERS, UNREAD, Call, check_tree
-from kernels.findings import Findings
+from kernels.call import ORDERS, UNREAD, Call, check_tree
 from kernels.layout import Layout, check_buffer, check_packed, codes_of, lay_out
 from kernels.reading import read
 from kernels.validation import (
     check_all_writable,
     check_dtype,
+    check_found_inf,
     check_like,
     check_segments,
     check_tensor,
@@ -59,7 +59,7 @@ def check_pack(
     tensors: Iterable[Tensor],
     layout: Layout | None,
     out: Tensor | None,
-    findings: Findings,
+    found_inf: Tensor | None,
     *,
     copies: bool,
 ) -> Call:
@@ -68,7 +68,7 @@ def check_pack(
     copies: Whether tensors that are not contiguous are copied.
     """
     given, chosen = lay_out(tensors, layout, None)
-    if (call := read("pack", given, out, None, chosen, findings)) is not None:
+    if (call := read("pack", given, out, None, chosen, found_inf)) is not None:
         return call
     inputs, target = check_packed(given, chosen, any_order=copies), out
     device = device_of(inputs)
@@ -77,35 +77,35 @@ def check_pack(
         device = device if inputs else out.device
         check_buffer("out", out, chosen, device)
         check_writable("out", out)
-    findings.check(device, chosen.dtype)
+    check_found_inf(found_inf, device)
     if target is None:
         target = torch.empty(chosen.numel, dtype=chosen.dtype, device=device)
     inputs = [one.contiguous() for one in inputs]
     codes = codes_of(inputs)
-    return Call("pack", inputs, target, chosen, out is None, codes=codes, findings=findings)
+    return Call("pack", inputs, target, chosen, out is None, codes=codes, found_inf=found_inf)
 
 
 def check_unpack(
-    buffer: Tensor, tensors: Iterable[Tensor], layout: Layout | None, findings: Findings
+    buffer: Tensor, tensors: Iterable[Tensor], layout: Layout | None, found_inf: Tensor | None
 ) -> Call:
     """Check the arguments of `unpack`."""
     check_tensor("buffer", buffer)
     given, chosen = lay_out(tensors, layout, buffer.dtype)
-    if (call := read("unpack", given, buffer, None, chosen, findings)) is not None:
+    if (call := read("unpack", given, buffer, None, chosen, found_inf)) is not None:
         return call
     inputs = check_packed(given, chosen, any_order=False)
     device = inputs[0].device if inputs else buffer.device
     check_buffer("buffer", buffer, chosen, device)
     check_all_writable("tensors", inputs)
-    findings.check(device, *[tensor.dtype for tensor in inputs])
-    return Call("unpack", inputs, buffer, chosen, codes=codes_of(inputs), findings=findings)
+    check_found_inf(found_inf, device)
+    return Call("unpack", inputs, buffer, chosen, codes=codes_of(inputs), found_inf=found_inf)
 
 
 def check(
     function: str,
     tensors: object,
     out: Tensor | None,
-    findings: Findings = NO_FINDINGS,
+    found_inf: Tensor | None = None,
     *,
     dtype: torch.dtype | None = None,
     segments: Sequence[int] | None = None,
@@ -119,7 +119,7 @@ def check(
         function: The function's name.
         tensors: The list, or the pair (a, b).
         out: The output.
-        findings: As in `Call`.
+        found_inf: As in `Call`.
         dtype: The output's dtype; if None, the dtype of `out` or of the first tensor.
         segments: The boundaries of segments; None for one segment.
         table: The dots for `combine`, the coefficients for `weighted_sum`.
@@ -127,7 +127,7 @@ def check(
             whether it may be cooperative.
         accumulate: As in `Call`.
     """
-    call = read(function, tensors, out, dtype, segments, findings, table, kind, accumulate)
+    call = read(function, tensors, out, dtype, segments, found_inf, table, kind, accumulate)
     if call is not None:
         return call
     takes = TAKES[function]
@@ -151,8 +151,8 @@ def check(
         check_dots(table, rows, target)
     elif function == "weighted_sum":
         check_table("coefficients", table, (rows, count), target.device)
-    findings.check(target.device, target.dtype)
-    others = findings, table, kind, accumulate
+    check_found_inf(found_inf, target.device)
+    others = found_inf, table, kind, accumulate
     return Call(function, inputs, target, bounds, out is None, UNREAD, False, b"", *others)
 
 

@@ -61,7 +61,7 @@ def bind(call: Call, table: AddressTable | None = None) -> Run:
     """
     if call.addresses is UNREAD:
         locate(call)
-    return call.findings.reset_before(_bound(call, table))
+    return _bound(call, table)
 
 
 def run_direct(function: str, given: tuple[Any, ...]) -> Any:
@@ -85,7 +85,7 @@ def run_direct(function: str, given: tuple[Any, ...]) -> Any:
 
 def run_at_once(call: Call, *scalars: float | Tensor) -> Any:
     """Run the call once and return its result; `locate` must have been called on it."""
-    call.findings.reset_before(_bound(call))(*scalars)
+    _bound(call)(*scalars)
     # Autograd does not see these writes. Without a new version, a backward pass that has saved one
     # of these tensors would silently use the new values. torch ignores inference tensors here.
     increment_version(call.written)

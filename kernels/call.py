@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kernels.arithmetic import compute_dtype
-from kernels.findings import Findings
 from kernels.layout import Layout
 from kernels.validation import DTYPES, check_scalar
 
@@ -28,7 +27,6 @@ SCALARS = {"pack": 1, "unpack": 1, "sum_n": 1, "scaled_add": 2, "combine": 2, "a
 ORDERS = ("list", "tree")
 # Functions of a list of tensors that are equal in shape and dtype.
 _OF_EQUALS = ("sum_n", "gram", "weighted_sum")
-NO_FINDINGS = Findings()
 # Marks tensors whose addresses are yet to be read. No array: dynamo cannot take one along.
 UNREAD: Any = ()
 
@@ -53,7 +51,7 @@ class Call:
         aligned: Whether these and the address of `out` are multiples of 16, the bytes of the widest
             access.
         codes: The numbers of the inputs' dtypes in `DTYPES`, for packed buffers.
-        findings: Further outputs.
+        found_inf: An output, set to 1 if a value written is Inf or NaN; None if not wanted.
         table: The dots of `combine`, the coefficients of `weighted_sum`.
         kind: The order of `sum_n`, "list" or "tree"; whether the matrices are precise for `gram`;
             whether one cooperative launch is allowed for `adasum`.
@@ -72,7 +70,7 @@ class Call:
     addresses: array[int] = UNREAD
     aligned: bool = False
     codes: Sequence[int] = b""
-    findings: Findings = NO_FINDINGS
+    found_inf: Tensor | None = None
     table: Tensor | None = None
     kind: str | bool | None = "list"
     accumulate: torch.dtype | None = None
@@ -108,7 +106,9 @@ class Call:
 
     def others(self) -> list[tuple[str, Tensor]]:
         """Return the names and tensors of all arguments except the inputs."""
-        named = [*self.findings.given(), (self.out_name, self.out)]
+        named = [(self.out_name, self.out)]
+        if self.found_inf is not None:
+            named.insert(0, ("found_inf", self.found_inf))
         if self.table is not None:
             named.append(("dots" if self.function == "combine" else "coefficients", self.table))
         if self.spread is not None:
@@ -160,9 +160,9 @@ class Call:
     def written(self) -> list[Tensor]:
         """The tensors that it writes."""
         main = self.inputs if self.function == "unpack" else [self.out]
-        if self.findings is NO_FINDINGS and self.spread is None:
+        if self.found_inf is None and self.spread is None:
             return main
-        return [*main, *[one for one in (*self.findings, self.spread) if one is not None]]
+        return [*main, *[one for one in (self.found_inf, self.spread) if one is not None]]
 
 
 def check_tree(tree: object, count: int) -> Tree:

@@ -34,7 +34,6 @@ from kernels.arguments import (
 from kernels.binding import run_direct
 from kernels.call import check_tree
 from kernels.cpu.torch_fallback import tree_of, weighed
-from kernels.findings import Findings
 from kernels.plans import AdasumCoefficientsPlan, GramPlan, WeightedSumPlan
 from kernels.torch_ops import check_and_run, run
 from kernels.validation import (
@@ -81,7 +80,7 @@ def gram(
                  [1., 2.]]], dtype=torch.float64)
     """
     kind = check_flag("precise", precise)
-    given = tensors, out, None, 1.0, 1.0, segments, None, None, None, kind
+    given = tensors, out, None, 1.0, 1.0, segments, None, None, kind
     found = run_direct("gram", given)
     return check_and_run("gram", *given) if found is None else found
 
@@ -167,7 +166,6 @@ def weighted_sum(
     *,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Return per segment s: coefficients[s, 0] * tensors[0] + coefficients[s, 1] * tensors[1] + ...
 
@@ -182,8 +180,6 @@ def weighted_sum(
         out: The tensor to write and return, which may be one of the tensors. None makes one.
         found_inf: float32 of one element, set to 1 if an output is not finite, otherwise not
             changed.
-        max_abs: One element, float64 if the output is, otherwise float32; set to the largest
-            magnitude written, NaN if one is NaN.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
@@ -194,7 +190,7 @@ def weighted_sum(
         >>> kernels.weighted_sum([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])], coefficients)
         tensor([1.2500, 0.7500])
     """
-    given = tensors, out, None, 1.0, 1.0, segments, found_inf, max_abs, coefficients
+    given = tensors, out, None, 1.0, 1.0, segments, found_inf, coefficients
     total = run_direct("weighted_sum", given)
     return check_and_run("weighted_sum", *given) if total is None else total
 
@@ -206,7 +202,6 @@ def plan_weighted_sum(
     *,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
 ) -> WeightedSumPlan:
     """Plan `weighted_sum` of these tensors: run it as plan(), which reads `coefficients` each time.
 
@@ -219,8 +214,7 @@ def plan_weighted_sum(
         >>> plan()
         tensor([1.2500, 1.2500])
     """
-    findings = Findings(found_inf, max_abs)
-    call = check("weighted_sum", tensors, out, findings, segments=segments, table=coefficients)
+    call = check("weighted_sum", tensors, out, found_inf, segments=segments, table=coefficients)
     return WeightedSumPlan(call)
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kernels.arguments import check_pack, check_unpack, device_of
 from kernels.binding import check_disjoint, run_direct
-from kernels.findings import Findings
 from kernels.layout import Layout, check_buffer, check_layout, check_packed, lay_out
 from kernels.plans import PackPlan, UnpackPlan
 from kernels.torch_ops import run
@@ -31,7 +30,6 @@ def pack(
     out: Tensor | None = None,
     scale: float | Tensor = 1.0,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Copy `tensors`, each times `scale`, into one 1-D buffer; the padding is zero.
 
@@ -48,8 +46,6 @@ def pack(
             reads the new value at each replay.
         found_inf: float32 of one element, set to 1 if an element written is not finite, otherwise
             not changed.
-        max_abs: One element, float64 if the buffer is, otherwise float32; set to the largest
-            magnitude written, NaN if one is NaN.
 
     Returns:
         The buffer.
@@ -64,10 +60,9 @@ def pack(
         tensor([0.5000, 1.0000, 1.5000, 0.0000])
     """
     scale = check_factor("scale", scale)
-    findings = found_inf, max_abs
-    packed = run_direct("pack", (tensors, out, None, scale, 1.0, layout, *findings))
+    packed = run_direct("pack", (tensors, out, None, scale, 1.0, layout, found_inf))
     if packed is None:
-        call = check_pack(tensors, layout, out, Findings(*findings), copies=True)
+        call = check_pack(tensors, layout, out, found_inf, copies=True)
         packed = run(call, scale)
     return packed
 
@@ -78,7 +73,6 @@ def plan_pack(
     layout: Layout | None = None,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
 ) -> PackPlan:
     """Plan `pack` of these tensors: run it as plan(scale).
 
@@ -91,7 +85,7 @@ def plan_pack(
         >>> plan(scale=2.0)
         tensor([2., 4., 6., 0.])
     """
-    return PackPlan(check_pack(tensors, layout, out, Findings(found_inf, max_abs), copies=False))
+    return PackPlan(check_pack(tensors, layout, out, found_inf, copies=False))
 
 
 def unpack(
@@ -101,7 +95,6 @@ def unpack(
     layout: Layout | None = None,
     scale: float | Tensor = 1.0,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
 ) -> list[Tensor]:
     """Copy the slots of `buffer`, times `scale`, into `tensors`, in place.
 
@@ -114,7 +107,6 @@ def unpack(
         layout: The layout of `buffer`; `layout_of(tensors, dtype=buffer.dtype)` if None.
         scale: As in `pack`.
         found_inf: As in `pack`.
-        max_abs: As in `pack`, float64 if one of the tensors is.
 
     Returns:
         The tensors.
@@ -129,13 +121,12 @@ def unpack(
         [tensor([1., 2.]), tensor([3.])]
     """
     scale = check_factor("scale", scale)
-    findings = found_inf, max_abs
-    unpacked = run_direct("unpack", (tensors, buffer, None, scale, 1.0, layout, *findings))
+    unpacked = run_direct("unpack", (tensors, buffer, None, scale, 1.0, layout, found_inf))
     if unpacked is None:
         given = read_list("tensors", tensors)
         if any(map(_is_permuted, given)):
-            return _unpack_permuted(buffer, given, layout, scale, *findings)
-        unpacked = run(check_unpack(buffer, given, layout, Findings(*findings)), scale)
+            return _unpack_permuted(buffer, given, layout, scale, found_inf)
+        unpacked = run(check_unpack(buffer, given, layout, found_inf), scale)
     return unpacked
 
 
@@ -151,7 +142,7 @@ def _unpack_permuted(
     given: list[Tensor],
     layout: Layout | None,
     scale: float | Tensor,
-    *findings: Tensor | None,
+    found_inf: Tensor | None,
 ) -> list[Tensor]:
     """`unpack` into contiguous tensors, and copy these into the tensors that are not."""
     check_all_writable("tensors", check_each("tensors", given, any_order=True))
@@ -159,7 +150,7 @@ def _unpack_permuted(
         check_disjoint("tensors", given)
     dense = torch.contiguous_format
     parts = [torch.empty_like(t, memory_format=dense) if _is_permuted(t) else t for t in given]
-    unpack(buffer, parts, layout=layout, scale=scale, found_inf=findings[0], max_abs=findings[1])
+    unpack(buffer, parts, layout=layout, scale=scale, found_inf=found_inf)
     for tensor, part in zip(given, parts, strict=True):
         if tensor is not part:
             tensor.copy_(part)
@@ -172,7 +163,6 @@ def plan_unpack(
     *,
     layout: Layout | None = None,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
 ) -> UnpackPlan:
     """Plan `unpack` into these tensors: run it as plan(scale).
 
@@ -185,7 +175,7 @@ def plan_unpack(
         >>> plan(scale=0.5)
         [tensor([0.5000, 1.0000]), tensor([1.5000])]
     """
-    return UnpackPlan(check_unpack(buffer, tensors, layout, Findings(found_inf, max_abs)))
+    return UnpackPlan(check_unpack(buffer, tensors, layout, found_inf))
 
 
 def pack_bytes(tensors: Iterable[Tensor], *, layout: Layout | None = None) -> int:

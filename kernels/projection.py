@@ -19,7 +19,6 @@ from torch import Tensor
 from kernels.arguments import check, check_dots
 from kernels.binding import run_direct
 from kernels.cpu.torch_fallback import blend_of, dots_of
-from kernels.findings import Findings
 from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan
 from kernels.torch_ops import check_and_run
 from kernels.validation import (
@@ -87,7 +86,6 @@ def combine(
     weights: Weights = EQUAL,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Return (1 - d/(2A)) a + (1 - d/(2B)) b per segment; (d, A, B) is its row of `dots`.
 
@@ -109,8 +107,6 @@ def combine(
         out: The tensor to write and return, which may be a or b. None makes one.
         found_inf: float32 of one element, set to 1 if an output is not finite, otherwise not
             changed.
-        max_abs: One element, float64 if the output is, otherwise float32; set to the largest
-            magnitude written, NaN if one is NaN.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
@@ -121,7 +117,7 @@ def combine(
         >>> kernels.combine(a, b, kernels.dot_and_norms(a, b))  # a / 2 + 3 b / 4
         tensor([1.2500, 0.7500])
     """
-    given = (a, b), out, None, *check_weights(weights), segments, found_inf, max_abs, dots
+    given = (a, b), out, None, *check_weights(weights), segments, found_inf, dots
     found = run_direct("combine", given)
     return check_and_run("combine", *given) if found is None else found
 
@@ -134,7 +130,6 @@ def plan_combine(
     *,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
 ) -> CombinePlan:
     """Plan `combine` of a and b: run it as plan(weights), which reads the values of `dots` then.
 
@@ -147,8 +142,7 @@ def plan_combine(
         >>> plan()
         tensor([1.2500, 0.7500])
     """
-    findings = Findings(found_inf, max_abs)
-    return CombinePlan(check("combine", (a, b), out, findings, segments=segments, table=dots))
+    return CombinePlan(check("combine", (a, b), out, found_inf, segments=segments, table=dots))
 
 
 def adasum(
@@ -159,7 +153,6 @@ def adasum(
     weights: Weights = EQUAL,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
     cooperative: bool = True,
 ) -> Tensor:
     """Return the Adasum of two tensors per segment: `combine` of their `dot_and_norms`.
@@ -189,8 +182,8 @@ def adasum(
             "adasum takes two tensors, a and b: for a list of any number use gram, "
             "adasum_coefficients and weighted_sum"
         )
-    findings, factors = (found_inf, max_abs), check_weights(weights)
-    given = (a, b), out, None, *factors, segments, *findings, None, cooperative
+    factors = check_weights(weights)
+    given = (a, b), out, None, *factors, segments, found_inf, None, cooperative
     found = run_direct("adasum", given)
     return check_and_run("adasum", *given) if found is None else found
 
@@ -202,7 +195,6 @@ def plan_adasum(
     *,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
     cooperative: bool = True,
 ) -> AdasumPlan:
     """Plan `adasum` of a and b: run it as plan(weights).
@@ -215,8 +207,7 @@ def plan_adasum(
         >>> plan(weights=(3, 1))
         tensor([1.5000, 3.0000])
     """
-    findings = Findings(found_inf, max_abs)
-    call = check("adasum", (a, b), out, findings, segments=segments, kind=cooperative)
+    call = check("adasum", (a, b), out, found_inf, segments=segments, kind=cooperative)
     return AdasumPlan(call)
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.call import NO_FINDINGS, Call
+from kernels.call import Call
 from kernels.cpu import dispatch
-from kernels.findings import Findings
 from kernels.validation import tracing
 
 
@@ -19,7 +18,7 @@ def read(
     out: object,
     dtype: object,
     place: object,
-    findings: Findings = NO_FINDINGS,
+    found_inf: object = None,
     table: object = None,
     kind: object = None,
     accumulate: object = None,
@@ -32,19 +31,19 @@ def read(
         out: As in `Call`.
         dtype: The output's dtype, if given.
         place: As in `Call`.
-        findings: As in `Call`.
+        found_inf: As in `Call`.
         table: As in `Call`.
         kind: As in `Call`.
         accumulate: As in `Call`.
     """
     if tracing() or (library := dispatch.library()) is None or function not in library.reads:
         return None
-    others = *findings, table, kind, accumulate
+    others = found_inf, table, kind, accumulate
     found: Call | None = library.reads[function](tensors, out, dtype, 1.0, 1.0, place, *others)
     return found
 
 
 def read_again(call: Call, inputs: list[Tensor], out: Tensor) -> Call | None:
     """`read` the arguments of `call` with these tensors instead of its own."""
-    others = call.findings, call.table, call.kind, call.accumulate
+    others = call.found_inf, call.table, call.kind, call.accumulate
     return read(call.function, inputs, out, None, call.place, *others)

@@ -17,7 +17,6 @@ from kernels.arguments import (
 )
 from kernels.arithmetic import joined
 from kernels.binding import run_direct
-from kernels.findings import Findings
 from kernels.plans import ScaledAddPlan, SumPlan
 from kernels.torch_ops import check_and_run
 from kernels.validation import (
@@ -39,7 +38,6 @@ def sum_n(
     order: Literal["list", "tree"] = "list",
     accumulate: torch.dtype | None = None,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Return scale * (tensors[0] + tensors[1] + ...), added in a specified order.
 
@@ -64,8 +62,6 @@ def sum_n(
             the dtype of the computation.
         found_inf: float32 of one element, set to 1 if an output is not finite, otherwise not
             changed.
-        max_abs: One element, float64 if the output is, otherwise float32; set to the largest
-            magnitude written, NaN if one is NaN.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
@@ -78,7 +74,7 @@ def sum_n(
     if more:
         raise TypeError("sum_n takes its tensors as one list: sum_n([a, b])")
     scale = check_factor("scale", scale)
-    given = tensors, out, dtype, scale, 1.0, None, found_inf, max_abs, None, order, accumulate
+    given = tensors, out, dtype, scale, 1.0, None, found_inf, None, order, accumulate
     total = run_direct("sum_n", given)
     return check_and_run("sum_n", *given) if total is None else total
 
@@ -91,7 +87,6 @@ def plan_sum_n(
     order: Literal["list", "tree"] = "list",
     accumulate: torch.dtype | None = None,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
 ) -> SumPlan:
     """Plan `sum_n` of these tensors: run it as plan(scale).
 
@@ -106,8 +101,7 @@ def plan_sum_n(
         >>> plan()  # reads the result of the last run
         tensor([ 7., 10.])
     """
-    findings = Findings(found_inf, max_abs)
-    call = check("sum_n", tensors, out, findings, dtype=dtype, kind=order, accumulate=accumulate)
+    call = check("sum_n", tensors, out, found_inf, dtype=dtype, kind=order, accumulate=accumulate)
     return SumPlan(call)
 
 
@@ -120,7 +114,6 @@ def scaled_add(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Return alpha*a + beta*b, computed in float32 (float64 if a dtype is), rounded once.
 
@@ -132,7 +125,6 @@ def scaled_add(
         out: The tensor to write and return, which may be a or b. None makes one.
         dtype: The output's dtype; if None, the dtype of `out` or of a.
         found_inf: As in `sum_n`.
-        max_abs: As in `sum_n`.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
@@ -144,7 +136,7 @@ def scaled_add(
         tensor([-1.,  0.])
     """
     alpha, beta = check_factor("alpha", alpha), check_factor("beta", beta)
-    given = (a, b), out, dtype, alpha, beta, None, found_inf, max_abs
+    given = (a, b), out, dtype, alpha, beta, None, found_inf
     total = run_direct("scaled_add", given)
     return check_and_run("scaled_add", *given) if total is None else total
 
@@ -156,7 +148,6 @@ def plan_scaled_add(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
 ) -> ScaledAddPlan:
     """Plan `scaled_add` of a and b: run it as plan(alpha, beta).
 
@@ -168,8 +159,7 @@ def plan_scaled_add(
         >>> plan(alpha=2.0, beta=-1.0)
         tensor([-1.,  0.])
     """
-    findings = Findings(found_inf, max_abs)
-    return ScaledAddPlan(check("scaled_add", (a, b), out, findings, dtype=dtype))
+    return ScaledAddPlan(check("scaled_add", (a, b), out, found_inf, dtype=dtype))
 
 
 def sum_n_bytes(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> int:

@@ -26,7 +26,6 @@ from kernels.arguments import TAKES, check
 from kernels.arithmetic import compute_dtype
 from kernels.binding import locate, run_at_once, run_direct
 from kernels.call import SCALARS, UNREAD, Call
-from kernels.findings import Findings
 from kernels.gradients import is_followed, refuse_followed
 from kernels.layout import codes_of, layout_within
 from kernels.validation import check_segments, tracing
@@ -34,8 +33,8 @@ from kernels.validation import check_segments, tracing
 Scalar = float | Tensor
 _LIBRARY = torch.library.Library("adasum", "FRAGMENT")
 # No argument has a default: Inductor would pass it by its name, which takes 0.3 us.
-_FINDINGS = "Tensor(b!)? found_inf, Tensor(c!)? max_abs"
-_SLOTS = f"SymInt[] starts, int alignment, float first, Tensor? first_at, {_FINDINGS}"
+_FLAG = "Tensor(b!)? found_inf"
+_SLOTS = f"SymInt[] starts, int alignment, float first, Tensor? first_at, {_FLAG}"
 _OPTIONS = (
     "ScalarType? dtype, SymInt[]? starts, Tensor? table, str kind, ScalarType? accumulate, "
     "float first, Tensor? first_at, float second, Tensor? second_at"
@@ -56,7 +55,6 @@ def check_and_run(
     second: Scalar,
     segments: Sequence[int] | None,
     found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
     table: Tensor | None = None,
     kind: str | bool = "list",
     accumulate: torch.dtype | None = None,
@@ -70,7 +68,7 @@ def check_and_run(
         TypeError: An argument has another type or dtype.
         ValueError: An argument is unusable, or a gradient is required that the call cannot give.
     """
-    given = function, tensors, out, Findings(found_inf, max_abs)
+    given = function, tensors, out, found_inf
     options = dtype, segments, table, kind, accumulate
     if is_compiling() and _is_recordable(*given[1:], table, dtype, accumulate):
         return _record(*given, options, first, second)
@@ -78,10 +76,14 @@ def check_and_run(
 
 
 def _checked(
-    function: str, tensors: Any, out: Tensor | None, findings: Findings, options: Sequence[Any]
+    function: str,
+    tensors: Any,
+    out: Tensor | None,
+    found_inf: Tensor | None,
+    options: Sequence[Any],
 ) -> Call:
     named: dict[str, Any] = dict(zip(_NAMES, options, strict=True))
-    return check(function, tensors, out, findings, **named)
+    return check(function, tensors, out, found_inf, **named)
 
 
 def run(call: Call, *scalars: Scalar) -> Any:
@@ -178,14 +180,14 @@ def _as_arguments(scalar: Scalar) -> tuple[float, Tensor | None]:
 
 
 def _is_recordable(
-    tensors: Any, out: object, findings: Findings, table: object, *dtypes: object
+    tensors: Any, out: object, found_inf: Tensor | None, table: object, *dtypes: object
 ) -> bool:
     """Whether an operator takes these unchecked arguments, and no derivative is asked for."""
     # torch does not compile an operator that both returns a tensor and writes one.
-    if type(tensors) not in (list, tuple) or not tensors or (out is None and findings.given()):
+    if type(tensors) not in (list, tuple) or not tensors or (out is None and found_inf is not None):
         return False
     followed = torch.is_grad_enabled()
-    for one in (*tensors, *[one for one in (out, *findings, table) if one is not None]):
+    for one in (*tensors, *[one for one in (out, found_inf, table) if one is not None]):
         if not isinstance(one, Tensor) or one.is_meta or (followed and one.requires_grad):
             return False
     # The primal is another object only inside a forward-mode level.
@@ -198,7 +200,7 @@ def _record(
     function: str,
     tensors: Sequence[Tensor],
     out: Tensor | None,
-    findings: Findings,
+    found_inf: Tensor | None,
     options: Sequence[Any],
     first: Scalar,
     second: Scalar,
@@ -210,25 +212,25 @@ def _record(
         segments = check_segments(segments, tensors[0].numel())[:-1]
     scalars = *_as_arguments(first), *_as_arguments(second)
     given = list(tensors), dtype, segments, table, str(kind), accumulate, *scalars
-    packet = getattr(torch.ops.adasum, f"{function}_9")
+    packet = getattr(torch.ops.adasum, f"{function}_10")
     if out is None:
         return packet.default(*given)
-    packet.out(*given, out, *findings)
+    packet.out(*given, out, found_inf)
     return out
 
 
 def _trace(call: Call, first: Scalar = 1.0, second: Scalar = 1.0) -> None:
     """Have torch record a checked call's operator."""
-    given, packet = (call.inputs, call.out), getattr(torch.ops.adasum, f"{call.function}_9")
+    given, packet = (call.inputs, call.out), getattr(torch.ops.adasum, f"{call.function}_10")
     if call.layout is not None:
         starts, alignment = call.layout.offsets, call.layout.alignment
-        packet.default(*given, starts, alignment, *_as_arguments(first), *call.findings)
+        packet.default(*given, starts, alignment, *_as_arguments(first), call.found_inf)
     elif call.function == "adasum_coefficients":
         # A flat list of floats, since operators take no rows.
         packet.default(*given, [float(one) for row in call.tree for one in row], call.spread)
     else:
         options = None, call.bounds, call.table, call.kind, call.accumulate
-        _record(call.function, *given, call.findings, options, first, second)
+        _record(call.function, *given, call.found_inf, options, first, second)
 
 
 def _run_operator(function: str, inputs: list[Tensor], *given: Any, fake: bool = False) -> Tensor:
@@ -237,18 +239,18 @@ def _run_operator(function: str, inputs: list[Tensor], *given: Any, fake: bool =
     given: In the schema's order. fake: Only check the arguments, as far as that needs no data.
     """
     dtype, starts, table, kind, accumulate, *passed = given[:9]
-    out, *findings = given[9:] or (None, None, None)
+    out, found_inf = given[9:] or (None, None)
     segments = None if starts is None else (*starts, inputs[0].numel())
     scalars = [by if at is None else at for by, at in (passed[:2], passed[2:])]
     if function in ("gram", "adasum"):
         kind = kind == "True"
     options = dtype, segments, table, kind, accumulate
     if fake:
-        return _checked(function, inputs, out, Findings(*findings), options).out
-    others = *findings, table, kind, accumulate
+        return _checked(function, inputs, out, found_inf, options).out
+    others = found_inf, table, kind, accumulate
     found = run_direct(function, (inputs, out, dtype, *scalars, segments, *others))
     if found is None:
-        call = _checked(function, inputs, out, Findings(*findings), options)
+        call = _checked(function, inputs, out, found_inf, options)
         found = _run_checked(call, *scalars[: SCALARS.get(function, 0)])
     return found
 
@@ -274,15 +276,17 @@ def _run_packed(
     alignment: int,
     first: Scalar,
     first_at: Tensor | None,
-    *findings: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
     """Run the operator of `pack` or `unpack`."""
     # AOTInductor passes None for an empty list.
     layout = layout_within(buffer, inputs, starts or (), alignment)
     scale = first if first_at is None else first_at
-    if run_direct(function, (inputs, buffer, None, scale, 1.0, layout, *findings)) is None:
-        codes, kinds = codes_of(inputs), Findings(*findings)
-        _run_checked(Call(function, inputs, buffer, layout, codes=codes, findings=kinds), scale)
+    if run_direct(function, (inputs, buffer, None, scale, 1.0, layout, found_inf)) is None:
+        codes = codes_of(inputs)
+        _run_checked(
+            Call(function, inputs, buffer, layout, codes=codes, found_inf=found_inf), scale
+        )
 
 
 def _run_coefficients(
@@ -320,16 +324,16 @@ def _define(
 
 for _name in TAKES:
     for _schema, _run in (
-        (f"{_name}_9(Tensor[] inputs, {_OPTIONS}) -> Tensor", _run_operator),
-        (f"{_name}_9.out(Tensor[] inputs, {_OPTIONS}, Tensor(a!) out, {_FINDINGS}) -> ()", _write),
+        (f"{_name}_10(Tensor[] inputs, {_OPTIONS}) -> Tensor", _run_operator),
+        (f"{_name}_10.out(Tensor[] inputs, {_OPTIONS}, Tensor(a!) out, {_FLAG}) -> ()", _write),
     ):
         _define(_schema, partial(_run, _name), partial(_check, _run, _name))
 for _schema in (
-    f"pack_9(Tensor[] inputs, Tensor(a!) out, {_SLOTS}) -> ()",
-    f"unpack_9(Tensor(a!)[] inputs, Tensor out, {_SLOTS}) -> ()",
+    f"pack_10(Tensor[] inputs, Tensor(a!) out, {_SLOTS}) -> ()",
+    f"unpack_10(Tensor(a!)[] inputs, Tensor out, {_SLOTS}) -> ()",
 ):
     _define(_schema, partial(_run_packed, _schema.partition("_")[0]))
 _JOINS = "float[] tree, Tensor(d!)? spread"
 _define(
-    f"adasum_coefficients_9(Tensor[] inputs, Tensor(a!) out, {_JOINS}) -> ()", _run_coefficients
+    f"adasum_coefficients_10(Tensor[] inputs, Tensor(a!) out, {_JOINS}) -> ()", _run_coefficients
 )

@@ -308,3 +308,28 @@ def check_all_writable(name: str, tensors: Sequence[Tensor]) -> None:
     """Call `check_writable` on each tensor of a list."""
     for i, tensor in enumerate(tensors):
         check_writable(f"{name}[{i}]", tensor)
+
+
+def check_found_inf(found_inf: object, device: torch.device) -> None:
+    """Check the flag that a function sets if it writes Inf or NaN; None means no flag.
+
+    device: The device of the other arguments.
+
+    Raises:
+        TypeError: It is not one float32.
+        ValueError: It is on another device, or must not be written.
+    """
+    if found_inf is None:
+        return
+    # A nested tensor has no shape to name: the check below refuses it.
+    if (isinstance(found_inf, Tensor) and not found_inf.is_nested) and not (
+        found_inf.dtype == torch.float32 and found_inf.numel() == 1
+    ):
+        raise TypeError(
+            "found_inf must be one float32, torch.zeros((), dtype=torch.float32, device=...), got "
+            f"shape {tuple(found_inf.shape)} {found_inf.dtype}"
+        )
+    tensor = check_tensor("found_inf", found_inf)
+    if tensor.device != device:
+        raise ValueError(f"found_inf is on {tensor.device} but the tensors are on {device}")
+    check_writable("found_inf", tensor)

@@ -37,7 +37,7 @@ def _kernel_tests() -> list[Stage]:
         "reduction": ["tests/kernels/test_reduction.py"],
         "gpu": ["tests/kernels/gpu"],
         "compile": ["tests/kernels/torch_compile"],
-        "projection": ["tests/kernels/test_projection.py", "tests/kernels/test_findings.py"],
+        "projection": ["tests/kernels/test_projection.py", "tests/kernels/test_found_inf.py"],
     }
     ignored = [f"--ignore={path}" for paths in parts.values() for path in paths]
     parts["others"] = ["tests/kernels", *ignored]

@@ -31,10 +31,10 @@ class Kernel(NamedTuple):
 
     tile: a function of the number of elements and the item size that returns the elements per tile
     and the warps; values: the constexprs of the plain variant, except dtypes, also NUMEL if it is
-    not the usual one, and the requested `findings`; variants: by name, the changes to `values`, in
-    which a mapping has one value per dtype; options: Triton's options in addition to the usual
-    ones, or a function of the compute capability that returns them; stores: whether the kernel
-    writes tiles; dtypes: the dtypes to compile it for.
+    not the usual one, and the dtype of `found_inf` if that is requested; variants: by name, the
+    changes to `values`, in which a mapping has one value per dtype; options: Triton's options in
+    addition to the usual ones, or a function of the compute capability that returns them; stores:
+    whether the kernel writes tiles; dtypes: the dtypes to compile it for.
     """
 
     function: Any
@@ -46,7 +46,8 @@ class Kernel(NamedTuple):
     dtypes: Sequence[str] = tuple(ITEMSIZES)
 
 
-_FINDINGS = {"checked": {"findings": ("found_inf",)}, "max_abs": {"findings": ("max_abs",)}}
+_FOUND_INF = {"found_inf": "fp32"}
+_CHECKED = {"checked": _FOUND_INF}
 _CAST = {"fp16": "fp32", "fp32": "fp16"}
 _COPY = Kernel(
     copy_kernel._copy_kernel.function,
@@ -54,8 +55,7 @@ _COPY = Kernel(
     {"PACK": True, "SCALED": False, "FINITE": True, "LIVE": None},
     {
         "scaled": {"SCALED": True},
-        "checked": {"SCALED": True, "findings": ("found_inf",)},
-        "max_abs": {"SCALED": True, "findings": ("max_abs",)},
+        "checked": {"SCALED": True, **_FOUND_INF},
         "cast": {"BUFFER": _CAST},
     },
 )
@@ -63,7 +63,7 @@ _ELEMENTWISE = {"ALIGNED": True}
 _IN_ORDER = {**_ELEMENTWISE, "LEVELS": None, "PAIRS": False, "SCALE": None}
 _ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
     "misaligned": {"ALIGNED": False},
-    **_FINDINGS,
+    **_CHECKED,
     "cast": {"OUT": _CAST},
 }
 _ROUNDED = {"rounded": {"SUM": {"fp16": "fp16", "fp32": "fp32"}}}
@@ -90,20 +90,20 @@ KERNELS = {
         projection_kernels._combine_kernel.function,
         chunking.tile_of,
         {"DEPENDENT": False},
-        {**_FINDINGS, "dependent": {"DEPENDENT": True}},
+        {**_CHECKED, "dependent": {"DEPENDENT": True}},
     ),
     "one_launch": Kernel(
         one_launch_kernel._one_launch_kernel.function,
         chunking.tile_of,
         {"NUMEL": _LARGEST_TILES, **_EDGES_APART},
-        _FINDINGS,
+        _CHECKED,
         lambda sm: {"launch_cooperative_grid": True, "maxnreg": one_launch_kernel.registers_of(sm)},
     ),
     "weighted_sum": Kernel(
         sum_kernels._weighted_sum_kernel.function,
         sum_kernels.weighted_tile_of,
         _ELEMENTWISE,
-        {"misaligned": {"ALIGNED": False}, **_FINDINGS},
+        {"misaligned": {"ALIGNED": False}, **_CHECKED},
     ),
     "precise_gram": Kernel(
         double_double_kernels._precise_gram_kernel.function,
@@ -231,7 +231,7 @@ def values_of(case: Case) -> tuple[dict[str, Any], int]:
     """Return a case's constexprs, with dtypes by their short names, and its warps."""
     kernel = KERNELS[case.kernel]
     changes = {**kernel.values, **kernel.variants.get(case.variant, {})}
-    values: dict[str, Any] = {"NUMEL": NUMEL, "findings": ()} | dict.fromkeys(DTYPES, case.dtype)
+    values: dict[str, Any] = {"NUMEL": NUMEL, "found_inf": None} | dict.fromkeys(DTYPES, case.dtype)
     for name, value in changes.items():
         values[name] = value[case.dtype] if isinstance(value, dict) else value
     dtypes = {values[name] for name in DTYPES}

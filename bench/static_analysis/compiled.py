@@ -20,7 +20,6 @@ from typing import Any
 
 from bench.static_analysis import sass
 from bench.static_analysis.cases import DTYPES, ITEMSIZES, KERNELS, Case, values_of
-from kernels.findings import Findings
 from kernels.gpu import launcher
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -70,12 +69,8 @@ def compile_case(case: Case, amd: str | None = None) -> Any:
     signature: dict[str, Any] = {}
     constexprs: dict[tuple[int, ...], Any] = {}
     for i, (name, parameter) in enumerate(zip(function.arg_names, function.params, strict=True)):
-        if name == "findings":
-            # As the launcher passes them: pointers for requested findings, None for the others.
-            # No case that writes float64 requests one, so all are float32.
-            asked = [field in values[name] for field in Findings._fields]
-            signature[name] = Findings(*("*fp32" if one else "constexpr" for one in asked))
-            constexprs |= {(i, k): None for k, one in enumerate(asked) if not one}
+        if name == "found_inf" and values[name] is not None:
+            signature[name] = f"*{values[name]}"
         elif name in values:
             signature[name] = "constexpr"
             value = values[name]

@@ -11,15 +11,14 @@ static int run_task(struct call *c, const struct function *f, double first, doub
     int64_t own = f->run == adasum ? 3 * segments : 0;
     int64_t entries = f->takes & MATRICES ? t->count * (t->count + 1) / 2 * (1 + t->precise) : 3;
     int64_t blocks = f->takes & CUT ? t->bounds[segments] / BLOCK + segments : 0;
-    double *scratch = c->scratch = malloc((1 + factors + own + entries * blocks) * sizeof *scratch);
+    double *scratch = c->scratch = malloc((factors + own + entries * blocks) * sizeof *scratch);
     if (!scratch)
         return 0;
-    const struct seen *found_inf = c->others, *max_abs = c->others + 1, *table = c->others + 2;
-    scratch[0] = first, scratch[1] = second, scratch[factors] = 0;
+    const struct seen *found_inf = c->others, *table = c->others + 1;
+    scratch[0] = first, scratch[1] = second;
     t->found_inf = (float *)found_inf->data;
-    t->largest = max_abs->data ? (uint64_t *)(scratch + factors) : NULL;
     t->coefficients = f->takes & FACTORS ? (double *)table->data : scratch;
-    t->partials = scratch + factors + 1 + own;
+    t->partials = scratch + factors + own;
     t->dots = f->takes & DOTS ? (double *)table->data : own ? t->partials - own : t->out;
     t->threads = 1;
     if (t->bounds[segments] > ALONE) {
@@ -32,10 +31,6 @@ static int run_task(struct call *c, const struct function *f, double first, doub
         return 0;
     PyThreadState *state = PyEval_SaveThread();
     f->run(t);
-    if (t->largest && max_abs->dtype == FLOAT64)
-        *(double *)max_abs->data = scratch[factors];
-    else if (t->largest)
-        *(float *)max_abs->data = (float)scratch[factors];
     PyEval_RestoreThread(state);
     return 1;
 }
@@ -53,9 +48,8 @@ static int count_write(PyObject *written)
 static PyObject *result_of(struct call *c, PyObject *const *given)
 {
     int unpacks = c->takes & UNPACKS;
-    for (int i = FOUND_INF; i <= MAX_ABS; i++)
-        if (given[i] != py.none && !count_write(given[i]))
-            return NULL;
+    if (given[FOUND_INF] != py.none && !count_write(given[FOUND_INF]))
+        return NULL;
     if (!c->made && !count_write(unpacks ? c->inputs : c->out))
         return NULL;
     if (unpacks)
@@ -76,17 +70,13 @@ static PyObject *call_of(struct call *c, PyObject *name, PyObject *const *given,
     PyObject *aligned = PyBool_FromLong(places % 16 == 0);
     PyObject *bytes = PyBytes_FromStringAndSize((char *)c->addresses, 8 * t->count);
     PyObject *dtypes = codes ? PyBytes_FromStringAndSize(codes, t->count) : NULL, *call = NULL;
-    PyObject *typed[] = {py.uint64, bytes}, *findings = py.no_findings;
+    PyObject *typed[] = {py.uint64, bytes};
     PyObject *addresses = bytes ? PyObject_Vectorcall(py.array, typed, 2, NULL) : NULL;
-    if (given[FOUND_INF] == py.none && given[MAX_ABS] == py.none)
-        Py_IncRef(findings);
-    else
-        findings = PyObject_Vectorcall(py.findings, given + FOUND_INF, 2, NULL);
     PyObject *all[] = {
         name, inputs, c->out, c->cuts ? c->cuts : given[BOUNDS], made, addresses, aligned, dtypes,
-        findings, given[TABLE], given[KIND], given[ACCUMULATE],
+        given[FOUND_INF], given[TABLE], given[KIND], given[ACCUMULATE],
     };
-    if (inputs && made && addresses && aligned && dtypes && findings)
+    if (inputs && made && addresses && aligned && dtypes)
         call = PyObject_Vectorcall(py.call, all, sizeof all / sizeof *all, NULL);
     free(codes);
     Py_DecRef(inputs);
@@ -95,7 +85,6 @@ static PyObject *call_of(struct call *c, PyObject *name, PyObject *const *given,
     Py_DecRef(addresses);
     Py_DecRef(aligned);
     Py_DecRef(dtypes);
-    Py_DecRef(findings);
     return call;
 }
 

@@ -105,38 +105,14 @@ static inline void floats_of_16_bits(float *to, const uint16_t *from, int dtype)
         floats_of_halves(to, from);
 }
 
-/* Raise the double at `largest` to the value of these bits of `dtype`; threads may compete. */
-static void raise_to(uint64_t *largest, uint64_t bits, int dtype)
-{
-    if (dtype != FLOAT64) {
-        uint16_t halves[8] = {bits};
-        uint32_t narrow = dtype == BFLOAT16 ? bits << 16 : bits;
-        float floats[8];
-        floats_of_halves(floats, halves);
-        if (dtype != FLOAT16)
-            memcpy(floats, &narrow, sizeof narrow);
-        double wide = floats[0];
-        memcpy(&bits, &wide, sizeof bits);
-    }
-    uint64_t seen = __atomic_load_n(largest, __ATOMIC_RELAXED);
-    while (seen < bits && !__atomic_compare_exchange_n(largest, &seen, bits, 1, __ATOMIC_RELAXED,
-                                                       __ATOMIC_RELAXED))
-        ;
-}
-
-/* The epilogue of every function that writes: report on `n` elements just written, if the task
- * asks for it. Threads share the flag, and set it to the same value. */
+/* The epilogue of every function that writes: set the task's flag, if it has one, unless all of `n`
+ * elements just written are finite. Threads share the flag, and set it to the same value. */
 static void report(const struct task *t, const void *from, int dtype, int64_t at, int64_t n)
 {
     static const uint64_t infinities[] = {0x7c00, 0x7f80, 0x7f800000, 0x7ff0000000000000};
-    if (!t->found_inf && !t->largest)
-        return;
-    uint64_t bits = largest_bits(from, dtype, at, n);
     float one = 1;
-    if (t->found_inf && bits >= infinities[dtype])
+    if (t->found_inf && largest_bits(from, dtype, at, n) >= infinities[dtype])
         __atomic_store(t->found_inf, &one, __ATOMIC_RELAXED);
-    if (t->largest)
-        raise_to(t->largest, bits, dtype);
 }
 
 /* A block of a segment. Each segment is cut separately; `number` counts the blocks of all. */

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import increment_version
 
-from kernels.call import NO_FINDINGS, Call
-from kernels.findings import Findings
+from kernels.call import Call
 from kernels.layout import Layout
 
 # The dtypes' numbers in the enum of native.c.
@@ -91,7 +90,6 @@ class Task(ctypes.Structure):
         ("tables", ctypes.c_int64),
         ("tree", ctypes.c_void_p),
         ("found_inf", ctypes.c_void_p),
-        ("largest", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
         ("parallel", ctypes.c_void_p),
         ("thread_num", ctypes.c_void_p),
@@ -126,26 +124,25 @@ class Library:
         It holds the addresses of tensors but not the tensors: the caller must keep them alive.
         Scalars are the scale, alpha and beta, or the factors of the squared norms.
         """
-        name, (found_inf, max_abs) = call.function, call.findings
+        name, found_inf, spread = call.function, call.found_inf, call.spread
         if call.layout is None:
             numels, bounds = _NONE, array("q", call.bounds)
         else:
             numels, bounds = call.layout.in_c
         segments = call.out.shape[0] if name == "adasum_coefficients" else len(bounds) - 1
         codes = array("q", map(_CODES.__getitem__, call.dtypes))
-        # In this order: coefficients, the largest value, dots if the caller gives none, partials.
-        largest = 2 * max(1, segments)
+        # In this order: coefficients, dots if the caller gives none, partials.
+        factors = 2 * max(1, segments)
         own = 3 * segments if name == "adasum" else 0
-        scratch = array("d", bytes(8 * (largest + 1 + own + _room(call, segments))))
+        scratch = array("d", bytes(8 * (factors + own + _room(call, segments))))
         start = scratch.buffer_info()[0]
-        own_dots = start + 8 * (largest + 1)
+        own_dots = start + 8 * factors
         out = call.out.data_ptr()
         given = 0 if call.table is None else call.table.data_ptr()
         own_or_out = own_dots if name == "adasum" else out
         tree = array("d", itertools.chain.from_iterable(call.tree))
         arrays = call.addresses, codes, bounds, numels, tree
         tensors, dtypes, starts, elements, rows = [one.buffer_info()[0] for one in arrays]
-        spread = call.spread
         task = Task(
             tensors=tensors,
             dtypes=dtypes,
@@ -166,18 +163,15 @@ class Library:
             tables=call.inputs[0].shape[0] if name == "adasum_coefficients" else 0,
             tree=rows,
             found_inf=0 if found_inf is None else found_inf.data_ptr(),
-            largest=0 if max_abs is None else start + 8 * largest,
             **self._team,
         )
         function, reference = self._functions[name], ctypes.addressof(task)
 
         # `kept` keeps the arrays alive: the task has their addresses.
         def run(first: float = 1.0, second: float = 1.0, kept: object = arrays) -> None:
-            scratch[0], scratch[1], scratch[largest] = first, second, 0.0
+            scratch[0], scratch[1] = first, second
             task.threads = torch.get_num_threads()
             function(reference)
-            if max_abs is not None:
-                max_abs.detach().fill_(scratch[largest])
 
         return run
 
@@ -193,7 +187,7 @@ def _calls(path: Path, team: dict[str, int]) -> list[dict[str, Callable[..., Any
         # In the order of the fields in reading.h.
         handles = (
             *(None, Tensor, torch.nn.Parameter, list, tuple, int, str, Exception),
-            *(Layout, "in_one", Call, NO_FINDINGS, Findings, array, "Q", storages),
+            *(Layout, "in_one", Call, array, "Q", storages),
             *(Tensor.is_neg, Tensor.is_inference, Tensor.untyped_storage, Tensor.storage_offset),
             *("requires_grad", torch.is_grad_enabled, torch.is_inference_mode_enabled, unpack_dual),
             *(increment_version, torch.get_num_threads, Tensor.new_empty, ("dtype",)),

@@ -34,15 +34,14 @@ static const struct function {
 };
 /* The arguments of each function, in order. KIND: a sum's order, or whether a matrix is precise. */
 enum {
-    TENSORS, OUT, DTYPE, FIRST, SECOND, BOUNDS, FOUND_INF, MAX_ABS, TABLE, KIND, ACCUMULATE,
-    ARGUMENTS
+    TENSORS, OUT, DTYPE, FIRST, SECOND, BOUNDS, FOUND_INF, TABLE, KIND, ACCUMULATE, ARGUMENTS
 };
 /* Tensors of a list of so many are asked for their storages all at once. */
 enum { MANY = 12 };
 /* Python objects that native.py passes, in its order: functions to query and make tensors. */
 static struct {
     PyObject *none, *tensor, *parameter, *list, *tuple, *integer, *text, *exception;
-    PyObject *layout, *in_one, *call, *no_findings, *findings, *array, *uint64, *storages;
+    PyObject *layout, *in_one, *call, *array, *uint64, *storages;
     PyObject *is_neg, *is_inference, *untyped_storage, *storage_offset, *requires_grad;
     PyObject *is_grad_enabled, *is_inference_mode_enabled, *unpack_dual;
     PyObject *increment_version, *get_num_threads;
@@ -74,11 +73,11 @@ struct storage {
     int64_t start, held;
 };
 
-/* The state of one call until it ends. others: found_inf, max_abs and the table. */
+/* The state of one call until it ends. others: found_inf and the table. */
 struct call {
     PyObject *inputs, *out, *cuts;
     int takes, made;
-    struct seen *seen, written, others[3];
+    struct seen *seen, written, others[2];
     struct storage *storages;
     int64_t *bounds;
     void **addresses;
@@ -368,27 +367,26 @@ static int in_dual_level(PyObject *out)
     return apart;
 }
 
-/* Read the other tensors: found_inf and max_abs, the latter in float64 if `widest` is float64, and
- * the table of this shape. The descriptions of missing ones have no bytes. */
-static int read_others(struct call *c, PyObject *const *given, int following, int64_t widest,
-                       int64_t ndim, const int64_t *shape)
+/* Read the other tensors: found_inf, and the table of this shape. The descriptions of missing ones
+ * have no bytes. */
+static int read_others(struct call *c, PyObject *const *given, int following, int64_t ndim,
+                       const int64_t *shape)
 {
     const int64_t count = PyTuple_Size(c->inputs);
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 2; i++) {
         PyObject *tensor = given[FOUND_INF + i];
         struct seen *s = c->others + i;
-        int is_table = FOUND_INF + i == TABLE, wide = is_table || (i && widest == FLOAT64);
+        int is_table = FOUND_INF + i == TABLE;
         if (tensor == py.none && !(is_table && c->takes & (DOTS | FACTORS)))
             continue;
         if ((is_table && !(c->takes & (DOTS | FACTORS))) || !see(tensor, s) ||
-            s->device != c->seen->device || s->dtype != (wide ? FLOAT64 : FLOAT32) ||
+            s->device != c->seen->device || s->dtype != (is_table ? FLOAT64 : FLOAT32) ||
             !(is_table ? has_shape(s, ndim, shape) : s->numel == 1) ||
             !has_memory(tensor, following, s, NULL) || (!is_table && !may_be_written(tensor)) ||
             overlap(s, &c->written))
             return 0;
-        for (int k = 0; k < i; k++)
-            if (overlap(s, c->others + k))
-                return 0;
+        if (is_table && overlap(s, c->others))
+            return 0;
         for (int k = 0; !is_table && k < count; k++)
             if (overlap(s, c->seen + k))
                 return 0;
@@ -495,7 +493,7 @@ static int read_call(struct call *c, PyObject *const *given, struct task *t)
         if (overlap(out, seen + i) &&
             (own || out->data != seen[i].data || out->bytes != seen[i].bytes))
             return 0;
-    if (!read_others(c, given, following, takes & UNPACKS ? widest : out->dtype, ndim, shape))
+    if (!read_others(c, given, following, ndim, shape))
         return 0;
     if (out->dtype == FLOAT64 && given[ACCUMULATE] == py.none)
         t->accumulate = FLOAT64;

@@ -52,9 +52,8 @@ struct task {
     double *spread;
     int64_t tables;
     const double *tree;
-    /* Reports on the values written, or NULL: a flag to set to 1, and a maximum to raise. */
+    /* Set to 1 if a value written is not finite, or NULL. */
     float *found_inf;
-    uint64_t *largest;
     /* The maximum number of threads, and the functions that run them. */
     int64_t threads;
     run_in_team *parallel;

@@ -34,7 +34,7 @@ def _move(
     reads,
     writes,
     scale_bits,
-    findings,
+    found_inf,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     WIDE: tl.constexpr,
@@ -47,7 +47,7 @@ def _move(
     """Copy `reads` of at most BLOCK elements, and write zeros behind them up to `writes`."""
     x = load_tile(source, reads, SOURCE, VECTORS, BLOCK)
     x = rescale(x, tl.arange(0, BLOCK) < reads, scale_bits, WIDE, TARGET, SCALED, FINITE, LIVE)
-    report(x, findings)
+    report(x, found_inf)
     store_tile(target, writes, x, VECTORS)
 
 
@@ -57,7 +57,7 @@ def _copy_kernel(
     table,
     addresses,
     buffer,
-    findings,
+    found_inf,
     tensor_count: tl.int32,
     TENSOR: tl.constexpr,
     BUFFER: tl.constexpr,
@@ -100,7 +100,7 @@ def _copy_kernel(
     body = reads // VECTOR * VECTOR
     if (source | target) % 16 == 0 and (writes % VECTOR == 0 or writes < body + VECTOR):
         _move(
-            source, target, body, writes // VECTOR * VECTOR, scale_bits, findings,
+            source, target, body, writes // VECTOR * VECTOR, scale_bits, found_inf,
             SOURCE, TARGET, WIDE, SCALED, FINITE, LIVE, True, BLOCK,
         )  # fmt: skip
         if (reads | writes) % VECTOR != 0:
@@ -108,7 +108,7 @@ def _copy_kernel(
             tl.debug_barrier()
             _move(
                 source + body * SOURCE_BYTES, target + body * TARGET_BYTES,
-                reads - body, writes - body, scale_bits, findings,
+                reads - body, writes - body, scale_bits, found_inf,
                 SOURCE, TARGET, WIDE, SCALED, FINITE, LIVE, False, VECTOR,
             )  # fmt: skip
     else:
@@ -132,7 +132,7 @@ def _copy_kernel(
         for done in tl.range(0, writes, PART, loop_unroll_factor=1):
             _move(
                 source + done * SOURCE_BYTES, target + done * TARGET_BYTES,
-                reads - done, writes - done, scale_bits, findings,
+                reads - done, writes - done, scale_bits, found_inf,
                 SOURCE, TARGET, WIDE, SCALED, FINITE, LIVE, False, PART,
             )  # fmt: skip
 
@@ -170,7 +170,7 @@ def copies(call: Call, table: AddressTable) -> Callable[[float | Tensor], None]:
                 rows,
                 addresses,
                 out,
-                call.findings,
+                call.found_inf,
                 tensors,
                 TENSOR=dtype,
                 BUFFER=out.dtype,

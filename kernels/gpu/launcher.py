@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.findings import Findings
-
 try:
     triton: Any = importlib.import_module("triton")
     tl: Any = importlib.import_module("triton.language")
@@ -116,7 +114,7 @@ class Kernel:
         self,
         programs: int,
         leading: tuple[Tensor | int, ...],
-        *arguments: Tensor | int | Findings,
+        *arguments: Tensor | int | None,
         **constants: Hashable,
     ) -> Launch:
         """Compile for the current device, if necessary, and bind arguments.
@@ -124,13 +122,13 @@ class Kernel:
         Args:
             programs: How many programs to run.
             leading: Examples of the kernel's leading arguments, which each launch passes again.
-            arguments: The arguments that follow and are not constants.
+            arguments: The arguments that follow and are not constants. Triton compiles None as a
+                constant.
             constants: Constants and options of Triton's, always in one order; dtypes are torch's.
         """
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
-        findings = tuple([_kind(one) for one in arguments if isinstance(one, Findings)])
-        key = (device, *findings, *constants.values())
+        key = (device, *[one is None for one in arguments], *constants.values())
         found = self._compiled.get(key)
         name = self.function.__name__
         known = name, device, driver.get_current_stream
@@ -149,16 +147,15 @@ class Kernel:
         return Launch(*known, functools.partial(start, programs), (*arguments, *values))
 
     def _compile(
-        self, programs: int, arguments: tuple[Tensor | int | Findings, ...], given: dict[str, Any]
+        self, programs: int, arguments: tuple[Tensor | int | None, ...], given: dict[str, Any]
     ) -> Any:
         """Return Triton's compiled kernel, loaded on the GPU; None under Triton's interpreter.
 
         Concurrent threads wait for the first one. Nothing is launched while the lock is held, since
         a launch may have to wait for other threads' work on the GPU.
         """
-        alike = [_unaligned(one) if isinstance(one, Findings) else one for one in arguments]
         with _compiling:
-            compiled = self.function.warmup(*alike, grid=(programs,), **given)
+            compiled = self.function.warmup(*arguments, grid=(programs,), **given)
         # Under triton.AsyncCompileMode it is a future. Wait for it without the lock, since the
         # compiling thread may be waiting for the lock.
         if hasattr(compiled, "result"):
@@ -194,20 +191,6 @@ def _warps(count: int) -> int:
     """Return how many of this GPU's warps hold `count` * 32 threads: AMD's may have 64 threads."""
     width: int = triton.runtime.driver.active.get_current_target().warp_size
     return max(1, count * 32 // width)
-
-
-def _kind(findings: Findings) -> tuple[torch.dtype | None, ...]:
-    return tuple([None if one is None else one.dtype for one in findings])
-
-
-def _unaligned(findings: Findings) -> Findings:
-    """Return unaligned tensors of the same dtypes: Triton always specialises on a tuple's elements.
-
-    Code compiled for unaligned addresses is correct for every address.
-    """
-    dtypes = _kind(findings)
-    made = [None if one is None else torch.empty(2, dtype=one, device="cpu")[1:] for one in dtypes]
-    return Findings(*made)
 
 
 def _in_triton(value: Hashable) -> Any:

@@ -49,7 +49,7 @@ def _finish_chunk(
     table,
     dots,
     out,
-    findings,
+    found_inf,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -68,14 +68,14 @@ def _finish_chunk(
     cancelling = cancels(dot, norm_a, norm_b, alpha, beta)
     before, inner = whole_vectors(start, length, 16 // BYTES)
     z = weigh(x, y, alpha, beta, cancelling, WIDE).to(DTYPE)
-    report(z, findings)
+    report(z, found_inf)
     to = out.to(tl.int64) + start * BYTES
     store_tile(to + before * BYTES, inner, z, True)
     if inner != length:
         u = load_edges(a.to(tl.int64) + start * BYTES, before, inner, length, DTYPE)
         v = load_edges(b.to(tl.int64) + start * BYTES, before, inner, length, DTYPE)
         w = weigh(u, v, alpha, beta, cancelling, WIDE).to(DTYPE)
-        report(w, findings)
+        report(w, found_inf)
         inside = tl.arange(0, THREADS) < length - inner
         tl.store(edge_pointer(to, before, inner, DTYPE), w, mask=inside)
 
@@ -90,7 +90,7 @@ def _one_launch_kernel(
     b,
     table,
     out,
-    findings,
+    found_inf,
     chunk_count: tl.int32,
     segment_count: tl.int32,
     DTYPE: tl.constexpr,
@@ -154,7 +154,7 @@ def _one_launch_kernel(
     f, g = float_of(factor_a_bits), float_of(factor_b_bits)
     earlier = (chunk_count - 1 - chunk) // programs
     last_chunk = chunk + earlier * programs
-    _finish_chunk(f, g, x, y, a, b, last_chunk, table, dots, out, findings, DTYPE, WIDE)
+    _finish_chunk(f, g, x, y, a, b, last_chunk, table, dots, out, found_inf, DTYPE, WIDE)
     for k in range(earlier):
         current = last_chunk - (k + 1) * programs
         start = tl.load(table + 3 * current)
@@ -162,4 +162,4 @@ def _one_launch_kernel(
         offset = (start + before) * BYTES
         x = load_tile(a.to(tl.int64) + offset, inner, DTYPE, True, BLOCK, "evict_first")
         y = load_tile(b.to(tl.int64) + offset, inner, DTYPE, True, BLOCK, "evict_first")
-        _finish_chunk(f, g, x, y, a, b, current, table, dots, out, findings, DTYPE, WIDE)
+        _finish_chunk(f, g, x, y, a, b, current, table, dots, out, found_inf, DTYPE, WIDE)

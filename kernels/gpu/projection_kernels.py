@@ -104,7 +104,7 @@ def _blend_parts(
     alpha,
     beta,
     cancelling,
-    findings,
+    found_inf,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -118,7 +118,7 @@ def _blend_parts(
         u = load_tile(at_a + before * BYTES, count - before, DTYPE, False, PART, ONCE)
         v = load_tile(at_b + before * BYTES, count - before, DTYPE, False, PART, ONCE)
         w = weigh(u, v, alpha, beta, cancelling, WIDE).to(DTYPE)
-        report(w, findings)
+        report(w, found_inf)
         store_tile(to + before * BYTES, count - before, w, False, ONCE)
 
 
@@ -131,7 +131,7 @@ def _combine_kernel(
     dots,
     table,
     out,
-    findings,
+    found_inf,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -172,18 +172,18 @@ def _combine_kernel(
         whole = (tl.float64 == WIDE) | (cancelling == 0)
         if vectors and whole:
             z = weigh(x, y, alpha, beta, False, WIDE).to(DTYPE)
-            report(z, findings)
+            report(z, found_inf)
             store_tile(to, count, z, True, ONCE)
         elif whole:
             PART: tl.constexpr = part_of(BLOCK, 4)
             _blend_parts(
-                at_a, at_b, to, count, alpha, beta, False, findings, DTYPE, WIDE, BLOCK, PART
+                at_a, at_b, to, count, alpha, beta, False, found_inf, DTYPE, WIDE, BLOCK, PART
             )
         else:
             # For any alignment: this is rare, and must take no registers from the paths above.
             SMALL: tl.constexpr = part_of(BLOCK, 8)
             _blend_parts(
-                at_a, at_b, to, count, alpha, beta, True, findings, DTYPE, WIDE, BLOCK, SMALL
+                at_a, at_b, to, count, alpha, beta, True, found_inf, DTYPE, WIDE, BLOCK, SMALL
             )
 
 
@@ -257,7 +257,7 @@ def _blend(call: Call, dots: Tensor, *, dependent: bool) -> launcher.Launch:
         dots,
         chunks.table,
         call.out,
-        call.findings,
+        call.found_inf,
         DEPENDENT=dependent,
         **_meta(a, chunks),
         # Only if it is true, since backends without the option refuse its name.
@@ -297,7 +297,7 @@ def adasum(call: Call) -> Callable[[float, float], None]:
         *aligned.tensors,
         chunks.table,
         out,
-        call.findings,
+        call.found_inf,
         chunks.chunks,
         chunks.segments,
         launch_cooperative_grid=True,

@@ -72,7 +72,7 @@ def _sum_kernel(
     scale_bits: tl.int64,
     addresses,
     out,
-    findings,
+    found_inf,
     tensor_count: tl.int32,
     element_count: tl.int64,
     DTYPE: tl.constexpr,
@@ -104,7 +104,7 @@ def _sum_kernel(
         at = first * BYTES
         x = _total(addresses, at, count, n, DTYPE, SUM, ROUNDED, LEVELS, PAIRS, True, BLOCK)
         x = convert(convert(x, WIDE) * scale, OUT)
-        report(x, findings)
+        report(x, found_inf)
         store_tile(to + first * OUT_BYTES, count, x, True)
     else:
         # In parts, in a loop that is not unrolled: see scalar_pointer.
@@ -115,7 +115,7 @@ def _sum_kernel(
             at = start * BYTES
             y = _total(addresses, at, left, n, DTYPE, SUM, ROUNDED, LEVELS, PAIRS, False, PART)
             y = convert(convert(y, WIDE) * scale, OUT)
-            report(y, findings)
+            report(y, found_inf)
             store_tile(to + start * OUT_BYTES, left, y, False)
 
 
@@ -141,7 +141,7 @@ def sum_n(call: Call, table: AddressTable) -> Callable[[float], None]:
             (0,),
             on_device,
             out,
-            call.findings,
+            call.found_inf,
             len(addresses),
             numel,
             DTYPE=dtype,
@@ -167,7 +167,7 @@ def _scaled_add_kernel(
     a,
     b,
     out,
-    findings,
+    found_inf,
     element_count: tl.int64,
     A: tl.constexpr,
     B: tl.constexpr,
@@ -194,7 +194,7 @@ def _scaled_add_kernel(
         x = load_tile(at_a, count, A, True, BLOCK)
         y = load_tile(at_b, count, B, True, BLOCK)
         z = convert(weigh(x, y, alpha, beta, False, WIDE), OUT)
-        report(z, findings)
+        report(z, found_inf)
         store_tile(to, count, z, True)
     else:
         # In parts, in a loop: see scalar_pointer. With quarters ptxas would spill.
@@ -204,7 +204,7 @@ def _scaled_add_kernel(
             u = load_tile(at_a + done * A_BYTES, count - done, A, False, PART)
             v = load_tile(at_b + done * B_BYTES, count - done, B, False, PART)
             w = convert(weigh(u, v, alpha, beta, False, WIDE), OUT)
-            report(w, findings)
+            report(w, found_inf)
             store_tile(to + done * OUT_BYTES, count - done, w, False)
 
 
@@ -224,7 +224,7 @@ def scaled_add(call: Call) -> Callable[[float, float], None]:
             a,
             b,
             out,
-            call.findings,
+            call.found_inf,
             numel,
             A=a.dtype,
             B=b.dtype,
@@ -274,7 +274,7 @@ def _weighted_sum_kernel(
     coefficients,
     table,
     out,
-    findings,
+    found_inf,
     n: tl.int32,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -299,7 +299,7 @@ def _weighted_sum_kernel(
         to = out.to(tl.int64) + offset
         if ALIGNED and offset % 16 == 0 and count % VECTOR == 0:
             x = weighted_total(addresses, row, offset, count, n, DTYPE, True, BLOCK)
-            report(x, findings)
+            report(x, found_inf)
             store_tile(to, count, x, True, ONCE)
         else:
             # In parts, in a loop that is not unrolled: see scalar_pointer.
@@ -309,7 +309,7 @@ def _weighted_sum_kernel(
                 y = weighted_total(
                     addresses, row, offset + before * BYTES, count - before, n, DTYPE, False, PART
                 )
-                report(y, findings)
+                report(y, found_inf)
                 store_tile(to + before * BYTES, count - before, y, False, ONCE)
 
 
@@ -334,7 +334,7 @@ def weighted_sum(call: Call, table: AddressTable) -> Callable[[], None]:
         call.table,
         chunks.table,
         out,
-        call.findings,
+        call.found_inf,
         len(addresses),
         DTYPE=out.dtype,
         ALIGNED=call.aligned,

@@ -1,7 +1,7 @@
 """Device functions on tiles that kernels share.
 
-Loads and stores of 16 bytes, conversions, findings about the values written, exact powers of two,
-weighted sums.
+Loads and stores of 16 bytes, conversions, a flag for values that are not finite, exact powers of
+two, weighted sums.
 """
 
 from __future__ import annotations
@@ -141,41 +141,17 @@ def convert(x, DTYPE: tl.constexpr):
 
 
 @jit
-def report(x, findings):
-    """Update `findings` from a tile to store: the epilogue of all kernels that write."""
-    if findings.found_inf is not None:
-        _flag_non_finite(x, findings.found_inf)
-    if findings.max_abs is not None:
-        _raise_max_abs(x, findings.max_abs)
+def report(x, found_inf):
+    """Set the float32 at `found_inf`, unless it is None, to 1 if x has an Inf or NaN.
 
-
-@jit
-def _raise_max_abs(x, max_abs):
-    """Raise the float at `max_abs` to the largest magnitude of the tile.
-
-    Magnitudes are compared as integers, since they have the order of their bits, with NaN above
-    Inf, and atomic maxima of integers give the same result in any order.
+    It is the epilogue of all kernels that write, before the tile is stored. All programs that store
+    write the same value, so no atomic is needed. A test for x - x != 0 would be wrong: if x is a
+    product, the compiler may fuse the two, which leaves the rounding error of a finite x.
     """
-    if max_abs.dtype.element_ty == tl.float64:
-        bits = convert(x, tl.float64).to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
-        place = max_abs.to(tl.pointer_type(tl.int64), bitcast=True)
-    else:
-        bits = convert(x, tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        place = max_abs.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.atomic_max(place, tl.max(bits, axis=0), sem="relaxed")
-
-
-@jit
-def _flag_non_finite(x, found_inf):
-    """Set the float32 at `found_inf` to 1 if any element of the tile is Inf or NaN.
-
-    All programs that store write the same value, so no atomic is needed. A test for x - x != 0
-    would be wrong: if x is a product, the compiler may fuse the two, which leaves the rounding
-    error of a finite x.
-    """
-    x = convert(x, tl.float32) if x.dtype != tl.float64 else x
-    bad = tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), axis=0)
-    tl.store(found_inf, 1.0, mask=bad > 0)
+    if found_inf is not None:
+        x = convert(x, tl.float32) if x.dtype != tl.float64 else x
+        bad = tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), axis=0)
+        tl.store(found_inf, 1.0, mask=bad > 0)
 
 
 @jit

@@ -59,11 +59,11 @@ def pair(**more: Any) -> Call:
 
 
 def written() -> dict[str, Any]:
-    return {"out": torch.zeros(6), "found_inf": flag(), "max_abs": flag()}
+    return {"out": torch.zeros(6), "found_inf": flag()}
 
 
 def found(**more: Any) -> dict[str, Any]:
-    return {"found_inf": flag(), "max_abs": flag(), "scale": 0.5, **more}
+    return {"found_inf": flag(), "scale": 0.5, **more}
 
 
 def packed() -> tuple[kernels.Layout, Tensor]:
@@ -92,7 +92,6 @@ KERNELS: Table = {
     "gram_bytes": lambda: right(two(), segments=CUTS),
     "gram_reference": lambda: right(two(), segments=CUTS),
     "layout_of": lambda: right(two(), dtype=torch.float16, alignment=64),
-    "max_abs_reference": lambda: right(two()),
     "pack": lambda: right(two(), layout=packed()[0], out=packed()[1], **found()),
     "pack_bytes": lambda: right(two(), layout=packed()[0]),
     "pack_reference": lambda: right(two(), layout=packed()[0], scale=0.5),

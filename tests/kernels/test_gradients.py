@@ -158,10 +158,7 @@ NEEDS: dict[str, Callable[[Tensor], Any]] = {
     "partials": lambda x: kernels.adasum_coefficients(x[:1].view(1, 1, 1, 1), []),
     "out": lambda x: kernels.scaled_add(A, B, out=x),
     "found_inf": lambda x: kernels.sum_n([A], found_inf=x[0].float()),
-    "max_abs": lambda x: kernels.adasum(A, B, max_abs=x[:1]),
-    "a of a call with max_abs": lambda x: kernels.scaled_add(
-        x, B, max_abs=torch.zeros((), dtype=F64)
-    ),
+    "a of a call with found_inf": lambda x: kernels.scaled_add(x, B, found_inf=torch.zeros(())),
     "plan's a": lambda x: kernels.plan_scaled_add(x, B),
     "plan's tensors[1]": lambda x: kernels.plan_pack([A, x]),
     "plan's out": lambda x: kernels.plan_adasum(A, B, out=x),

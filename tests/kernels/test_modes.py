@@ -26,7 +26,7 @@ class Noted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "adasum":
             name = func.__name__.partition(".")[0]
-            self.names.append(name.removesuffix("_9"))
+            self.names.append(name.removesuffix("_10"))
         return func(*args, **(kwargs or {}))
 
 

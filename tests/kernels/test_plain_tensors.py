@@ -145,7 +145,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "tensors[13]": lambda x: kernels.pack([*[torch.ones(8)] * 13, x]),
     "buffer": lambda x: kernels.unpack(x, [torch.ones(8)], layout=SMALL),
     "out": lambda x: kernels.scaled_add(torch.ones(8), torch.ones(8), out=x),
-    "max_abs": lambda x: kernels.sum_n([torch.ones(8)], max_abs=x[:1]),
+    "found_inf": lambda x: kernels.sum_n([torch.ones(8)], found_inf=x[:1]),
     "plan's tensors[0]": lambda x: kernels.plan_pack([x]),
 }
 SMALL = kernels.layout_of([torch.ones(8)], alignment=4)
@@ -157,6 +157,6 @@ def test_functions_name_what_has_no_memory_of_its_own(backend: Backend, argument
     for kind in ("subclass", "fake", "zeros of torch", "too short", "emptied"):
         make, words = NOT_PLAIN[kind]
         # Of a shrunk storage the first element is still there.
-        if argument != "max_abs" or kind in ("subclass", "fake"):
+        if argument != "found_inf" or kind in ("subclass", "fake"):
             with pytest.raises(TypeError, match=rf"^{name} {words}"):
                 FUNCTIONS[argument](make())

@@ -113,9 +113,7 @@ def watch(device: Device) -> None:
 
 
 def _numbers(values: tuple[Any, ...]) -> Iterator[int]:
-    """Yield what reaches a kernel: addresses and integers, of findings those that are there."""
+    """Yield what reaches a kernel, addresses and integers; None is a constant."""
     for value in values:
-        if isinstance(value, tuple):
-            yield from _numbers(tuple(one for one in value if one is not None))
-        else:
+        if value is not None:
             yield value.data_ptr() if isinstance(value, torch.Tensor) else int(value)

@@ -21,7 +21,7 @@ KINDS = (
     *("plain", "parameter", "at an offset", "follows a gradient", "float64", "integers"),
     *("shorter", "more dimensions", "0-d", "empty", "negative", "subclass", "none"),
 )
-FUNCTIONS = ("sum_n", "sum_n with findings", "scaled_add", "combine", "gram", "pack", "unpack")
+FUNCTIONS = ("sum_n", "sum_n with found_inf", "scaled_add", "combine", "gram", "pack", "unpack")
 
 
 def compare(_: Any) -> None:

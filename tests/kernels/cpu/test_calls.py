@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 import kernels
 from kernels.binding import locate
-from kernels.call import NO_FINDINGS, Call
+from kernels.call import Call
 from kernels.cpu import dispatch, native
 from kernels.reading import read
 from tests.kernels.cases import DTYPES, bits, random
@@ -99,8 +99,8 @@ STAND_INS: dict[str, tuple[Callable[[Shape], Any], bool]] = {
 CALLS: dict[str, Callable[..., Any]] = {
     "sum_n": lambda a, b, c, out: kernels.sum_n([a, b, c], out=out),
     "sum_n as a tree": lambda a, b, c, out: kernels.sum_n([a, b, c], out=out, order="tree"),
-    "sum_n with findings": lambda a, b, c, out: [
-        kernels.sum_n([a, b], found_inf=c, max_abs=out, scale=1e39), c, out
+    "sum_n with found_inf": lambda a, b, c, out: [
+        kernels.sum_n([a, b], out=out, found_inf=c, scale=1e39), c
     ],
     "scaled_add": lambda a, b, c, out: kernels.scaled_add(a, b, beta=0.5, out=out),
     "dot_and_norms": lambda a, b, c, out: kernels.dot_and_norms(a, b, (0, 5, 5, 24)),
@@ -110,8 +110,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "precise gram": lambda a, b, c, out: kernels.gram([a, b, c], (0, 7, 24), precise=True, out=out),
     "weighted_sum": lambda a, b, c, out: kernels.weighted_sum([a, b], c, (0, 24), out=out),
     "pack": lambda a, b, c, out: kernels.pack([a, b, c], layout=layout(), out=out),
-    "pack with findings": lambda a, b, c, out: [
-        kernels.pack([a, b], layout=layout(2), found_inf=c, max_abs=out), c, out
+    "pack with found_inf": lambda a, b, c, out: [
+        kernels.pack([a, b], layout=layout(2), out=out, found_inf=c), c
     ],
     "unpack": lambda a, b, c, out: kernels.unpack(out, [a, b, c], layout=layout()),
     "sum_n of many": lambda a, b, c, out: kernels.sum_n([a, *several(), b, c], out=out),
@@ -129,13 +129,13 @@ PLACES: dict[str, tuple[int, ...]] = {
     "gram": (0, 1, 2), "precise gram": (0, 1, 2), "weighted_sum": (0, 1, 3),
 }  # fmt: skip
 SHAPES: dict[str, dict[int, tuple[Shape, torch.dtype]]] = {
-    "sum_n with findings": {2: ((1,), torch.float32), 3: ((1,), torch.float32)},
+    "sum_n with found_inf": {2: ((1,), torch.float32)},
     "combine": {2: ((2, 3), torch.float64)},
     "gram": {3: ((1, 3, 3), torch.float64)},
     "precise gram": {3: ((2, 3, 3, 2), torch.float64)},
     "weighted_sum": {2: ((1, 2), torch.float64)},
     "pack": {3: ((96,), torch.float32)},
-    "pack with findings": {2: ((1,), torch.float32), 3: ((1,), torch.float32)},
+    "pack with found_inf": {2: ((1,), torch.float32), 3: ((64,), torch.float32)},
     "unpack": {3: ((96,), torch.float32)},
     "pack of many": {3: ((480,), torch.float32)},
     "unpack of many": {3: ((480,), torch.float32)},
@@ -163,7 +163,7 @@ def arguments(function: str) -> list[Any]:
 def is_written(function: str, place: int) -> bool:
     if "unpack" in function:
         return place != 3
-    return place == 3 or (place == 2 and "findings" in function)
+    return place == 3 or (place == 2 and "found_inf" in function)
 
 
 class Asked:
@@ -294,7 +294,7 @@ def test_all_tensors_permuted(asked: Asked, function: str) -> None:
 
     asked.same(make)
     # What `unpack` writes, and copies then, is contiguous.
-    decided = {"sum_n", "sum_n as a tree", "sum_n with findings", "scaled_add", "adasum", "gram"}
+    decided = {"sum_n", "sum_n as a tree", "sum_n with found_inf", "scaled_add", "adasum", "gram"}
     decided |= {"weighted_sum", "unpack", "unpack of many"}
     assert asked.decided == (function in decided)
 
@@ -382,7 +382,7 @@ def test_dtypes_and_options(asked: Asked, source: torch.dtype, target: torch.dty
     one = kernels.layout_of([a, b], dtype=target)
     options: list[dict[str, Any]] = [
         {}, {"dtype": target}, {"out": like(3, target)}, {"found_inf": torch.zeros(())},
-        {"dtype": target, "out": like(3, source)}, {"max_abs": torch.zeros(())},
+        {"dtype": target, "out": like(3, source)}, {"found_inf": torch.zeros((), dtype=source)},
         {"dtype": torch.int32}, {"dtype": "float32"}, {"out": like(3, target)[:3]},
     ]  # fmt: skip
     sums = [{"order": "tree"}, {"order": "flat"}, {"order": None}, {"accumulate": source}]
@@ -458,7 +458,7 @@ def test_no_references_are_kept() -> None:
     buffer = torch.empty(one.numel)
     plan, found = kernels.plan_pack(given, layout=one, out=buffer), torch.zeros(())
     with_found = kernels.plan_pack(given, layout=one, out=buffer, found_inf=found)
-    watched = [a, b, out, cuts, given, buffer, found, None, torch.float32, NO_FINDINGS, True]
+    watched = [a, b, out, cuts, given, buffer, found, None, torch.float32, True]
 
     def many() -> None:
         for _ in range(200):

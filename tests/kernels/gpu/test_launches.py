@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.findings import Findings
 from kernels.gpu import chunking, launcher, sum_kernels
-from kernels.gpu.launcher import Chip, Kernel, Launch, _in_triton, _unaligned, triton
+from kernels.gpu.launcher import Chip, Kernel, Launch, _in_triton, triton
 from tests.kernels.cases import random, relative_l2, reserved
 from tests.kernels.conftest import Backend
 from tests.ptx_emulator.driver import emulated
@@ -220,10 +219,7 @@ def test_a_launch_finds_the_code_that_triton_would(on_triton, monkeypatch):
     ) -> Launch:
         launch = bind(kernel, programs, leading, *arguments, **constants)
         given = {name: _in_triton(value) for name, value in constants.items()} | launcher.OPTIONS
-        passed = [
-            _unaligned(each) if isinstance(each, Findings) else each
-            for each in (*leading, *arguments)
-        ]
+        passed = (*leading, *arguments)
         given["num_warps"] = launcher._warps(given["num_warps"])
         theirs = kernel.function.warmup(*passed, grid=(programs,), **given)
         names = kernel.function.arg_names[len(passed) :]

@@ -55,7 +55,7 @@ def operators(counter: CompileCounterWithBackend) -> list[str]:
     targets = [node.target for graph in counter.graphs for node in graph.graph.nodes]
     names = [str(t).split(".")[1] for t in targets if str(t).startswith("adasum.")]
     # What follows an underscore and is a number tells schemas apart.
-    return [name.removesuffix("_9") for name in names]
+    return [name.removesuffix("_10") for name in names]
 
 
 def options(**given: Any) -> tuple[Any, ...]:

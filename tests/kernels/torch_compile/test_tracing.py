@@ -85,11 +85,11 @@ def test_overlap_is_found_when_the_operator_runs():
         compiled(lambda b, x: kernels.unpack(b, [x[:8], x[4:12]]))[0](torch.ones(32), X.clone())
     base = X.clone()
     with pytest.raises(ValueError, match="out overlaps a"):
-        torch.ops.adasum.adasum_9.out(
-            *([base[:8], base[8:]], *options(first=2.0, second=2.0), base[4:12], None, None)
+        torch.ops.adasum.adasum_10.out(
+            *([base[:8], base[8:]], *options(first=2.0, second=2.0), base[4:12], None)
         )
     with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
-        torch.ops.adasum.pack_9([base], base, [0], 64, 2.0, None, None, None)
+        torch.ops.adasum.pack_10([base], base, [0], 64, 2.0, None, None)
     assert torch.equal(base, X)
 
 
@@ -102,9 +102,6 @@ def test_opcheck(flag):
     ops, x, y, out, starts = torch.ops.adasum, vector(1), vector(2), vector(3), [0, 5]
     cuts, slots = [*starts, 16], [0, 16]
     dots = kernels.dot_and_norms(x, y, cuts)
-    # found_inf and max_abs.
-    flags = (None, None) if flag is None else (flag, torch.zeros(()))
-    double = (flag, None if flag is None else torch.zeros((), dtype=torch.float64))
     half, tree = options(first=0.5), options(first=0.5, kind="tree", accumulate=F32)
     adds, blend = options(first=0.5, second=-1.0), options(starts=starts, table=dots, first=3.0)
     halves, cut = options(starts=starts, first=2.0, second=2.0), options(starts=starts)
@@ -112,25 +109,25 @@ def test_opcheck(flag):
     weighted, joins = options(starts=starts, table=rows), [0.0, 1.0, 1.0, 1.0]
     gram = torch.zeros(2, 2, 2, dtype=F64)
     for op, args in [
-        (ops.pack_9.default, ([x, y[:5]], vector(4, F16, 32), slots, 64, 0.5, None, *flags)),
+        (ops.pack_10.default, ([x, y[:5]], vector(4, F16, 32), slots, 64, 0.5, None, flag)),
         (
-            ops.pack_9.default,
-            ([x, y[:5]], vector(4, F16, 32), slots, 64, 1.0, vector(5, F64, 1)[0], None, None),
+            ops.pack_10.default,
+            ([x, y[:5]], vector(4, F16, 32), slots, 64, 1.0, vector(5, F64, 1)[0], None),
         ),
         (
-            ops.unpack_9.default,
-            ([x.clone(), out[:5].clone()], vector(4, BF16, 32), slots, 64, 0.5, None, *flags),
+            ops.unpack_10.default,
+            ([x.clone(), out[:5].clone()], vector(4, BF16, 32), slots, 64, 0.5, None, flag),
         ),
-        (ops.sum_n_9.default, ([x, y], *half)),
-        (ops.sum_n_9.out, ([x, y], *half, out.double(), *double)),
-        (ops.sum_n_9.out, ([x, y, out], *tree, out, *flags)),
-        (ops.scaled_add_9.out, ([x, y], *adds, out, *flags)),
-        (ops.dot_and_norms_9.default, ([x, y], *cut)),
-        (ops.combine_9.out, ([x, y], *blend, out, *flags)),
-        (ops.adasum_9.out, ([x, y], *halves, out, *flags)),
-        (ops.gram_9.out, ([x, y], *options(starts=starts, kind="False"), gram, None, None)),
-        (ops.adasum_coefficients_9.default, ([tables], rows.clone(), joins, rows[:, 0].clone())),
-        (ops.weighted_sum_9.out, ([x, y], *weighted, misaligned(out), *flags)),
+        (ops.sum_n_10.default, ([x, y], *half)),
+        (ops.sum_n_10.out, ([x, y], *half, out.double(), flag)),
+        (ops.sum_n_10.out, ([x, y, out], *tree, out, flag)),
+        (ops.scaled_add_10.out, ([x, y], *adds, out, flag)),
+        (ops.dot_and_norms_10.default, ([x, y], *cut)),
+        (ops.combine_10.out, ([x, y], *blend, out, flag)),
+        (ops.adasum_10.out, ([x, y], *halves, out, flag)),
+        (ops.gram_10.out, ([x, y], *options(starts=starts, kind="False"), gram, None)),
+        (ops.adasum_coefficients_10.default, ([tables], rows.clone(), joins, rows[:, 0].clone())),
+        (ops.weighted_sum_10.out, ([x, y], *weighted, misaligned(out), flag)),
     ]:
         torch.library.opcheck(op, args)
 
@@ -139,7 +136,7 @@ def test_calls_that_leave_memory_stay_out_of_torchs_own_cuda_graphs():
     if not hasattr(torch.Tag, "cudagraph_unsafe"):
         pytest.skip("this torch has no such tag")
     for name in FUNCTIONS:
-        packet = getattr(torch.ops.adasum, f"{name}_9")
+        packet = getattr(torch.ops.adasum, f"{name}_10")
         # These two leave neither tables nor scratch on the device.
         safe = name in ("sum_n", "scaled_add")
         for overload in packet.overloads():
