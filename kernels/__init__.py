@@ -51,19 +51,7 @@ from kernels.packing import (
     unpack_bytes,
     unpack_reference,
 )
-from kernels.plans import (
-    AdasumCoefficientsPlan,
-    AdasumPlan,
-    CombinePlan,
-    DotAndNormsPlan,
-    GramPlan,
-    PackPlan,
-    Plan,
-    ScaledAddPlan,
-    SumPlan,
-    UnpackPlan,
-    WeightedSumPlan,
-)
+from kernels.plans import Plan, ProjectionPlan, ScaledAddPlan, ScaledPlan
 from kernels.projection import (
     adasum,
     adasum_bytes,
@@ -97,19 +85,12 @@ __version__ = "0.1.0"
 __all__ = [
     "DTYPES",
     "SPREAD_LIMIT",
-    "AdasumCoefficientsPlan",
-    "AdasumPlan",
     "BackendInfo",
-    "CombinePlan",
-    "DotAndNormsPlan",
-    "GramPlan",
     "Layout",
-    "PackPlan",
     "Plan",
+    "ProjectionPlan",
     "ScaledAddPlan",
-    "SumPlan",
-    "UnpackPlan",
-    "WeightedSumPlan",
+    "ScaledPlan",
     "adasum",
     "adasum_bytes",
     "adasum_coefficients",

@@ -34,7 +34,7 @@ from kernels.arguments import (
 from kernels.binding import run_direct
 from kernels.call import check_tree
 from kernels.cpu.torch_fallback import tree_of, weighed
-from kernels.plans import AdasumCoefficientsPlan, GramPlan, WeightedSumPlan
+from kernels.plans import Plan
 from kernels.torch_ops import check_and_run, run
 from kernels.validation import (
     check_flag,
@@ -91,7 +91,7 @@ def plan_gram(
     *,
     out: Tensor | None = None,
     precise: bool = False,
-) -> GramPlan:
+) -> Plan[Tensor]:
     """Plan `gram` of these tensors: run it as plan().
 
     Arguments and errors are the same as of `gram` and of every `Plan`. Without `out` the plan makes
@@ -104,7 +104,7 @@ def plan_gram(
                  [1., 2.]]], dtype=torch.float64)
     """
     kind = check_flag("precise", precise)
-    return GramPlan(check("gram", tensors, out, segments=segments, kind=kind))
+    return Plan(check("gram", tensors, out, segments=segments, kind=kind))
 
 
 def adasum_coefficients(
@@ -144,7 +144,7 @@ def adasum_coefficients(
 
 def plan_adasum_coefficients(
     partials: Tensor, tree: Rows, *, out: Tensor | None = None, spread: Tensor | None = None
-) -> AdasumCoefficientsPlan:
+) -> Plan[Tensor]:
     """Plan `adasum_coefficients` of these partials: run it as plan(), which reads their new values.
 
     Arguments and errors are the same as of `adasum_coefficients` and of every `Plan`. Without `out`
@@ -156,7 +156,7 @@ def plan_adasum_coefficients(
         >>> plan()
         tensor([[0.5000, 0.7500]], dtype=torch.float64)
     """
-    return AdasumCoefficientsPlan(check_adasum_coefficients(partials, tree, out, spread))
+    return Plan(check_adasum_coefficients(partials, tree, out, spread))
 
 
 def weighted_sum(
@@ -202,7 +202,7 @@ def plan_weighted_sum(
     *,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
-) -> WeightedSumPlan:
+) -> Plan[Tensor]:
     """Plan `weighted_sum` of these tensors: run it as plan(), which reads `coefficients` each time.
 
     Arguments and errors are the same as of `weighted_sum` and of every `Plan`. Without `out` the
@@ -215,7 +215,7 @@ def plan_weighted_sum(
         tensor([1.2500, 1.2500])
     """
     call = check("weighted_sum", tensors, out, found_inf, segments=segments, table=coefficients)
-    return WeightedSumPlan(call)
+    return Plan(call)
 
 
 def gram_bytes(

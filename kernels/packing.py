@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.arguments import check_pack, check_unpack, device_of
 from kernels.binding import check_disjoint, run_direct
 from kernels.layout import Layout, check_buffer, check_layout, check_packed, lay_out
-from kernels.plans import PackPlan, UnpackPlan
+from kernels.plans import ScaledPlan
 from kernels.torch_ops import run
 from kernels.validation import (
     check_all_writable,
@@ -73,7 +73,7 @@ def plan_pack(
     layout: Layout | None = None,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
-) -> PackPlan:
+) -> ScaledPlan[Tensor]:
     """Plan `pack` of these tensors: run it as plan(scale).
 
     Arguments and errors are the same as of `pack` and of every `Plan`. Without `out` the plan makes
@@ -85,7 +85,7 @@ def plan_pack(
         >>> plan(scale=2.0)
         tensor([2., 4., 6., 0.])
     """
-    return PackPlan(check_pack(tensors, layout, out, found_inf, copies=False))
+    return ScaledPlan(check_pack(tensors, layout, out, found_inf, copies=False))
 
 
 def unpack(
@@ -163,7 +163,7 @@ def plan_unpack(
     *,
     layout: Layout | None = None,
     found_inf: Tensor | None = None,
-) -> UnpackPlan:
+) -> ScaledPlan[list[Tensor]]:
     """Plan `unpack` into these tensors: run it as plan(scale).
 
     Arguments and errors are the same as of `unpack` and of every `Plan`.
@@ -175,7 +175,7 @@ def plan_unpack(
         >>> plan(scale=0.5)
         [tensor([0.5000, 1.0000]), tensor([1.5000])]
     """
-    return UnpackPlan(check_unpack(buffer, tensors, layout, found_inf))
+    return ScaledPlan(check_unpack(buffer, tensors, layout, found_inf))
 
 
 def pack_bytes(tensors: Iterable[Tensor], *, layout: Layout | None = None) -> int:

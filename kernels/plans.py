@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from kernels.validation import (
     tracing,
 )
 
+Result = TypeVar("Result")
+
 
 def _refuse_followed(call: Call) -> None:
     # A call with addresses has been checked completely.
@@ -45,16 +48,20 @@ def _released(*_: float) -> None:
     raise RuntimeError("this plan was released: rebind it to tensors before it runs again")
 
 
-class Plan:
+class Plan(Generic[Result]):
     """A call whose arguments were checked, bound to its tensors.
 
+    `plan_pack` and others make one, with the arguments and errors of the direct function. Its
+    scalars are passed to each run. Without `out` the plan makes the output; each run writes to the
+    same one and returns it (`plan_unpack`: the list of tensors).
+
     A run compares the address of each tensor, in about 0.05 us, and makes the launch (CUDA) or one
-    call of compiled code (CPU). Each run writes to the same output. Autograd does not see that, and
-    version counters do not change: plan no tensor that a backward pass has saved. Tensors that
-    require gradients are refused while grad mode is on. Only one thread may run a plan at a time,
-    and on CUDA its runs must follow each other on their streams. Its own memory belongs to the
-    stream that was current when the plan was made. If it runs on another stream, wait for that
-    stream before rebinding or dropping the plan, as torch's allocator reuses the memory at once.
+    call of compiled code (CPU). Autograd does not see its writes, and version counters do not
+    change: plan no tensor that a backward pass has saved. Tensors that require gradients are
+    refused while grad mode is on. Only one thread may run a plan at a time, and on CUDA its runs
+    must follow each other on their streams. Its own memory belongs to the stream that was current
+    when the plan was made. If it runs on another stream, wait for that stream before rebinding or
+    dropping the plan, as torch's allocator reuses the memory at once.
     torch.compile and dispatch modes do not see its runs, so no plan can be made under them or run
     in a compiled function. While a CUDA graph is captured, no plan can be made or bound, but runs
     can be captured.
@@ -66,7 +73,7 @@ class Plan:
     must exist and be neither rebound nor released; replays check nothing.
 
     Attributes:
-        out: The tensor that runs write and return; for `plan_unpack`, the buffer that runs read.
+        out: The tensor that runs write; for `plan_unpack`, the buffer that runs read.
 
     Examples:
         >>> a, b = torch.ones(2), torch.ones(2)
@@ -198,7 +205,11 @@ class Plan:
         self._held = [*call.inputs, *others]
         self._places = [*call.addresses, *[one.data_ptr() for one in others]]
 
-    def _start(self, *scalars: float | Tensor) -> None:
+    def __call__(self) -> Result:
+        """Run, and return the tensors written."""
+        return self._start()
+
+    def _start(self, *scalars: float | Tensor) -> Result:
         """Run if all tensors have the same addresses as before; otherwise `check` raises."""
         if is_compiling():
             raise RuntimeError(
@@ -208,6 +219,8 @@ class Plan:
         if [*map(Tensor.data_ptr, self._held)] != self._places:
             self.check()
         self._run(*scalars)
+        result: Any = self._call.inputs[:] if self._call.function == "unpack" else self.out
+        return result
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
@@ -215,75 +228,28 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous()
 
 
-class _ScaledPlan(Plan):
-    def __call__(self, scale: float | Tensor = 1.0) -> Tensor:
-        """Run with `scale` as the factor of the result, and return `out`."""
-        self._start(check_factor("scale", scale))
-        return self.out
+class ScaledPlan(Plan[Result]):
+    """A plan of `pack`, `unpack` or `sum_n`."""
+
+    def __call__(self, scale: float | Tensor = 1.0) -> Result:
+        """Run with `scale` as the factor of the result."""
+        return self._start(check_factor("scale", scale))
 
 
-class PackPlan(_ScaledPlan):
-    """A plan by `plan_pack`."""
-
-
-class UnpackPlan(Plan):
-    """A plan by `plan_unpack`."""
-
-    def __call__(self, scale: float | Tensor = 1.0) -> list[Tensor]:
-        """Copy the slots of the buffer, times `scale`, into the tensors, and return these."""
-        self._start(check_factor("scale", scale))
-        return self._call.inputs[:]
-
-
-class SumPlan(_ScaledPlan):
-    """A plan by `plan_sum_n`."""
-
-
-class ScaledAddPlan(Plan):
-    """A plan by `plan_scaled_add`."""
+class ScaledAddPlan(Plan[Tensor]):
+    """A plan of `scaled_add`."""
 
     def __call__(self, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0) -> Tensor:
-        """Write alpha*a + beta*b, and return it."""
-        self._start(check_factor("alpha", alpha), check_factor("beta", beta))
-        return self.out
+        """Run with the factors of a and b."""
+        return self._start(check_factor("alpha", alpha), check_factor("beta", beta))
 
 
-class _PlanWithoutScalars(Plan):
-    def __call__(self) -> Tensor:
-        """Write the result to `out`, and return it."""
-        self._start()
-        return self.out
+class ProjectionPlan(Plan[Tensor]):
+    """A plan of `combine` or `adasum`."""
 
-
-class DotAndNormsPlan(_PlanWithoutScalars):
-    """A plan by `plan_dot_and_norms`."""
-
-
-class GramPlan(_PlanWithoutScalars):
-    """A plan by `plan_gram`."""
-
-
-class AdasumCoefficientsPlan(_PlanWithoutScalars):
-    """A plan by `plan_adasum_coefficients`."""
-
-
-class WeightedSumPlan(_PlanWithoutScalars):
-    """A plan by `plan_weighted_sum`."""
-
-
-class _ProjectionPlan(Plan):
     def __call__(self, weights: tuple[float, float] = EQUAL) -> Tensor:
-        """Write the result with these weights to `out`, and return it."""
-        self._start(*check_weights(weights))
-        return self.out
-
-
-class CombinePlan(_ProjectionPlan):
-    """A plan by `plan_combine`."""
-
-
-class AdasumPlan(_ProjectionPlan):
-    """A plan by `plan_adasum`."""
+        """Run with the weights of a and b."""
+        return self._start(*check_weights(weights))
 
 
 def _refuse_outside_eager(name: str) -> None:

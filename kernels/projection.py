@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.arguments import check, check_dots
 from kernels.binding import run_direct
 from kernels.cpu.torch_fallback import blend_of, dots_of
-from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan
+from kernels.plans import Plan, ProjectionPlan
 from kernels.torch_ops import check_and_run
 from kernels.validation import (
     EQUAL,
@@ -61,9 +61,7 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
     return check_and_run("dot_and_norms", *given) if dots is None else dots
 
 
-def plan_dot_and_norms(
-    a: Tensor, b: Tensor, segments: Sequence[int] | None = None
-) -> DotAndNormsPlan:
+def plan_dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Plan[Tensor]:
     """Plan `dot_and_norms` of a and b: run it as plan().
 
     Arguments and errors are the same as of `dot_and_norms` and of every `Plan`. Each run writes to
@@ -74,7 +72,7 @@ def plan_dot_and_norms(
         >>> plan()
         tensor([[11.,  5., 25.]], dtype=torch.float64)
     """
-    return DotAndNormsPlan(check("dot_and_norms", (a, b), None, segments=segments))
+    return Plan(check("dot_and_norms", (a, b), None, segments=segments))
 
 
 def combine(
@@ -130,7 +128,7 @@ def plan_combine(
     *,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
-) -> CombinePlan:
+) -> ProjectionPlan:
     """Plan `combine` of a and b: run it as plan(weights), which reads the values of `dots` then.
 
     Arguments and errors are the same as of `combine` and of every `Plan`. Without `out` the plan
@@ -142,7 +140,7 @@ def plan_combine(
         >>> plan()
         tensor([1.2500, 0.7500])
     """
-    return CombinePlan(check("combine", (a, b), out, found_inf, segments=segments, table=dots))
+    return ProjectionPlan(check("combine", (a, b), out, found_inf, segments=segments, table=dots))
 
 
 def adasum(
@@ -196,7 +194,7 @@ def plan_adasum(
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
     cooperative: bool = True,
-) -> AdasumPlan:
+) -> ProjectionPlan:
     """Plan `adasum` of a and b: run it as plan(weights).
 
     Arguments and errors are the same as of `adasum` and of every `Plan`. Without `out` the plan
@@ -208,7 +206,7 @@ def plan_adasum(
         tensor([1.5000, 3.0000])
     """
     call = check("adasum", (a, b), out, found_inf, segments=segments, kind=cooperative)
-    return AdasumPlan(call)
+    return ProjectionPlan(call)
 
 
 def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:

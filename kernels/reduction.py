@@ -17,7 +17,7 @@ from kernels.arguments import (
 )
 from kernels.arithmetic import joined
 from kernels.binding import run_direct
-from kernels.plans import ScaledAddPlan, SumPlan
+from kernels.plans import ScaledAddPlan, ScaledPlan
 from kernels.torch_ops import check_and_run
 from kernels.validation import (
     check_dtype,
@@ -87,7 +87,7 @@ def plan_sum_n(
     order: Literal["list", "tree"] = "list",
     accumulate: torch.dtype | None = None,
     found_inf: Tensor | None = None,
-) -> SumPlan:
+) -> ScaledPlan[Tensor]:
     """Plan `sum_n` of these tensors: run it as plan(scale).
 
     Arguments and errors are the same as of `sum_n` and of every `Plan`. Without `out` the plan
@@ -102,7 +102,7 @@ def plan_sum_n(
         tensor([ 7., 10.])
     """
     call = check("sum_n", tensors, out, found_inf, dtype=dtype, kind=order, accumulate=accumulate)
-    return SumPlan(call)
+    return ScaledPlan(call)
 
 
 def scaled_add(
