@@ -13,12 +13,12 @@
 
 Dtypes are float16, bfloat16, float32 and float64 (`DTYPES`); any other one is a TypeError. Wrong
 arguments raise before anything is written. Backward passes go through `pack`, `unpack`, `sum_n`
-and `scaled_add`. For the other functions, for plans and with `out=` or `found_inf=`, a
-tensor that requires a gradient is a ValueError while grad mode is on. Each function has `*_bytes`
-(its least memory traffic), `*_reference` (float64, plain torch) and `plan_*` (arguments checked
-once, run many times). Nothing here communicates. Examples are after `import torch, kernels`.
-`__adasum__` is True in this package and tells it from the distribution on PyPI that is also called
-`kernels`.
+and `scaled_add`. For the other functions, for plans and with `out=` or `found_inf=`, a tensor that
+requires a gradient is a ValueError while grad mode is on. Each function has, with the
+same arguments and errors, `*_bytes` (its least memory traffic), `*_reference` (float64, plain
+torch) and `plan_*` (arguments checked once, run many times). Nothing here communicates. Examples
+are after `import torch, kernels`. `__adasum__` is True in this package and tells it from the
+distribution on PyPI that is also called `kernels`.
 """
 
 from typing import TYPE_CHECKING

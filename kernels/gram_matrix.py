@@ -57,7 +57,7 @@ def gram(
     """Return float64 [S, n, n], symmetric: per segment the dot products of all pairs of n tensors.
 
     Products of float16, bfloat16 and float32 are exact and sums are in float64, so that no square
-    under- or overflows. NaN and Inf affect only their segment.
+    under- or overflows. NaN and Inf affect only their segment. Errors are those of `pack`.
 
     Args:
         tensors: At least one, equal in shape, dtype and device, treated as flat.
@@ -69,10 +69,6 @@ def gram(
             the entries are computed again with about 104 bits, which is slow. Otherwise all low
             parts are 0. So v . v has enough bits, both by this matrix and by its sum with matrices
             of other parts of the same vectors.
-
-    Raises:
-        TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
 
     Examples:
         >>> kernels.gram([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
@@ -94,9 +90,6 @@ def plan_gram(
 ) -> Plan[Tensor]:
     """Plan `gram` of these tensors: run it as plan().
 
-    Arguments and errors are the same as of `gram` and of every `Plan`. Without `out` the plan makes
-    one, and each run writes to it.
-
     Examples:
         >>> plan = kernels.plan_gram([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
         >>> plan()
@@ -116,7 +109,8 @@ def adasum_coefficients(
     is computed in double-double. A vector counts as zero, with a factor of 1, if its squared norm
     is below sqrt(DBL_MIN) or below `2**-46 (sum |c_i| |g_i|)^2`, with precise partials `2**-92`
     times that. With precise partials, a zero result has coefficients of 0, since rounded ones would
-    give it a direction. A segment with a NaN or Inf in its matrix has NaN coefficients.
+    give it a direction. A segment with a NaN or Inf in its matrix has NaN coefficients. Errors are
+    those of `pack`.
 
     Args:
         partials: float64 [R, S, n, n], R results of `gram` to add in order, or [R, S, n, n, 2] of
@@ -128,10 +122,6 @@ def adasum_coefficients(
         spread: float64 [S], an output: the largest spread, `(sum |c_i| |g_i|)^2 / |v|^2`, of the
             tree's vectors v = sum c_i g_i. It is 1 if all g_i are zero, and inf if only v is. If it
             is above `SPREAD_LIMIT`, partials should be precise.
-
-    Raises:
-        TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
 
     Examples:
         >>> matrices = kernels.gram([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
@@ -146,9 +136,6 @@ def plan_adasum_coefficients(
     partials: Tensor, tree: Rows, *, out: Tensor | None = None, spread: Tensor | None = None
 ) -> Plan[Tensor]:
     """Plan `adasum_coefficients` of these partials: run it as plan(), which reads their new values.
-
-    Arguments and errors are the same as of `adasum_coefficients` and of every `Plan`. Without `out`
-    the plan makes one, and each run writes to it.
 
     Examples:
         >>> matrices = kernels.gram([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
@@ -171,19 +158,14 @@ def weighted_sum(
 
     It is added in float64 in list order, with products fused into sums, and rounded to the dtype,
     to 16 bits through float32, as torch does. A coefficient of 0 multiplies like any other: 0 times
-    NaN is NaN.
+    NaN is NaN. Errors are those of `pack`.
 
     Args:
         tensors: At least one, equal in shape, dtype and device, treated as flat.
         coefficients: float64 [S, n].
         segments: As in `gram`.
         out: The tensor to write and return, which may be one of the tensors. None makes one.
-        found_inf: float32 of one element, set to 1 if an output is not finite, otherwise not
-            changed.
-
-    Raises:
-        TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
+        found_inf: As in `pack`.
 
     Examples:
         >>> coefficients = torch.tensor([[0.5, 0.75]], dtype=torch.float64)
@@ -204,9 +186,6 @@ def plan_weighted_sum(
     found_inf: Tensor | None = None,
 ) -> Plan[Tensor]:
     """Plan `weighted_sum` of these tensors: run it as plan(), which reads `coefficients` each time.
-
-    Arguments and errors are the same as of `weighted_sum` and of every `Plan`. Without `out` the
-    plan makes one, and each run writes to it.
 
     Examples:
         >>> coefficients = torch.tensor([[0.5, 0.75]], dtype=torch.float64)
@@ -264,7 +243,7 @@ def _sized(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def gram_reference(tensors: Iterable[Tensor], segments: Sequence[int] | None = None) -> Tensor:
-    """Return `gram` by plain torch in float64, with the same arguments and errors.
+    """Return `gram` by plain torch in float64.
 
     Examples:
         >>> kernels.gram_reference([torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])])
@@ -294,7 +273,7 @@ def adasum_coefficients_reference(partials: Tensor, tree: Rows) -> Tensor:
 def weighted_sum_reference(
     tensors: Iterable[Tensor], coefficients: Tensor, segments: Sequence[int] | None = None
 ) -> Tensor:
-    """Return `weighted_sum`, computed and returned in float64, with the same arguments and errors.
+    """Return `weighted_sum`, computed and returned in float64.
 
     Examples:
         >>> coefficients = torch.tensor([[0.5, 0.75]], dtype=torch.float64)

@@ -31,7 +31,7 @@ def pack(
     scale: float | Tensor = 1.0,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """Copy `tensors`, each times `scale`, into one 1-D buffer; the padding is zero.
+    """Copy `tensors`, times `scale`, into one 1-D buffer and return it; the padding is zero.
 
     Products are computed in float32 (float64 if either dtype is float64) and rounded once.
 
@@ -46,9 +46,6 @@ def pack(
             reads the new value at each replay.
         found_inf: float32 of one element, set to 1 if an element written is not finite, otherwise
             not changed.
-
-    Returns:
-        The buffer.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
@@ -74,10 +71,7 @@ def plan_pack(
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> ScaledPlan[Tensor]:
-    """Plan `pack` of these tensors: run it as plan(scale).
-
-    Arguments and errors are the same as of `pack` and of every `Plan`. Without `out` the plan makes
-    a buffer, and each run writes to it.
+    """Plan `pack`: run it as plan(scale).
 
     Examples:
         >>> tensors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
@@ -96,9 +90,9 @@ def unpack(
     scale: float | Tensor = 1.0,
     found_inf: Tensor | None = None,
 ) -> list[Tensor]:
-    """Copy the slots of `buffer`, times `scale`, into `tensors`, in place.
+    """Copy the slots of `buffer`, times `scale`, into `tensors`, and return these.
 
-    Products are computed as in `pack`.
+    Products are computed as in `pack`, whose errors it has.
 
     Args:
         buffer: 1-D, packed as `layout` says.
@@ -107,13 +101,6 @@ def unpack(
         layout: The layout of `buffer`; `layout_of(tensors, dtype=buffer.dtype)` if None.
         scale: As in `pack`.
         found_inf: As in `pack`.
-
-    Returns:
-        The tensors.
-
-    Raises:
-        TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
 
     Examples:
         >>> buffer, tensors = torch.tensor([1.0, 2.0, 3.0]), [torch.empty(2), torch.empty(1)]
@@ -164,9 +151,7 @@ def plan_unpack(
     layout: Layout | None = None,
     found_inf: Tensor | None = None,
 ) -> ScaledPlan[list[Tensor]]:
-    """Plan `unpack` into these tensors: run it as plan(scale).
-
-    Arguments and errors are the same as of `unpack` and of every `Plan`.
+    """Plan `unpack`: run it as plan(scale).
 
     Examples:
         >>> buffer, tensors = torch.tensor([1.0, 2.0, 3.0]), [torch.empty(2), torch.empty(1)]

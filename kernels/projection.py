@@ -36,17 +36,14 @@ Weights = tuple[float, float]
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
     """Return float64 [S, 3] on the tensors' device: `(a.b, |a|^2, |b|^2)` per segment.
 
-    Squares of float16, bfloat16 and float32 values neither under- nor overflow.
+    Squares of float16, bfloat16 and float32 values neither under- nor overflow. Errors are those of
+    `pack`.
 
     Args:
         a: A tensor of any shape, which is treated as flat.
         b: Equal to a in shape, dtype and device.
         segments: Element boundaries (0, ..., numel); None for one segment. The row of an empty
             segment is zeros.
-
-    Raises:
-        TypeError: An argument has another type or dtype.
-        ValueError: An argument is unusable.
 
     Examples:
         >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
@@ -63,9 +60,6 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
 
 def plan_dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Plan[Tensor]:
     """Plan `dot_and_norms` of a and b: run it as plan().
-
-    Arguments and errors are the same as of `dot_and_norms` and of every `Plan`. Each run writes to
-    the same tensor and returns it.
 
     Examples:
         >>> plan = kernels.plan_dot_and_norms(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
@@ -93,22 +87,18 @@ def combine(
     nearly cancel they are blended in float64. For float64 vectors that nearly cancel, the rounding
     of the dots remains: with dots from `dot_and_norms`, the error of the result
     `v = alpha a + beta b` is at most `100 eps (|alpha a| + |beta b|)` in L2 norm. Relative to `|v|`
-    that is `100 eps sqrt(R)` with `R = (|alpha a| + |beta b|)^2 / |v|^2`.
+    that is `100 eps sqrt(R)` with `R = (|alpha a| + |beta b|)^2 / |v|^2`. Errors are those of
+    `pack`.
 
     Args:
-        a: A tensor of any shape, which is treated as flat.
-        b: Equal to a in shape, dtype and device.
+        a: As in `dot_and_norms`.
+        b: As in `dot_and_norms`.
         dots: float64 [S, 3], from `dot_and_norms`, or the sum of its results over the ranks that
             hold parts of the segments.
         segments: As in `dot_and_norms`.
         weights: How many vectors a and b are the results of: positive and finite.
         out: The tensor to write and return, which may be a or b. None makes one.
-        found_inf: float32 of one element, set to 1 if an output is not finite, otherwise not
-            changed.
-
-    Raises:
-        TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
+        found_inf: As in `pack`.
 
     Examples:
         >>> a, b = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
@@ -130,9 +120,6 @@ def plan_combine(
     found_inf: Tensor | None = None,
 ) -> ProjectionPlan:
     """Plan `combine` of a and b: run it as plan(weights), which reads the values of `dots` then.
-
-    Arguments and errors are the same as of `combine` and of every `Plan`. Without `out` the plan
-    makes one, and each run writes to it.
 
     Examples:
         >>> a, b = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
@@ -197,9 +184,6 @@ def plan_adasum(
 ) -> ProjectionPlan:
     """Plan `adasum` of a and b: run it as plan(weights).
 
-    Arguments and errors are the same as of `adasum` and of every `Plan`. Without `out` the plan
-    makes one, and each run writes to it.
-
     Examples:
         >>> plan = kernels.plan_adasum(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0]))
         >>> plan(weights=(3, 1))
@@ -245,7 +229,7 @@ def adasum_bytes(a: Tensor, b: Tensor) -> int:
 
 
 def dot_and_norms_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
-    """Return `dot_and_norms` by plain torch in float64, with the same arguments and errors.
+    """Return `dot_and_norms` by plain torch in float64.
 
     Examples:
         >>> kernels.dot_and_norms_reference(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))

@@ -43,16 +43,14 @@ def sum_n(
 
     Sums are computed in float32 (float64 if either dtype is float64) and rounded once, at the end,
     or after every addition to `accumulate`. The bits depend only on the values, the order and
-    `accumulate`.
+    `accumulate`. Errors are those of `pack`.
 
     Args:
         tensors: At least one, equal in shape, dtype and device, and contiguous or in one order in
             memory, such as `torch.channels_last`, which `out` has, too.
         more: An error: tensors are passed as one list.
         out: The tensor to write and return, which may be one of the tensors. None makes one.
-        scale: The factor of the sum: a float, or a 0-d tensor of any supported dtype. If it is on
-            the tensors' GPU, it is read there, so the host does not wait and a CUDA graph reads the
-            new value at each replay.
+        scale: The factor of the sum, as in `pack`.
         dtype: The output's dtype; if None, the dtype of `out` or of the tensors.
         order: "list" adds from left to right. "tree" adds as a balanced tree: with P the largest
             power of two that is at most their number n, the first 2 (n - P) tensors pair, then
@@ -60,12 +58,7 @@ def sum_n(
         accumulate: The dtype to which every addition is rounded: the tensors' dtype, which gives
             the bits of repeated `torch.add`; torch.float32, except for float64 tensors; or None for
             the dtype of the computation.
-        found_inf: float32 of one element, set to 1 if an output is not finite, otherwise not
-            changed.
-
-    Raises:
-        TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
+        found_inf: As in `pack`.
 
     Examples:
         >>> kernels.sum_n([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])], scale=0.5)
@@ -89,9 +82,6 @@ def plan_sum_n(
     found_inf: Tensor | None = None,
 ) -> ScaledPlan[Tensor]:
     """Plan `sum_n` of these tensors: run it as plan(scale).
-
-    Arguments and errors are the same as of `sum_n` and of every `Plan`. Without `out` the plan
-    makes one, and each run writes to it.
 
     Examples:
         >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
@@ -117,18 +107,16 @@ def scaled_add(
 ) -> Tensor:
     """Return alpha*a + beta*b, computed in float32 (float64 if a dtype is), rounded once.
 
+    Errors are those of `pack`.
+
     Args:
         a: A tensor of any supported dtype, in memory as the tensors of `sum_n`.
         b: Equal to a in shape and device, of any supported dtype.
-        alpha: The factor of a, as `scale` in `sum_n`.
-        beta: The factor of b, as `scale` in `sum_n`.
+        alpha: The factor of a, as `scale` in `pack`.
+        beta: The factor of b, as `scale` in `pack`.
         out: The tensor to write and return, which may be a or b. None makes one.
         dtype: The output's dtype; if None, the dtype of `out` or of a.
-        found_inf: As in `sum_n`.
-
-    Raises:
-        TypeError: An argument has another type or dtype. Nothing has been written.
-        ValueError: An argument is unusable, or overlaps an output. Nothing has been written.
+        found_inf: As in `pack`.
 
     Examples:
         >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
@@ -150,9 +138,6 @@ def plan_scaled_add(
     found_inf: Tensor | None = None,
 ) -> ScaledAddPlan:
     """Plan `scaled_add` of a and b: run it as plan(alpha, beta).
-
-    Arguments and errors are the same as of `scaled_add` and of every `Plan`. Without `out` the plan
-    makes one, and each run writes to it.
 
     Examples:
         >>> plan = kernels.plan_scaled_add(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
@@ -202,7 +187,7 @@ def sum_n_reference(
     order: Literal["list", "tree"] = "list",
     accumulate: torch.dtype | None = None,
 ) -> Tensor:
-    """Return `sum_n`, computed and returned in float64; arguments and errors are the same.
+    """Return `sum_n`, computed and returned in float64.
 
     Each sum of two is rounded to `accumulate`, if that is given.
 
@@ -224,7 +209,7 @@ def sum_n_reference(
 def scaled_add_reference(
     a: Tensor, b: Tensor, *, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0
 ) -> Tensor:
-    """Return `scaled_add`, computed and returned in float64; arguments and errors are the same.
+    """Return `scaled_add`, computed and returned in float64.
 
     Examples:
         >>> kernels.scaled_add_reference(torch.tensor([1.0]), torch.tensor([3.0]), alpha=2.0)
