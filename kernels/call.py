@@ -144,7 +144,9 @@ class Call:
     @property
     def precise(self) -> bool:
         """For `gram` and `adasum_coefficients`, whether the matrices are double-double."""
-        return self.out.dim() == 4 if self.function == "gram" else self.inputs[0].dim() == 5
+        if self.function == "gram":
+            return self.out.dim() == 4
+        return self.function == "adasum_coefficients" and self.inputs[0].dim() == 5
 
     @property
     def in_place(self) -> bool:

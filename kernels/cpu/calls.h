@@ -3,25 +3,37 @@
  */
 #include "reading.h"
 
-/* Run the task without the lock that Python's threads share. Return 0 if that is impossible. */
-static int run_task(struct call *c, const struct function *f, double first, double second,
-                    struct task *t)
+/* Run a task's function with memory for its factors, partial sums and dots; return 0 if there is
+ * none. */
+int run_task(struct task *t)
 {
-    int64_t segments = t->segments, factors = 2 * (segments > 1 ? segments : 1);
-    int64_t own = f->run == adasum ? 3 * segments : 0;
-    int64_t entries = f->takes & MATRICES ? t->count * (t->count + 1) / 2 * (1 + t->precise) : 3;
-    int64_t blocks = f->takes & CUT ? t->bounds[segments] / BLOCK + segments : 0;
-    double *scratch = c->scratch = malloc((factors + own + entries * blocks) * sizeof *scratch);
+    const struct function *f = functions + t->function;
+    int64_t size = t->count, segments = t->segments, factors = 2 * (segments > 1 ? segments : 1);
+    int64_t own = f->run == adasum ? 3 * segments : 0, room = 0;
+    int64_t entries = f->takes & MATRICES ? size * (size + 1) / 2 * (1 + t->precise) : 3;
+    if (f->takes & CUT)
+        room = entries * (t->bounds[segments] / BLOCK + segments);
+    else if (f->takes & JOINS)
+        /* For four segments at once: matrix and factors in double-double, lengths; places. */
+        room = 4 * (2 * size * size + 2 * size + size) + size;
+    double *scratch = malloc((factors + own + room) * sizeof *scratch);
     if (!scratch)
         return 0;
-    const struct seen *found_inf = c->others, *table = c->others + 1;
-    scratch[0] = first, scratch[1] = second;
-    t->found_inf = (float *)found_inf->data;
-    t->coefficients = f->takes & FACTORS ? (double *)table->data : scratch;
+    scratch[0] = t->first, scratch[1] = t->second;
+    t->coefficients = f->takes & FACTORS ? t->table : scratch;
     t->partials = scratch + factors + own;
-    t->dots = f->takes & DOTS ? (double *)table->data : own ? t->partials - own : t->out;
+    t->dots = f->takes & DOTS ? t->table : own ? scratch + factors : t->out;
+    f->run(t);
+    free(scratch);
+    return 1;
+}
+
+/* Run a direct call without the lock that Python's threads share. Return 0 if that fails. */
+static int run_unlocked(struct task *t, PyObject *const *given)
+{
+    t->first = PyFloat_AsDouble(given[FIRST]), t->second = PyFloat_AsDouble(given[SECOND]);
     t->threads = 1;
-    if (t->bounds[segments] > ALONE) {
+    if (t->bounds[t->segments] > ALONE) {
         t->threads = tell(py.get_num_threads);
         t->parallel = torch.parallel;
         t->thread_num = torch.thread_num;
@@ -30,9 +42,9 @@ static int run_task(struct call *c, const struct function *f, double first, doub
     if (t->threads < 0)
         return 0;
     PyThreadState *state = PyEval_SaveThread();
-    f->run(t);
+    int done = run_task(t);
     PyEval_RestoreThread(state);
-    return 1;
+    return done;
 }
 
 /* Count a write to a tensor, or to each one of a tuple, since autograd does not see it:
@@ -93,12 +105,12 @@ static PyObject *call_of(struct call *c, PyObject *name, PyObject *const *given,
  * end are None. self: The function's number and name. */
 static PyObject *take(PyObject *self, int reads, PyObject *const *arguments, Py_ssize_t count)
 {
-    const struct function *f = functions + PyLong_AsLongLong(PyTuple_GetItem(self, 0));
+    int64_t function = PyLong_AsLongLong(PyTuple_GetItem(self, 0));
     PyObject *given[ARGUMENTS], *result = NULL;
     for (int i = 0; i < ARGUMENTS; i++)
         given[i] = i < count ? arguments[i] : py.none;
-    struct call c = {.out = given[OUT], .takes = f->takes};
-    struct task t = {0};
+    struct call c = {.out = given[OUT], .takes = functions[function].takes};
+    struct task t = {.function = function};
     int done = 0;
     Py_IncRef(c.out);
     if ((is_of(given[TENSORS], py.list) || is_of(given[TENSORS], py.tuple)) &&
@@ -106,8 +118,7 @@ static PyObject *take(PyObject *self, int reads, PyObject *const *arguments, Py_
         done = read_call(&c, given, &t);
     if (done && (reads || c.seen->device >= 0))
         result = call_of(&c, PyTuple_GetItem(self, 1), given, &t);
-    else if (done && run_task(&c, f, PyFloat_AsDouble(given[FIRST]),
-                              PyFloat_AsDouble(given[SECOND]), &t))
+    else if (done && run_unlocked(&t, given))
         result = result_of(&c, given);
     else if (!PyErr_Occurred() || PyErr_ExceptionMatches(py.exception)) {
         PyErr_Clear();
@@ -121,7 +132,6 @@ static PyObject *take(PyObject *self, int reads, PyObject *const *arguments, Py_
     free(c.storages);
     free(c.bounds);
     free(c.addresses);
-    free(c.scratch);
     return result;
 }
 

@@ -21,28 +21,19 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import increment_version
 
-from kernels.call import Call
+from kernels.call import FUNCTIONS, Call
 from kernels.layout import Layout
 
 # The dtypes' numbers in the enum of native.c.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
-# Elements per block; each block gives one partial result of a dot product. The same as in task.h.
-BLOCK = 8192
 LIBRARY = Path(__file__).with_name("libnative.so")
 _MACHINES = ("x86_64", "aarch64")
 _ANEW = (
     "with gcc, or what $CC names, run `make build` in a checkout that is used in place, or "
     "`pip install --force-reinstall --no-cache-dir --no-deps .` in one to install from"
 )
-FUNCTIONS = (
-    *("sum_n", "copy", "scaled_add", "dot_and_norms", "combine", "adasum"),
-    *("gram", "adasum_coefficients", "weighted_sum"),
-)
-# The numbers of the functions in reading.h.
-CALLS = (
-    *("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"),
-    *("gram", "weighted_sum"),
-)
+# Functions whose arguments C checks.
+READ = tuple([name for name in FUNCTIONS if name != "adasum_coefficients"])
 _OPENMP = {
     "parallel": "GOMP_parallel",
     "thread_num": "omp_get_thread_num",
@@ -71,6 +62,9 @@ class Task(ctypes.Structure):
     """The struct of task.h, which describes its fields. Pointers are passed as addresses."""
 
     _fields_ = (
+        ("function", ctypes.c_int64),
+        ("first", ctypes.c_double),
+        ("second", ctypes.c_double),
         ("tensors", ctypes.c_void_p),
         ("dtypes", ctypes.c_void_p),
         ("count", ctypes.c_int64),
@@ -82,9 +76,7 @@ class Task(ctypes.Structure):
         ("packing", ctypes.c_int64),
         ("balanced", ctypes.c_int64),
         ("accumulate", ctypes.c_int64),
-        ("coefficients", ctypes.c_void_p),
-        ("partials", ctypes.c_void_p),
-        ("dots", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
         ("precise", ctypes.c_int64),
         ("spread", ctypes.c_void_p),
         ("tables", ctypes.c_int64),
@@ -94,6 +86,9 @@ class Task(ctypes.Structure):
         ("parallel", ctypes.c_void_p),
         ("thread_num", ctypes.c_void_p),
         ("num_threads", ctypes.c_void_p),
+        ("coefficients", ctypes.c_void_p),
+        ("partials", ctypes.c_void_p),
+        ("dots", ctypes.c_void_p),
     )
 
 
@@ -101,7 +96,7 @@ class Library:
     """The compiled functions.
 
     Attributes:
-        calls: The functions of calls.h, by the names in `CALLS`. Each checks and runs a direct call
+        calls: The functions of calls.h, by the names in `READ`. Each checks and runs a direct call
             on CPU tensors and returns its output, or checks a call on a GPU and returns it as a
             `Call`, or returns None if the checks in Python are to decide. Empty if this torch does
             not give C access to tensors, and in Python 3.10.
@@ -110,11 +105,8 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         """Load the functions. Raises OSError or AttributeError if that fails."""
-        library = ctypes.CDLL(str(path))
-        self._functions = {name: library[name] for name in FUNCTIONS}
-        self._functions["pack"] = self._functions["unpack"] = library["copy"]
-        for function in self._functions.values():
-            function.argtypes, function.restype = (ctypes.c_void_p,), None
+        self._run = ctypes.CDLL(str(path)).run_task
+        self._run.argtypes = (ctypes.c_void_p,)
         self._team = _team()
         self.calls, self.reads = _calls(path, self._team)
 
@@ -124,56 +116,49 @@ class Library:
         It holds the addresses of tensors but not the tensors: the caller must keep them alive.
         Scalars are the scale, alpha and beta, or the factors of the squared norms.
         """
-        name, found_inf, spread = call.function, call.found_inf, call.spread
+        name, joins = call.function, call.function == "adasum_coefficients"
         if call.layout is None:
             numels, bounds = _NONE, array("q", call.bounds)
         else:
             numels, bounds = call.layout.in_c
-        segments = call.out.shape[0] if name == "adasum_coefficients" else len(bounds) - 1
         codes = array("q", map(_CODES.__getitem__, call.dtypes))
-        # In this order: coefficients, dots if the caller gives none, partials.
-        factors = 2 * max(1, segments)
-        own = 3 * segments if name == "adasum" else 0
-        scratch = array("d", bytes(8 * (factors + own + _room(call, segments))))
-        start = scratch.buffer_info()[0]
-        own_dots = start + 8 * factors
-        out = call.out.data_ptr()
-        given = 0 if call.table is None else call.table.data_ptr()
-        own_or_out = own_dots if name == "adasum" else out
         tree = array("d", itertools.chain.from_iterable(call.tree))
         arrays = call.addresses, codes, bounds, numels, tree
         tensors, dtypes, starts, elements, rows = [one.buffer_info()[0] for one in arrays]
         task = Task(
+            function=FUNCTIONS.index(name),
             tensors=tensors,
             dtypes=dtypes,
-            count=call.out.shape[1] if name == "adasum_coefficients" else len(codes),
-            out=out,
+            count=call.out.shape[1] if joins else len(codes),
+            out=call.out.data_ptr(),
             out_dtype=_CODES[call.out.dtype],
             bounds=starts,
-            segments=segments,
+            segments=call.out.shape[0] if joins else len(bounds) - 1,
             numels=elements,
             packing=call.packing,
             balanced=call.kind == "tree",
             accumulate=_CODES[call.accumulated] if name == "sum_n" else 0,
-            coefficients=given if name == "weighted_sum" else start,
-            partials=own_dots + 8 * own,
-            dots=given if name == "combine" else own_or_out,
-            precise=name in ("gram", "adasum_coefficients") and call.precise,
-            spread=0 if spread is None else spread.data_ptr(),
-            tables=call.inputs[0].shape[0] if name == "adasum_coefficients" else 0,
+            table=_address(call.table),
+            precise=call.precise,
+            spread=_address(call.spread),
+            tables=call.inputs[0].shape[0] if joins else 0,
             tree=rows,
-            found_inf=0 if found_inf is None else found_inf.data_ptr(),
+            found_inf=_address(call.found_inf),
             **self._team,
         )
-        function, reference = self._functions[name], ctypes.addressof(task)
+        execute, reference = self._run, ctypes.addressof(task)
 
         # `kept` keeps the arrays alive: the task has their addresses.
         def run(first: float = 1.0, second: float = 1.0, kept: object = arrays) -> None:
-            scratch[0], scratch[1] = first, second
-            task.threads = torch.get_num_threads()
-            function(reference)
+            task.first, task.second, task.threads = first, second, torch.get_num_threads()
+            if not execute(reference):
+                raise MemoryError(f"no memory for the partial sums of {name}")
 
         return run
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _calls(path: Path, team: dict[str, int]) -> list[dict[str, Callable[..., Any]]]:
@@ -196,7 +181,10 @@ def _calls(path: Path, team: dict[str, int]) -> list[dict[str, Callable[..., Any
         )
         at = addresses.buffer_info()[0]
         return [
-            {one[1]: library.direct_call(handles, at, one, reads) for one in enumerate(CALLS)}
+            {
+                name: library.direct_call(handles, at, (FUNCTIONS.index(name), name), reads)
+                for name in READ
+            }
             for reads in (False, True)
         ]
     except Exception as error:  # noqa: BLE001 - what C raises; Python does the same
@@ -231,22 +219,6 @@ def _storages(library: ctypes.CDLL) -> Any:
             raise RuntimeError("torch takes no kernel by its stable ABI")
     _registered.append(library)
     return torch.ops.adasum.storages.default
-
-
-def _room(call: Call, segments: int) -> int:
-    """Return how many doubles a function needs for partial sums and as working memory."""
-    size = len(call.inputs)
-    if call.function == "adasum_coefficients":
-        # For four segments at once: matrix and factors in double-double, lengths; places.
-        size = call.out.shape[1]
-        return 4 * (2 * size * size + 2 * size + size) + size
-    if call.function == "gram":
-        entries = size * (size + 1) // 2 * (2 if call.precise else 1)
-    elif call.function in ("dot_and_norms", "adasum"):
-        entries = 3
-    else:
-        return 0
-    return entries * (call.bounds[-1] // BLOCK + segments)
 
 
 def load() -> Library:

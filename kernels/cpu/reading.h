@@ -12,16 +12,17 @@
 /* Properties of a function's arguments. ALIKE: the tensors have one dtype; OUT_ALIKE: the output
  * has that dtype, too; CUT: segments; PACKED: the slots of a layout. ROWS, MATRICES: the output is
  * rows of dot products or matrices; UNPACKS: it is the tensors. DOTS, FACTORS: it reads a float64
- * table of rows of dot products or of the tensors' factors. ORDERED: a sum's order. */
+ * table of rows of dot products or of the tensors' factors. ORDERED: a sum's order. JOINS: the
+ * input is matrices; only Python reads its arguments. */
 enum {
     ALIKE = 1, OUT_ALIKE = 2, CUT = 4, PACKED = 8, ROWS = 16, MATRICES = 32, UNPACKS = 64,
-    DOTS = 128, FACTORS = 256, ORDERED = 512
+    DOTS = 128, FACTORS = 256, ORDERED = 512, JOINS = 1024
 };
 static const struct function {
     void (*run)(const struct task *);
     int takes;
 } functions[] = {
-    /* In the order of CALLS in native.py. */
+    /* In the order of FUNCTIONS in kernels/call.py. */
     {copy, PACKED},
     {copy, PACKED | UNPACKS},
     {sum_n, ALIKE | ORDERED},
@@ -30,6 +31,7 @@ static const struct function {
     {combine, ALIKE | OUT_ALIKE | CUT | DOTS},
     {adasum, ALIKE | OUT_ALIKE | CUT},
     {gram, ALIKE | CUT | MATRICES},
+    {adasum_coefficients, JOINS},
     {weighted_sum, ALIKE | OUT_ALIKE | CUT | FACTORS},
 };
 /* The arguments of each function, in order. KIND: a sum's order, or whether a matrix is precise. */
@@ -81,7 +83,6 @@ struct call {
     struct storage *storages;
     int64_t *bounds;
     void **addresses;
-    double *scratch;
 };
 
 /* Call a tensor's method without arguments; return the result as a number, -1 with an exception. */
@@ -499,6 +500,7 @@ static int read_call(struct call *c, PyObject *const *given, struct task *t)
         t->accumulate = FLOAT64;
     t->tensors = c->addresses, t->dtypes = dtypes, t->count = count;
     t->out = out->data, t->out_dtype = out->dtype;
+    t->found_inf = (float *)c->others[0].data, t->table = (double *)c->others[1].data;
     t->bounds = c->bounds;
     if (layout) {
         t->numels = layout + 3, t->bounds = layout + 3 + count, t->segments = count;

@@ -22,6 +22,11 @@ typedef int count_threads(void);
 
 /* Every field has 8 bytes. */
 struct task {
+    /* The number of the function in reading.h, and its scalars: a scale, alpha and beta, or the
+     * factors of the squared norms. */
+    int64_t function;
+    double first;
+    double second;
     /* The inputs, which `copy` out of a buffer writes; their dtypes; how many there are. */
     void *const *tensors;
     const int64_t *dtypes;
@@ -39,12 +44,8 @@ struct task {
      * rounded to. */
     int64_t balanced;
     int64_t accumulate;
-    /* Factors of the inputs. `gram` writes here whether each segment's vectors may cancel. */
-    double *coefficients;
-    /* (a.b, |a|^2, |b|^2) of each block, and of each segment. For `gram`, partials are the pairs
-     * of each block; for `adasum_coefficients`, working memory. */
-    double *partials;
-    double *dots;
+    /* The dots of `combine`, the coefficients of `weighted_sum`. */
+    double *table;
     /* For `gram` and `adasum_coefficients`: whether matrices are double-double. */
     int64_t precise;
     /* For `adasum_coefficients`: one spread per segment, or NULL; how many matrices each segment
@@ -59,4 +60,11 @@ struct task {
     run_in_team *parallel;
     count_threads *thread_num;
     count_threads *num_threads;
+    /* Set by `run_task`. Factors of the inputs; `gram` writes here whether each segment's vectors
+     * may cancel. */
+    double *coefficients;
+    /* (a.b, |a|^2, |b|^2) of each block, and of each segment. For `gram`, partials are the pairs
+     * of each block; for `adasum_coefficients`, working memory. */
+    double *partials;
+    double *dots;
 };
