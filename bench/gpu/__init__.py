@@ -13,4 +13,5 @@ hypothesis; cupy for NCCL's other half, matplotlib for plots.
     predictions.py  what was predicted, and what measures it
     page.py         the page and tables of a run
     cut_nccl.py     makes a libnccl.so.2 small enough to bring
+    sweep.py        compares every kernel with float64; the sanitizers run it
 """

@@ -35,7 +35,7 @@ def _kernel_tests() -> list[Stage]:
     """Return the tests of kernels in parts of nearly equal length: most of it Triton compiles."""
     parts = {
         "reduction": ["tests/kernels/test_reduction.py"],
-        "gpu": ["tests/kernels/gpu"],
+        "gpu": ["tests/kernels/gpu", "tests/bench/gpu/test_sweep.py"],
         "compile": ["tests/kernels/torch_compile"],
         "projection": ["tests/kernels/test_projection.py", "tests/kernels/test_found_inf.py"],
     }
@@ -86,7 +86,7 @@ def _sanitizers() -> list[Stage]:
             (
                 # On an error it would end with the program's own status.
                 *(checker or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
-                *(sys.executable, "-m", "tests.kernels.gpu.sweep", "--sizes", *SIZES),
+                *(sys.executable, "-m", "bench.gpu.sweep", "--sizes", *SIZES),
             ),
             estimate=90.0,
             limit=600.0,

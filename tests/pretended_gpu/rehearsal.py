@@ -45,9 +45,9 @@ def facts(device: Device) -> dict[str, Any]:
 
 
 def checks(device: Device, names: Sequence[str] = (), emulated: Sequence[str] = EMULATED) -> None:
-    """Every check of tests/kernels/gpu/sweep.py and adasum.check; of each its launches."""
+    """Every check of bench/gpu/sweep.py and adasum.check; of each its launches."""
     from adasum.check import checks as listed
-    from tests.kernels.gpu import sweep
+    from bench.gpu import sweep
 
     listed.NUMEL = SIZES[1]
     of_check = listed.checks()

@@ -1,6 +1,6 @@
 """Checks of a device's kernels, in three sizes.
 
-    python -m tests.kernels.gpu.sweep [--sizes 1 5003 70001]     # KERNELS, as under a sanitizer
+    python -m bench.gpu.sweep [--sizes 1 5003 70001]     # KERNELS, as under a sanitizer
 
 Each takes a device and the sizes, and raises if something is wrong. Kernels are compared with
 their float64 references on fresh random numbers, with outputs of NaN, in all dtypes, on tensors
@@ -32,7 +32,7 @@ def _normal(numel: int, dtype: torch.dtype, device: str, misaligned: bool = Fals
 
 
 def _nan_like(tensor: Tensor, misaligned: bool) -> Tensor:
-    """Return memory to write to, which nobody has written."""
+    """Return memory to write to, which is NaN so far."""
     base = torch.full((tensor.numel() + misaligned,), math.nan, dtype=tensor.dtype)
     return base.to(tensor.device)[int(misaligned) :]
 
@@ -169,7 +169,7 @@ KERNELS: dict[str, Check] = {
 
 def main() -> None:
     """Run every check of KERNELS, on a GPU."""
-    parser = argparse.ArgumentParser("tests.kernels.gpu.sweep")
+    parser = argparse.ArgumentParser("bench.gpu.sweep")
     parser.add_argument("--sizes", type=int, nargs=3, default=SIZES)
     sizes = parser.parse_args().sizes
     for name, check in KERNELS.items():

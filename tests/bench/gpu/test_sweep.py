@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.gpu import sweep
+from bench.gpu import sweep
 
 SMALL = (1, 1003, 2051)
 on_a_gpu = [
