@@ -97,9 +97,9 @@ def test_slots_of_any_alignment(backend, alignment):
     assert torch.equal(out.double(), kernels.pack_reference(tensors, layout=layout))
 
 
-@pytest.mark.parametrize(("alignment", "numel"), [(4096, 3), (96, 505), (12, 1411), (8192, 1024)])
+@pytest.mark.parametrize(("alignment", "numel"), [(163840, 3), (96, 505), (12, 1411), (8192, 1024)])
 def test_slots_beyond_a_tile_off_a_line(backend, alignment, numel):
-    """A tile of padding alone, and the first elements of the tile behind a tensor's end."""
+    """Tiles of padding only, and the first elements of the tile behind a tensor's end."""
     memory = poisoned(2 * numel + 600, torch.float32, backend.device)
     # 4 bytes off a line of the caches, and 80 in the buffer.
     at = -memory.data_ptr() // 4 % 32 + 1

@@ -130,20 +130,6 @@ def test_magnitudes_whose_squares_leave_float32(backend, small, large):
     assert error <= bound * expected.norm().item() + floor
 
 
-def test_identity_average_and_sum(backend):
-    a = random(2000, torch.float32, backend.device, 9)
-    zero = torch.zeros_like(a)
-    assert torch.equal(kernels.adasum(a, zero), a)
-    assert torch.equal(kernels.adasum(zero, a), a)
-    # Parallel vectors average: exact here, but for the rounding of the two coefficients.
-    eps = torch.finfo(torch.float32).eps
-    assert relative_l2(kernels.adasum(a, a * 4), a.double() * 2.5) <= 40 * eps
-    left, right = a.clone(), a.clone()
-    left[1000:] = 0
-    right[:1000] = 0
-    assert torch.equal(kernels.adasum(left, right), a)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "poison", [math.nan, math.inf, pytest.param(-math.inf, marks=pytest.mark.slow)]
@@ -170,15 +156,6 @@ def test_the_same_bits_twice(backend, dtype):
     for _ in range(1 if backend.slow else 3):
         again = kernels.dot_and_norms(a, b, segments), kernels.adasum(a, b, segments)
         assert [bits(tensor) for tensor in again] == [bits(tensor) for tensor in first]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [1 << 10, 1 << 15, 1 << 19])
-def test_one_launch_and_two_give_the_same_bits(backend, dtype, numel):
-    numel = min(numel, 1 << 12) if backend.slow else numel
-    a, b = (random(numel, dtype, backend.device, seed) for seed in (1, 2))
-    both = kernels.combine(a, b, kernels.dot_and_norms(a, b))
-    assert bits(kernels.adasum(a, b)) == bits(both)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

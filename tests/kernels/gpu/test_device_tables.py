@@ -32,13 +32,6 @@ def made(pinned: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(1), torch.empty(1) if pinned is None else pinned
 
 
-def test_table_of_equal_content_is_made_once(cuda: SimpleNamespace) -> None:
-    tables = DeviceTables()
-    first = tables.fetch("table", ONE, made)
-    assert tables.fetch("table", ONE, made) is first
-    assert len(tables) == 1 and not cuda.rested
-
-
 def test_full_device_rests_and_keeps_what_graphs_have_seen(cuda: SimpleNamespace) -> None:
     tables = DeviceTables(limit=1)
     on_other = tables.fetch("table", OTHER, made)

@@ -18,7 +18,7 @@ from kernels.gpu import node_adasum, node_kernels
 from kernels.gpu.node_slices import slice_of
 from tests.kernels.cases import bits, random, rounding
 from tests.kernels.gpu.node_memory import Ranks, interleave
-from tests.kernels.trees import adasum_of, balanced, distance, length, unweighted
+from tests.kernels.trees import adasum_of, balanced, distance, length
 from tests.ptx_emulator.driver import emulated
 
 slow = pytest.mark.slow
@@ -147,20 +147,6 @@ def test_vectors_that_are_zero_or_nan_or_cancel_have_the_answer_of_direct(size, 
             ranks.run(emulator, "fill adasum")
             expect_adasum(ranks, held(ranks))
             assert bits(ranks.held(0)) == bits(direct(ranks))
-
-
-@slow
-def test_weights_of_the_tree_count():
-    answers = []
-    with emulated() as emulator:
-        for tree in (balanced(3), unweighted(balanced(3))):
-            ranks = Ranks(3, 50, torch.float16)
-            ranks.vectors[1] = 2 * ranks.vectors[0]
-            ranks.tree = tree
-            ranks.run(emulator, "fill adasum")
-            expect_adasum(ranks, held(ranks))
-            answers.append(bits(ranks.held(0)))
-    assert answers[0] != answers[1]
 
 
 def test_no_element_and_one_rank_are_no_launch():
