@@ -1,8 +1,8 @@
 """Train LeNet on digits with and without a faulty rank, and count the recorder's alarms.
 
-    python -m tests.adasum.gradient_recorder               # what is missing, then the table
-    python -m tests.adasum.gradient_recorder --ranks 8     # some of it, beside another process
-    python -m tests.adasum.gradient_recorder --table       # the table alone
+    python -m bench.gradient_recorder               # what is missing, then the table
+    python -m bench.gradient_recorder --ranks 8     # some of it, beside another process
+    python -m bench.gradient_recorder --table       # the table alone
 
 A training of 8 epochs takes a quarter of a minute. Its line goes to bench/results/cpu; what is
 there is not run again.
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from adasum.gradient_recorder import Alarm, GradientRecorder
-from tests.adasum.gradient_recorder.digits import FAULTS, Training, train
+from bench.gradient_recorder.digits import FAULTS, Training, train
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "bench" / "results" / "cpu" / "gradient_recorder"
 SEEDS = range(10)
 RANKS = (8, 4, 2)
@@ -123,7 +123,7 @@ def _cells(label: str, judged: list[tuple[int | None, int]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.adasum.gradient_recorder")
+    parser = argparse.ArgumentParser(prog="python -m bench.gradient_recorder")
     parser.description = "Count the gradient recorder's alarms on digits."
     parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, default=list(RANKS))
     parser.add_argument("--table", action="store_true", help="run nothing")

@@ -18,7 +18,7 @@ import adasum
 import collectives
 from adasum.gradient_recorder.alarms import Kind
 
-sys.path.append(str(Path(__file__).parents[3] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 from train_digits import (
     BATCH,

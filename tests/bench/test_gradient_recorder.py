@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from adasum.gradient_recorder import GradientRecorder
-from tests.adasum.gradient_recorder.__main__ import ROOT, judged, table
-from tests.adasum.gradient_recorder.digits import FAULTS, Training, train
+from bench.gradient_recorder.__main__ import ROOT, judged, table
+from bench.gradient_recorder.digits import FAULTS, Training, train
 
 GUIDE = ROOT / "docs" / "gradient-recorder.md"
 
