@@ -173,7 +173,7 @@ def check_lightning(rank: int, package: str) -> None:
         HookCallback(adasum.Adasum)
 
 
-def check_accelerate(rank: int) -> None:
+def check_accelerate(rank: int, _: str) -> None:
     """Accelerate accumulates and clips; what was not prepared, or has a hook, is an error."""
     as_torchrun()
     from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -212,7 +212,7 @@ def check_accelerate(rank: int) -> None:
         register_hook(accelerator, compiled, state())
 
 
-def check_transformers(rank: int) -> None:
+def check_transformers(rank: int, _: str) -> None:
     """The Trainer accumulates, clips, and trains its model twice."""
     as_torchrun()
     from transformers import Trainer, TrainingArguments

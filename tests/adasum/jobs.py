@@ -54,11 +54,34 @@ def wrapped(model: torch.nn.Module, kind: Any = "sgd", **options: Any) -> Any:
     return DistributedOptimizer(make(model.parameters()), model.named_parameters(), **options)
 
 
+class Counting:
+    """An observer that counts the reductions, and how many of them are in flight."""
+
+    def __init__(self) -> None:
+        self.in_flight = self.most = self.calls = 0
+        self.names: list[str] = []
+
+    def before_reduction(self, names: Any, tensors: Any) -> list[Tensor]:
+        self.calls += 1
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        self.names += names
+        return [tensor.clone() for tensor in tensors]
+
+    def after_reduction(self, token: list[Tensor], tensors: Any) -> None:
+        self.in_flight -= 1
+        assert len(token) == len(tensors)
+
+
 def take_steps(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, passes: int = 1
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    passes: int = 1,
+    first: int = 0,
 ) -> Tensor:
     """Train a model of `make_model` on this rank's batches; return its parameters."""
-    for step in range(steps):
+    for step in range(first, first + steps):
         optimizer.zero_grad()
         for turn in range(passes):
             loss_of(model, hvd.rank(), step, turn).backward()
@@ -69,18 +92,6 @@ def take_steps(
 def train(op: str, kind: str, passes: int, steps: int, **options: Any) -> Tensor:
     """Parameters [steps, P] after each step of this rank."""
     model = make_model()
-    optimizer = DistributedOptimizer(
-        OPTIMIZERS[kind](model.parameters()),
-        model.named_parameters(),
-        op=OPS[op],
-        backward_passes_per_step=passes,
-        **options,
-    )
-    rows = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for turn in range(passes):
-            loss_of(model, hvd.rank(), step, turn).backward()
-        optimizer.step()
-        rows.append(flat(model))
+    optimizer = wrapped(model, kind, op=OPS[op], backward_passes_per_step=passes, **options)
+    rows = [take_steps(model, optimizer, 1, passes, first=step) for step in range(steps)]
     return torch.stack(rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import Any
 
 import pytest
 
@@ -39,19 +40,15 @@ def test_integration_without_its_framework_says_what_to_install(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_lightning_trains_by_adasum_of_what_it_accumulated(package: str) -> None:
+@pytest.mark.parametrize(
+    ("package", "check"),
+    [
+        ("lightning.pytorch", integration_jobs.check_lightning),
+        ("pytorch_lightning", integration_jobs.check_lightning),
+        ("accelerate", integration_jobs.check_accelerate),
+        ("transformers", integration_jobs.check_transformers),
+    ],
+)
+def test_framework_trains_by_adasum_of_what_it_accumulated(package: str, check: Any) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed: make test-recipes does so")
-    run_ranks(2, integration_jobs.check_lightning, package)
-
-
-@pytest.mark.slow
-def test_accelerate_trains_by_adasum_of_what_it_accumulated() -> None:
-    pytest.importorskip("accelerate", reason="it is not installed: make test-recipes does so")
-    run_ranks(2, integration_jobs.check_accelerate)
-
-
-@pytest.mark.slow
-def test_trainer_trains_by_adasum_of_what_it_accumulated() -> None:
-    pytest.importorskip("transformers", reason="it is not installed: make test-recipes does so")
-    run_ranks(2, integration_jobs.check_transformers)
+    run_ranks(2, check, package)

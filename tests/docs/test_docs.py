@@ -63,17 +63,14 @@ def test_python_of_the_guide_on_two_ranks_runs() -> None:
     assert run_ranks(2, run_guide) == [(0, 2), (1, 2)]
 
 
-def test_python_of_the_backends_page_runs(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(python_of(ROOT / "docs" / "backend.md") + "\nprint(group.size)\n")
-    assert run_ranks(2, script, str(path)) == ["2\n", "2\n"]
-
-
-def test_python_for_torchs_wrappers_on_one_rank_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "size"), [("backend.md", 2), ("frameworks.md", 1)])
+def test_python_of_pages_that_start_torch_distributed_runs(
+    name: str, size: int, tmp_path: Path
+) -> None:
     """On one rank DDP needs a process group that `adasum.init` does not create."""
     path = tmp_path / "script.py"
-    path.write_text(python_of(ROOT / "docs" / "frameworks.md") + "\nprint('ended')\n")
-    assert run_ranks(1, script, str(path))[0].endswith("ended\n")
+    path.write_text(python_of(ROOT / "docs" / name) + "\nprint('ended')\n")
+    assert [said[-6:] for said in run_ranks(size, script, str(path))] == ["ended\n"] * size
 
 
 def test_benchmarks_of_the_page_run_as_they_stand_and_show_gigabytes_a_second(

@@ -13,8 +13,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def load(monkeypatch):
-    """Loads a module of examples/evidence; torch has its number of threads afterwards."""
+    """Loads a module of examples/; torch has its number of threads afterwards."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     threads = torch.get_num_threads()
-    yield lambda name: importlib.import_module(f"evidence.{name}")
+    yield importlib.import_module
     torch.set_num_threads(threads)

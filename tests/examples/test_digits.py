@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -14,18 +13,6 @@ import torch
 from tests.processes.harness import run_ranks, script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture
-def compare_digits(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("compare_digits")
-
-
-@pytest.fixture
-def train_digits(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("train_digits")
 
 
 def compare(*options: str) -> subprocess.CompletedProcess[str]:
@@ -63,20 +50,13 @@ def test_comparison_of_digits_trains_and_makes_table_and_plot(tmp_path):
 
 
 @pytest.mark.slow
-def test_digits_at_eight_ranks_adasum_is_ahead(train_digits, tmp_path):
+def test_digits_at_eight_ranks_adasum_is_ahead(load, tmp_path):
+    train_digits = load("train_digits")
     answer = tmp_path / "runs.json"
-    run_ranks(
-        8,
-        script,
-        str(EXAMPLES / "train_digits.py"),
-        "--op",
-        *train_digits.OPS,
-        "--json",
-        str(answer),
-    )
-    runs = {
-        run.op: run for run in (train_digits.Run(**run) for run in json.loads(answer.read_text()))
-    }
+    options = ("--op", *train_digits.OPS, "--json", str(answer))
+    run_ranks(8, script, str(EXAMPLES / "train_digits.py"), *options)
+    found = [train_digits.Run(**run) for run in json.loads(answer.read_text())]
+    runs = {run.op: run for run in found}
 
     assert {run.ranks for run in runs.values()} == {8}
     assert {run.steps for run in runs.values()} == {8 * 1408 // 64}
@@ -97,20 +77,20 @@ def test_comparison_with_a_failing_run_fails(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_launch_that_does_not_end_is_ended(compare_digits, monkeypatch):
+def test_launch_that_does_not_end_is_ended(load, monkeypatch):
+    compare_digits = load("compare_digits")
     monkeypatch.setattr(compare_digits, "LAUNCH_SECONDS", 1)
 
     with pytest.raises(RuntimeError, match="2 ranks: no end after 1 s"):
         compare_digits.launch(2, ["sum"], [0], [])
 
 
-def test_digits_split_is_fixed_and_scaled(train_digits):
-    digits = train_digits.Digits.load(torch.device("cpu"))
+def test_digits_split_is_fixed_and_scaled(load):
+    digits, again = (load("train_digits").Digits.load(torch.device("cpu")) for _ in range(2))
 
     assert digits.images.shape == (1408, 1, 8, 8)
     assert digits.test_images.shape == (389, 1, 8, 8)
     assert digits.images.min() == 0.0
     assert digits.images.max() == 1.0
-    again = train_digits.Digits.load(torch.device("cpu"))
     assert torch.equal(digits.labels, again.labels)
     assert digits.test_labels.unique().numel() == 10

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def small(load, monkeypatch):
     """The digits' protocol with trainings of 96 batches of two images and two seeds."""
-    tasks = load("tasks")
+    tasks = load("evidence.tasks")
     whole = tasks.TASKS["digits"]()
     # The same batches, of fewer images.
     task = dataclasses.replace(whole, batches=96, looks=2, seeds=(0, 1), ranks=(2, 3, 8, 32))
@@ -32,7 +32,7 @@ def small(load, monkeypatch):
 @pytest.fixture
 def pretended(load, small, monkeypatch):
     """`train` is a function of the cell that trains nothing, and lists what it was asked for."""
-    runner, asked = load("runner"), []
+    runner, asked = load("evidence.runner"), []
 
     def train(cell):
         asked.append(cell.name)
@@ -72,7 +72,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
 
 
 def test_protocol_counts_the_same_cells_whatever_the_results(load, small):
-    protocol = load("protocol")
+    protocol = load("evidence.protocol")
     want = {stage: len(cells) for stage, cells in protocol.count("digits").items()}
     for salt in ("a", "b"):
 
@@ -87,7 +87,7 @@ def test_protocol_counts_the_same_cells_whatever_the_results(load, small):
 
 
 def test_best_four_have_an_average_and_an_adasum(load, small):
-    protocol = load("protocol")
+    protocol = load("evidence.protocol")
     bad = {"average": 0.1, "adasum": 0.2}
 
     def result(cell):
@@ -101,7 +101,7 @@ def test_best_four_have_an_average_and_an_adasum(load, small):
 def test_evidence_resumes_after_an_interruption_and_writes_all(
     load, pretended, tmp_path, monkeypatch
 ):
-    main, plots, runner = load("__main__"), load("plots"), load("runner")
+    main, plots, runner = load("evidence.__main__"), load("evidence.plots"), load("evidence.runner")
     once = runner.train
 
     def interrupted(cell):
@@ -160,7 +160,7 @@ def test_evidence_as_a_command_trains_in_processes_of_its_own(tmp_path):
 
 
 def test_check_runs_a_cell_again_and_names_what_differs(load, small, tmp_path, capsys):
-    main, store, cells = load("__main__"), load("store"), load("cells")
+    main, store, cells = load("evidence.__main__"), load("evidence.store"), load("evidence.cells")
     cell = cells.Cell("digits", "adasum-delta", 8, 0.03125, 1, test=True)
     results = store.Store(tmp_path)
     results.save(cell, cells.train(cell))
@@ -177,7 +177,7 @@ def test_check_runs_a_cell_again_and_names_what_differs(load, small, tmp_path, c
 
 
 def test_training_that_diverges_stops_with_the_score_of_guessing(load, small):
-    cells = load("cells")
+    cells = load("evidence.cells")
     result = cells.train(cells.Cell("digits", "sum", 8, 1e30, 0, test=True))
     assert result["diverged"]
     assert result["steps"] < 96 // 8
@@ -188,14 +188,14 @@ def test_training_that_diverges_stops_with_the_score_of_guessing(load, small):
 
 
 def test_local_steps_end_with_what_is_left_of_a_period(load, small):
-    cells = load("cells")
+    cells = load("evidence.cells")
     result = cells.train(cells.Cell("digits", "nesterov", 8, 0.03125, 0, local_steps=64))
     assert result["steps"] == 96 // 8
     assert result["looks"][-1][0] == 96 * small.batch
 
 
 def test_batches_of_every_task_divide_by_every_number_of_ranks(load, monkeypatch):
-    tasks, data = load("tasks"), load("data")
+    tasks, data = load("evidence.tasks"), load("evidence.data")
 
     def fashion(*sizes):
         return data.Parts(*((torch.zeros(n, 1, 28, 28), torch.zeros(n).long()) for n in sizes))

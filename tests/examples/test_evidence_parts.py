@@ -24,7 +24,9 @@ CLOSE = 100 * torch.finfo(torch.float64).eps
 
 def test_lars_takes_the_steps_of_its_paper(load):
     weight = parameter(3.0, -4.0)
-    optimizer = load("optimizers").LARS([weight], lr=2.0, momentum=0.9, weight_decay=0.1, trust=0.5)
+    optimizer = load("evidence.optimizers").LARS(
+        [weight], lr=2.0, momentum=0.9, weight_decay=0.1, trust=0.5
+    )
     w, v = weight.detach().numpy().copy(), numpy.zeros(2)
     for gradient in random_gradients(3, 2):
         g = gradient.numpy()
@@ -38,7 +40,7 @@ def test_lars_takes_the_steps_of_its_paper(load):
 
 def test_lars_moves_a_weight_of_zero(load):
     weight = parameter(0.0, 0.0)
-    optimizer = load("optimizers").LARS([weight], lr=10.0, trust=0.01)
+    optimizer = load("evidence.optimizers").LARS([weight], lr=10.0, trust=0.01)
     weight.grad = torch.tensor([1.0, -2.0], dtype=torch.float64)
     optimizer.step()
     assert torch.allclose(weight.detach(), torch.tensor([-0.1, 0.2], dtype=torch.float64))
@@ -46,7 +48,7 @@ def test_lars_moves_a_weight_of_zero(load):
 
 def test_lamb_takes_the_steps_of_its_paper(load):
     weight = parameter(3.0, -4.0, 0.5)
-    optimizer = load("optimizers").LAMB([weight], lr=0.1, weight_decay=0.2)
+    optimizer = load("evidence.optimizers").LAMB([weight], lr=0.1, weight_decay=0.2)
     w = weight.detach().numpy().copy()
     m, v = numpy.zeros(3), numpy.zeros(3)
     for step, gradient in enumerate(random_gradients(4, 3), start=1):
@@ -62,7 +64,7 @@ def test_lamb_takes_the_steps_of_its_paper(load):
 
 
 def test_adascale_gain_follows_its_papers_estimates(load):
-    gain = load("optimizers").AdaScale()
+    gain = load("evidence.optimizers").AdaScale()
     steps = [torch.stack(random_gradients(4 * (i + 1), 5)[-4:]) for i in range(3)]
     variance = square = 0.0
     for i, rows in enumerate(steps):
@@ -76,7 +78,7 @@ def test_adascale_gain_follows_its_papers_estimates(load):
 
 
 def test_adascale_gain_of_equal_gradients_is_one_and_of_noise_all_ranks(load):
-    same, noise = load("optimizers").AdaScale(), load("optimizers").AdaScale()
+    same, noise = load("evidence.optimizers").AdaScale(), load("evidence.optimizers").AdaScale()
     for _ in range(3):
         equal = same(torch.ones(8, 5, dtype=torch.float64))
         # A mean of zero: the gradient is noise alone.
@@ -87,7 +89,7 @@ def test_adascale_gain_of_equal_gradients_is_one_and_of_noise_all_ranks(load):
 
 
 def test_outer_nesterov_steps_as_torch_does_by_the_difference_turned_round(load):
-    outer, weight = load("optimizers").OuterNesterov(0.7, 0.9), parameter(1.0, 2.0)
+    outer, weight = load("evidence.optimizers").OuterNesterov(0.7, 0.9), parameter(1.0, 2.0)
     optimizer = torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=True)
     total = weight.detach().clone()
     for difference in random_gradients(4, 2):
@@ -98,7 +100,7 @@ def test_outer_nesterov_steps_as_torch_does_by_the_difference_turned_round(load)
 
 
 def test_interval_of_differences_is_paired_by_seed(load):
-    intervals = load("intervals")
+    intervals = load("evidence.intervals")
     found = intervals.paired([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     # Differences 1, 2, 3: mean 2, deviation 1, t of two degrees of freedom 4.303.
     assert (found.mean, found.half) == (2.0, pytest.approx(4.303 / math.sqrt(3)))
@@ -121,5 +123,5 @@ def test_interval_of_differences_is_paired_by_seed(load):
     ],
 )
 def test_verdict_follows_from_interval_and_margin(load, mean, half, score, want):
-    intervals = load("intervals")
+    intervals = load("evidence.intervals")
     assert intervals.verdict(intervals.Interval(mean, half), score) == want

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -21,25 +18,20 @@ from tests.adasum.definition import (
     tree,
 )
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 4
 # Of all ranks' steps the last: the rate changes from step to step.
 RATES = [0.02 * (step + 1) for step in range(STEPS)]
 
 
 @pytest.fixture
-def ranks(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("evidence.ranks")
+def ranks(load):
+    return load("evidence.ranks")
 
 
 @pytest.fixture
-def one_thread():
+def one_thread(load):
     """Each rank's arithmetic is the same whether others run beside it or not."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def in_one_process(module, reduction, kind: str, size: int, make, loss, **options) -> torch.Tensor:
@@ -95,9 +87,9 @@ def on_ranks(reduction, kind: str, size: int, make, loss, clip=None, **options) 
     ],
 )
 def test_simulated_ranks_have_the_bits_of_recursive_doubling(
-    ranks, one_thread, op, method, kind, clip, size
+    load, ranks, one_thread, op, method, kind, clip, size
 ):
-    lenet = importlib.import_module("train_digits").LeNet
+    lenet = load("train_digits").LeNet
 
     def make() -> torch.nn.Module:
         torch.manual_seed(5)

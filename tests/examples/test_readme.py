@@ -46,9 +46,3 @@ def test_snippet_without_a_process_group_runs_by_plain_python(tmp_path: Path) ->
     bare = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     subprocess.run([sys.executable, path], cwd=ROOT, env={**bare, "PYTHONPATH": "."}, check=True)
     assert 0 < README.index("torchrun --nproc-per-node") < README.index("```python")
-
-
-def test_files_that_the_readme_names_exist() -> None:
-    targets = re.findall(r"\]\(([^)#:]+)\)", README)
-    assert targets
-    assert [target for target in targets if not (ROOT / target).exists()] == []

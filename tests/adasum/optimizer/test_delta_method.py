@@ -20,7 +20,7 @@ from tests.adasum.definition import (
     trajectory,
     trajectory_tolerance,
 )
-from tests.adasum.jobs import on_ranks, train
+from tests.adasum.jobs import Counting, on_ranks, train
 
 STEPS = 4
 
@@ -58,32 +58,13 @@ def test_step_in_backward_gives_the_bits_of_the_delta_method(kind: str, passes: 
         assert torch.equal(early[0], early[2])
 
 
-class _Counting:
-    """An observer that counts what is in flight."""
-
-    def __init__(self) -> None:
-        self.in_flight = self.most = self.calls = 0
-        self.names: list[str] = []
-
-    def before_reduction(self, names: Any, tensors: Any) -> list[torch.Tensor]:
-        self.calls += 1
-        self.in_flight += 1
-        self.most = max(self.most, self.in_flight)
-        self.names += names
-        return [tensor.clone() for tensor in tensors]
-
-    def after_reduction(self, token: list[torch.Tensor], tensors: Any) -> None:
-        self.in_flight -= 1
-        assert len(token) == len(tensors)
-
-
 @on_ranks(2)
 def test_delta_method_copies_only_the_buckets_in_flight(group: collectives.Group) -> None:
     model = make_model()
     optimizer: Any = DistributedOptimizer(
         torch.optim.Adam(model.parameters()), op=hvd.Adasum, groups=4
     )
-    observer = _Counting()
+    observer = Counting()
     optimizer.set_observer(observer)
     loss_of(model, group.rank, 0).backward()
     optimizer.step()
@@ -98,7 +79,7 @@ def test_step_in_backward_before_step_leaves_parameters_alone(group: collectives
     optimizer: Any = DistributedOptimizer(
         OPTIMIZERS["adam"](model.parameters()), op=hvd.Adasum, groups=4, step_in_backward=True
     )
-    observer = _Counting()
+    observer = Counting()
     optimizer.set_observer(observer)
     order: list[int] = []
     model[0].weight.register_hook(lambda _: order.append(observer.calls))

@@ -13,6 +13,7 @@ import torch
 import adasum as hvd
 import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
+from adasum.optimizer.arguments import require_own_autograd
 from tests.adasum.definition import flat, make_model
 from tests.adasum.jobs import on_ranks
 
@@ -185,6 +186,25 @@ def test_two_optimizers_of_one_parameter_leave_it_to_the_newer_one(op) -> None:
 
     one, other = collectives.run_threads(2, run)
     assert torch.equal(one[0], other[0])
+
+
+class OnGpu(torch.nn.Parameter):
+    """A parameter that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_ranks_that_are_threads_are_refused_where_a_gpus_backward_would_wait() -> None:
+    named = [("a", torch.nn.Parameter(torch.zeros(1))), ("b", OnGpu(torch.zeros(1)))]
+
+    def run(group: collectives.Group) -> None:
+        require_own_autograd(group, named[:1])
+        with pytest.raises(ValueError, match="share autograd's one thread of a GPU"):
+            require_own_autograd(group, named)
+
+    collectives.run_threads(2, run)
+    # One rank has the thread to itself.
+    collectives.run_threads(1, lambda group: require_own_autograd(group, named))
 
 
 def test_set_observer_without_an_observers_methods_raises() -> None:

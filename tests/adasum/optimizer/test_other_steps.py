@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import adasum as hvd
 from adasum import OptimizerOrderError
 from collectives import Group, run_threads
 from tests.adasum.definition import flat, loss_of, make_model
-from tests.adasum.jobs import on_ranks, ways
+from tests.adasum.jobs import on_ranks, ways, wrapped
 
 BY_GRADIENTS = ways("average", "gradient")
 BY_STEPS = ways("delta", "owners")
@@ -60,21 +61,13 @@ class Averaged(torch.optim.SGD):
     def eval(self) -> None: ...
 
 
-def wrapped(
-    make: Callable[..., torch.optim.Optimizer], model: torch.nn.Module, **options: Any
-) -> Any:
-    return hvd.DistributedOptimizer(
-        make(model.parameters(), lr=0.1), model.named_parameters(), **options
-    )
-
-
 @pytest.mark.parametrize("way", BY_GRADIENTS)
 def test_two_steps_by_other_names_by_reduced_gradients_are_those_of_one_rank(way: str) -> None:
     """With equal data the ranks' reduction is what each has."""
 
     def run(group: Group) -> Tensor:
         model = make_model()
-        optimizer = wrapped(TwoSteps, model, **WAYS[way])
+        optimizer = wrapped(model, partial(TwoSteps, lr=0.1), **WAYS[way])
         for step in range(3):
             for half in (optimizer.climb, optimizer.descend):
                 optimizer.zero_grad()
@@ -91,7 +84,7 @@ def test_two_steps_by_other_names_by_reduced_gradients_are_those_of_one_rank(way
 @on_ranks(2)
 def test_a_step_by_another_name_that_would_reduce_nothing_raises(group: Group, way: str) -> None:
     model = make_model()
-    optimizer = wrapped(TwoSteps, model, **WAYS[way])
+    optimizer = wrapped(model, partial(TwoSteps, lr=0.1), **WAYS[way])
     assert optimizer.described() == "TwoSteps"
     loss_of(model, group.rank, 0).backward()
     if way == "owners":
@@ -104,15 +97,15 @@ def test_a_step_by_another_name_that_would_reduce_nothing_raises(group: Group, w
 def test_an_optimizer_with_train_and_eval_is_refused_where_states_differ(way: str) -> None:
     def run(group: Group) -> None:
         if way in BY_GRADIENTS:
-            wrapped(Averaged, make_model(), **WAYS[way])
+            wrapped(make_model(), partial(Averaged, lr=0.1), **WAYS[way])
             return
         with pytest.raises(
             ValueError, match=r"Averaged changes .*train\(\) and eval\(\).*'gradient'"
         ):
-            wrapped(Averaged, make_model(), **WAYS[way])
+            wrapped(make_model(), partial(Averaged, lr=0.1), **WAYS[way])
 
     run_threads(2, run)
-    run_threads(1, lambda group: wrapped(Averaged, make_model(), **WAYS[way]))
+    run_threads(1, lambda group: wrapped(make_model(), partial(Averaged, lr=0.1), **WAYS[way]))
 
 
 class Scaled(torch.optim.SGD):
@@ -144,7 +137,7 @@ def test_arguments_of_step_reach_the_wrapped_optimizer(way: str) -> None:
 @on_ranks(2)
 def test_arguments_of_step_with_step_in_backward_raise(group: Group) -> None:
     model = make_model()
-    optimizer = wrapped(torch.optim.SGD, model, op=hvd.Adasum, step_in_backward=True)
+    optimizer = wrapped(model, op=hvd.Adasum, step_in_backward=True)
     loss_of(model, group.rank, 0).backward()
     with pytest.raises(OptimizerOrderError, match=r"step\(factor=...\) comes too late"):
         optimizer.step(factor=0.5)
@@ -168,10 +161,10 @@ def test_a_step_of_the_optimizer_that_was_wrapped_raises_while_its_wrapper_lives
         plain.step()
 
     run_threads(2, run)
-    run_threads(1, lambda group: _one_rank())
 
 
-def _one_rank() -> None:
+@on_ranks(1)
+def test_a_step_of_the_optimizer_that_was_wrapped_on_one_rank_is_taken(group: Group) -> None:
     model = make_model()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(plain)

@@ -5,28 +5,24 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import adasum as hvd
-from adasum import DistributedOptimizer
 from collectives import Group, run_threads
 from collectives.requests import Request
 from tests.adasum.definition import make_model
-from tests.adasum.jobs import WAYS, take_steps
+from tests.adasum.jobs import WAYS, take_steps, wrapped
 from tests.processes.harness import run_ranks
 
 STEPS, STEADY = 5, 200
 # What is in a step beside whole copies of the model: the loss and its intermediate values.
 SLACK = 64 * 1024
 NUMEL = 256 * 1024
-
-
-def wrapped(way: str, model: torch.nn.Module, **options: Any) -> Any:
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return DistributedOptimizer(sgd, model.named_parameters(), **WAYS[way], **options)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def clear(model: torch.nn.Module, optimizer: Any, how: str) -> None:
@@ -72,7 +68,7 @@ def memory_job(rank: int) -> dict[str, list[tuple[int, int]]]:
             gc.collect()
             before = live_bytes()
             model = torch.nn.ParameterList([torch.zeros(NUMEL // 4) for _ in range(4)])
-            optimizer = wrapped(way, model, groups=2)
+            optimizer = wrapped(model, SGD, groups=2, **WAYS[way])
             peak = Peak()
             optimizer.set_observer(peak)
             steps = []
@@ -110,7 +106,7 @@ def test_steady_step_leaves_nothing_allocated(way: str) -> None:
 
     def run(group: Group) -> int:
         model = make_model()
-        optimizer = wrapped(way, model, groups=2)
+        optimizer = wrapped(model, SGD, groups=2, **WAYS[way])
 
         def steps(count: int) -> int:
             take_steps(model, optimizer, count)
