@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import adasum as hvd
@@ -49,21 +49,6 @@ def check_other_dimension(ranks: Ranks) -> None:
     register_fsdp_hook(wrapped, ranks.state())
     loss_of(wrapped, ranks.rank, 0).backward()
     ranks.compare(wrapped, "Adasum", columns)
-
-
-def check_accumulation(ranks: Ranks) -> None:
-    """What set_requires_gradient_sync(False) accumulates is reduced by the last backward."""
-    model = Odd()
-
-    def backward(replica: nn.Module, rank: int) -> None:
-        for step in range(STEPS):
-            if isinstance(replica, FSDPModule):
-                replica.set_requires_gradient_sync(step == STEPS - 1)
-            loss_of(replica, rank, step).backward()
-
-    wrapped = ranks.wrap(model, ranks.state())
-    backward(wrapped, ranks.rank)
-    ranks.compare(wrapped, "Adasum", ranks.columns(model, 0, backward))
 
 
 def check_precision(ranks: Ranks) -> None:
@@ -119,7 +104,6 @@ def check_parameters(ranks: Ranks) -> None:
 CHECKS: list[Callable[[Ranks], None]] = [
     check_ops,
     check_other_dimension,
-    check_accumulation,
     check_precision,
     check_arguments,
     check_mismatch,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adasum import Adasum, AdasumReducer
-from collectives import Average, Group, Max, Operands, Reducer, Sum, run_threads
+from collectives import Group, Operands, Reducer, Sum, run_threads
 from collectives.reducers import Piece
 from collectives.schedules import direct
 from collectives.schedules.algorithm import Order
@@ -29,9 +29,12 @@ NARROW = (torch.float16, torch.bfloat16, torch.float32)
 # 1003 is no multiple of any number of ranks: cuts fall inside segments. There is an empty one, one
 # of one element, and one longer than most slices.
 BOUNDS = (0, 1, 1, 130, 900, 1003)
-# Powers of two and others, and in `make test-nightly` all of them.
+# (ranks, ranks of a node). Powers of two and others, folded ones too; at night all of them.
 QUICK = {1, 2, 3, 4, 5, 8}
-SIZES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 18)]
+NIGHT = pytest.mark.slow
+SIZES = [pytest.param(n, n, marks=() if n in QUICK else NIGHT) for n in range(1, 18)]
+MORE_NODES = ((8, 2), (16, 8), (16, 2), (24, 8), (32, 8), (32, 1))
+NODES = [(4, 2), (8, 4), *(pytest.param(*each, marks=NIGHT) for each in MORE_NODES)]
 OPPOSED = [f"opposed {10.0**-power:g}" for power in range(1, 8)]
 KINDS = ["common", "apart", "parallel", "orthogonal", "tiny", "huge", "zeros", "half", *OPPOSED]
 
@@ -128,33 +131,23 @@ def _reduced_directly(group: Group, cases: list[Any]) -> list[Tensor]:
     return answers
 
 
-# Ranks that send messages, and ranks of nodes; folded ones, too.
-FEW_NODES = ((4, 2), (8, 4))
-MORE_NODES = ((8, 2), (16, 8), (16, 2), (17, 17), (24, 8), (32, 8), (32, 1))
-NODES = [*FEW_NODES, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_NODES)]
-
-
-def check_tree_of_longdoubles(size: int, cases: list[Any], **options: Any) -> None:
-    first, *others = run_threads(size, partial(_reduced_directly, cases=cases), **options)
-    for number, (kind, dtype, op) in enumerate(cases):
-        assert {bits(other[number]) for other in others} <= {bits(first[number])}
-        wanted = defined(vectors(kind, size, dtype), weighted=op.weighted)
-        check(first[number], wanted, (kind, dtype, op))
-
-
 CASES = [(k, d, op) for k in KINDS for d in NARROW for op in (Adasum, UNWEIGHTED)]
 
 
 @pytest.mark.usefixtures("by_messages")
-@pytest.mark.parametrize("size", SIZES)
-def test_direct_is_the_tree_of_longdoubles_within_100_eps_whatever_cancels(size: int) -> None:
-    check_tree_of_longdoubles(size, CASES)
-
-
-@pytest.mark.parametrize(("size", "local"), NODES)
-def test_ranks_on_nodes_are_the_tree_of_longdoubles_within_100_eps(size: int, local: int) -> None:
-    """Powers of two unweighted are Horovod's Adasum; of more ranks each with every fifth kind."""
-    check_tree_of_longdoubles(size, CASES if size == 4 else CASES[::5], local_size=local)
+@pytest.mark.parametrize(("size", "local"), [*SIZES, *NODES])
+def test_direct_is_the_tree_of_longdoubles_within_100_eps_whatever_cancels(
+    size: int, local: int
+) -> None:
+    """Of ranks on nodes powers of two unweighted are Horovod's Adasum."""
+    # Of more ranks on nodes each with every fifth kind.
+    cases = CASES if local == size or size == 4 else CASES[::5]
+    run = partial(_reduced_directly, cases=cases)
+    first, *others = run_threads(size, run, local_size=local)
+    for number, (kind, dtype, op) in enumerate(cases):
+        assert {bits(other[number]) for other in others} <= {bits(first[number])}
+        wanted = defined(vectors(kind, size, dtype), weighted=op.weighted)
+        check(first[number], wanted, (kind, dtype, op))
 
 
 @pytest.mark.parametrize(
@@ -226,18 +219,6 @@ def test_a_users_schedule_with_a_tree_refuses_what_does_not_read_it(group: Group
     mine = vectors("common", 4, torch.float64)[group.rank]
     with pytest.raises(ValueError, match=r"cannot carry Adasum of torch\.float64, which does"):
         group.run(direct.all_reduce(4), mine, Adasum)
-
-
-@pytest.mark.usefixtures("by_messages")
-@pytest.mark.parametrize("op", [Sum, Average, Max], ids=str)
-@on_ranks(5)
-def test_elementwise_operators_are_one_pass_in_rank_order(group: Group, op: Reducer) -> None:
-    for dtype in (torch.float16, torch.float64, torch.int32):
-        inputs = [(100 * v).to(dtype) for v in vectors("common", 5, torch.float64)]
-        for name in ("direct", "direct#2"):
-            mine = group.all_reduce(inputs[group.rank].clone(), op, algorithm=name)
-            same = group.all_reduce(inputs[group.rank].clone(), op, algorithm="psgpu#5")
-            assert torch.equal(mine, same)
 
 
 @pytest.mark.parametrize("cuts", [(0, 1003), (0, 130, 1003), (0, 100, 101, 450, 1003)])

@@ -85,18 +85,6 @@ def test_sparse_all_reduce_in_any_order_of_arrival_adds_in_rank_order() -> None:
     assert run_threads(3, run) == [float(torch.tensor(1e8) + 1.0) - 1e8] * 3
 
 
-@on_ranks(3)
-def test_sparse_allreduce_async_on_a_process_set_reduces_over_its_ranks(group: Group) -> None:
-    some = hvd.add_process_set([0, 2])
-    tensor = torch.sparse_coo_tensor([[group.rank]], [1.0 + group.rank], (3,))
-    if group.rank == 1:
-        with pytest.raises(ValueError, match="rank 1 is not part"):
-            hvd.sparse_allreduce_async(tensor, "e", hvd.Sum, some)
-        return
-    handle = hvd.sparse_allreduce_async(tensor, name="e", op=hvd.Average, process_set=some)
-    assert handle().to_dense().tolist() == [0.5, 0.0, 1.5]
-
-
 @on_ranks(2)
 def test_sparse_all_reduce_with_bad_arguments_raises(group: Group) -> None:
     entry = torch.sparse_coo_tensor([[0]], [1.0], (3 + group.rank,))

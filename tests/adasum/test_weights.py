@@ -1,6 +1,7 @@
-"""Adasum weighs its operands by the ranks behind them, also of joined ranks and users' schedules.
+"""Adasum weighs its operands by the ranks behind them, also in users' schedules.
 
-By every algorithm it does in tests/accuracy and in the frozen answers.
+By every algorithm it does in tests/accuracy and in the frozen answers; of joined ranks see
+horovod/test_join.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import adasum as hvd
-from adasum import Adasum, AdasumReducer
+from adasum import Adasum
 from collectives import Group, run_threads
 from collectives.execution.executor import CallContext, Workspace, execute
 from collectives.schedules import halving
@@ -21,7 +22,6 @@ from collectives.schedules.schedule import Action, Collective, Schedule, Step, T
 from collectives.schedules.verify import with_leaves
 from tests.adasum.definition import line, relative_error, tolerance
 
-UNWEIGHTED = AdasumReducer(weighted=False)
 # No multiple of a number of ranks, so that pieces cut segments.
 BOUNDS = (0, 101, 150, 303)
 
@@ -101,21 +101,3 @@ def test_a_schedule_that_does_not_say_its_weights_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"step 0 \(rd\) of a call does not state how many ranks"):
         run_threads(2, run)
-
-
-def test_a_joined_rank_counts_and_its_zeros_are_the_identity() -> None:
-    """Rank 2 of a line of three ranks stands beside two, one of which has joined."""
-    (vector,) = inputs(1)
-    ops = (Adasum, UNWEIGHTED)
-
-    def work(group: Group) -> list[Tensor]:
-        if group.rank == 1:
-            group.join(ops)
-            return []
-        found = [group.all_reduce(vector * (1 + group.rank), op, algorithm="xring") for op in ops]
-        group.join(ops)
-        return found
-
-    weighted, plain = run_threads(3, work)[0]
-    assert relative_error(weighted, vector * (2 * 1 + 3) / 3) <= tolerance(torch.float64)
-    assert relative_error(plain, vector * (1 + 3) / 2) <= tolerance(torch.float64)

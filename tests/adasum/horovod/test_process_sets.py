@@ -94,7 +94,7 @@ def every_function(rank: int) -> None:
     mine = torch.full((2,), float(rank))
     # Adasum of parallel vectors is their average.
     average, two, both = torch.full((2,), 1.5), torch.full((2,), 2.0), torch.tensor([1.0, 2.0])
-    some: dict[str, Any] = {"process_set": pair}
+    sparse, some = mine.to_sparse(), {"process_set": pair}
     calls: list[tuple[Callable[[], Any], Any]] = [
         (lambda: hvd.allreduce(mine, **some), average),
         (lambda: hvd.allreduce(mine, op=hvd.Adasum, **some), average),
@@ -109,6 +109,10 @@ def every_function(rank: int) -> None:
         (lambda: hvd.broadcast(mine, 2, **some), two),
         (lambda: hvd.broadcast_async(mine, 2, **some).wait(), two),
         (lambda: hvd.broadcast_(mine.clone(), 2, **some), two),
+        (
+            lambda: hvd.sparse_allreduce_async(sparse, "e", hvd.Average, **some)().to_dense(),
+            average,
+        ),
         (lambda: hvd.barrier(**some), None),
         (lambda: hvd.broadcast_object(rank, 2, **some), 2),
         (lambda: hvd.allgather_object(rank, **some), [1, 2]),
