@@ -126,7 +126,7 @@ GPU, an H200, 1.12 to 1.18 times for pairs of 1 GiB and for 8 slices of 128 MiB 
 host: the calling thread's processor time for one exchange through NCCL, with stand-ins for CUDA and
 NCCL (tests/fakes; a loaded 2-core EPYC), so without the driver and NCCL's own thread.
 launch: the same for the start of a request until its launch is on the stream: 22 µs to Triton's
-launcher (tests/collectives/test_staging.py; a loaded 2-core Xeon) and 5 in there (bench/NOTES.md).
+launcher (bench/collectives/host_cost.py; a loaded 2-core Xeon) and 5 in there (bench/NOTES.md).
 On an H200's host a start took 25 µs at the least and 68 in the middle, with the driver's part and
 the wait for another rank. While the host is ahead of its GPU, as in backward, it costs no time:
 with `host` and `launch` of 0 the model gives the GPUs' part.
