@@ -14,7 +14,6 @@ from collectives.schedules.algorithm import Shards
 from collectives.schedules.registry import ALGORITHMS, LIBRARIES, ORDERED
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import INNER, OUTER
-from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
 from tests.collectives.schedules.simulation import (
@@ -105,11 +104,3 @@ def test_every_topology_is_proved() -> None:
 def test_bytes_between_nodes_are_those_of_one_rank_a_node(inner: str, outer: str) -> None:
     two = estimate(f"{inner}/{outer}", 4096, ASSUMED, Topology(12, 3))
     assert two.inter == pytest.approx(estimate(outer, 4096, ASSUMED, Topology(4, 1)).inter)
-
-
-def test_faults_of_the_replicas_are_found() -> None:
-    schedule = two_levels("nccl", 1, "rechd", 1, Topology(6, 2))
-    with pytest.raises(ScheduleError):
-        verify(dataclasses.replace(schedule, replicas=1))
-    with pytest.raises(ScheduleError):
-        verify(dataclasses.replace(schedule, replicas=3))

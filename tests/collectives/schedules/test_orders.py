@@ -5,24 +5,9 @@ from __future__ import annotations
 import pytest
 
 from collectives import order_of
-from collectives.reducers import Needs, Sum
+from collectives.reducers import Sum
 from collectives.schedules.algorithm import Order, tree_text
-from collectives.schedules.registry import ALGORITHMS
 from collectives.schedules.topology import Topology
-
-
-@pytest.mark.parametrize("size", [*range(1, 18), 24, 33, 64])
-def test_algorithms_that_make_the_tree_are_proved_to(size: int) -> None:
-    want = Order.BALANCED.tree(range(size))
-    made = [name for name, record in ALGORITHMS.items() if Needs.BALANCED_TREE in record.meets]
-    for name in made:
-        assert order_of(name, size, order="tree") == want, name
-    others = [name for name, record in ALGORITHMS.items() if record.schedule and name not in made]
-    assert "xring" in others
-    # On few ranks some elements have the tree, and all have it on two.
-    for name in others if size > 7 else ():
-        with pytest.raises(ValueError, match="reduces its elements in different orders"):
-            order_of(name, size, order="tree")
 
 
 @pytest.mark.parametrize(("nodes", "size"), [(2, 8), (3, 12), (4, 16), (5, 10), (1, 4), (4, 4)])

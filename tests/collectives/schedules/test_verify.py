@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -31,41 +30,6 @@ def send(*peers: int, chunk: int = 0) -> Step:
 
 def recv(*actions: tuple[int, Action], chunk: int = 0) -> Step:
     return Step(recvs=tuple(Transfer(peer, chunk, chunk + 1, action) for peer, action in actions))
-
-
-def compared(recvs: Sequence[tuple[int, Action]], order: Sequence[int]) -> bool:
-    """Whether rank 1's n-way pass over `recvs` reduces four ranks' values in `order`.
-
-    Chunk 0 is reduced by the n-way pass, chunk 1 pair by pair along `order`; both are sent to all.
-    """
-    steps = [[send(1)], [recv(*recvs)], [send(1)], [send(1)]]
-    for source, peer in pairwise(order):
-        for rank in range(4):
-            steps[rank].append(IDLE)
-        steps[source][-1] = send(peer, chunk=1)
-        steps[peer][-1] = recv((source, LEFT), chunk=1)
-    for chunk, owner in enumerate((1, order[-1])):
-        for rank in range(4):
-            others = [peer for peer in range(4) if peer != owner]
-            copied = recv((owner, COPY), chunk=chunk)
-            steps[rank].append(send(*others, chunk=chunk) if rank == owner else copied)
-    return verify(made(steps, chunks=2)).tree is not None
-
-
-@pytest.mark.parametrize(
-    ("recvs", "expected"),
-    [
-        ([(0, LEFT), (2, RIGHT), (3, RIGHT)], (0, 1, 2, 3)),
-        ([(3, RIGHT), (0, LEFT), (2, RIGHT)], (0, 1, 3, 2)),
-        ([(2, LEFT), (0, LEFT), (3, LEFT)], (2, 0, 3, 1)),
-        ([(0, RIGHT), (2, RIGHT), (3, RIGHT)], (1, 0, 2, 3)),
-    ],
-)
-def test_n_way_reductions_run_left_to_right(
-    recvs: list[tuple[int, Action]], expected: tuple[int, ...]
-) -> None:
-    for order in permutations(range(4)):
-        assert compared(recvs, order) == (order == expected)
 
 
 @pytest.mark.parametrize(
