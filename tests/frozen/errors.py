@@ -54,6 +54,22 @@ def _inference(group: Group) -> Any:
     return group.all_reduce(x)
 
 
+def _inside_inference_mode(group: Group) -> Any:
+    """Validation loops average their metrics there; the group then works outside of it, too."""
+    with torch.inference_mode():
+        answers = [
+            *(adasum.allreduce(ones(3), op=op) for op in (Sum, Adasum)),
+            group.all_reduce(ones(3)),
+            group.all_reduce(ones(3), async_op=True).wait(),
+            adasum.broadcast(torch.full((3,), float(group.rank)), 1),
+            adasum.allgather(ones(1)),
+            adasum.reducescatter(ones(group.size), op=Sum),
+        ]
+    # With the memory that was made in there, and with more.
+    answers += [group.all_reduce(ones(3)), adasum.allreduce(ones(300_000), op=Sum)[:1]]
+    return [answer.tolist() for answer in answers]
+
+
 def _request_that(*methods: str) -> Call:
     """Call a request's methods one after the other; wait for it at last where it was started."""
 
@@ -130,6 +146,10 @@ def _quantized() -> torch.Tensor:
     return torch.quantize_per_tensor(ones(4), 1.0, 0, torch.qint8)
 
 
+def _float8() -> torch.Tensor:
+    return ones(2).to(torch.float8_e4m3fn)
+
+
 REFUSED: dict[str, Call] = {
     "list": _reduced([1.0]),
     "none": _reduced(None),
@@ -138,6 +158,10 @@ REFUSED: dict[str, Call] = {
     "meta": _reduced(lambda: ones(4, device="meta")),
     "conjugate": _reduced(lambda: ones(4, dtype=torch.complex64).conj()),
     "inference": _inference,
+    "inference_inside": _inside_inference_mode,
+    "gather_conjugate": lambda group: adasum.allgather(
+        ones(3, dtype=torch.complex64).mul(1j).conj()
+    ),
     "op_text": _reduced(lambda: ones(4), "sum"),
     "sum_bool": _reduced(lambda: ones(4, dtype=torch.bool), Sum),
     "average_bool": _reduced(lambda: ones(4, dtype=torch.bool), Average),
@@ -152,6 +176,8 @@ REFUSED: dict[str, Call] = {
     "segments_floats": _reduced(lambda: ones(4), segments=(0, 4.0)),
     "segments_tensor": _reduced(lambda: ones(4), segments=torch.tensor([0, 4])),
     "prescale_nan": _reduced(lambda: ones(4), prescale=float("nan")),
+    "prescale_huge": _reduced(lambda: ones(4), prescale=10**400),
+    "prescale_int": lambda group: group.all_reduce(ones(4), prescale=(2, 2.0)[group.rank % 2]),
     "postscale_text": _reduced(lambda: ones(4), postscale="2"),
     "name_number": _reduced(lambda: ones(4), name=7),
     "names_here": _reduced(lambda: ones(4), names=["a"]),
@@ -176,6 +202,8 @@ REFUSED: dict[str, Call] = {
     "grouped_int_adasum": lambda group: group.grouped_all_reduce(
         [ones(2), ones(2, dtype=I32)], Adasum
     ),
+    "grouped_float8": lambda group: group.grouped_all_reduce([ones(2), _float8()]),
+    "grouped_float8_average": lambda group: group.grouped_all_reduce([ones(2), _float8()], Average),
     "reduce_dst": lambda group: group.reduce(ones(4), group.size),
     "reduce_dst_text": lambda group: group.reduce(ones(4), "0"),  # type: ignore[call-overload]
     "reduce_adasum": lambda group: group.reduce(ones(4), 0, Adasum),
@@ -190,6 +218,7 @@ REFUSED: dict[str, Call] = {
     "scatter_out_rows": lambda group: group.reduce_scatter(
         ones(2 * group.size, 3), by_rows=True, out=ones(6)
     ),
+    "scatter_by_rows": lambda group: group.reduce_scatter(ones(3), by_rows=object()),
     "scatter_algorithm": lambda group: group.reduce_scatter(ones(4), algorithm="rd"),  # type: ignore[call-overload]
     "scatter_strided": lambda group: group.reduce_scatter(ones(3, 4).t()),
     "gather_out_list": lambda group: group.all_gather(ones(4), out=[ones(8)]),  # type: ignore[call-overload]
@@ -268,6 +297,14 @@ REFUSED: dict[str, Call] = {
     ),
     "check_op": lambda group: group.check_algorithm("rd", "Sum"),  # type: ignore[arg-type]
     "abort_reason": lambda group: group.abort(7),  # type: ignore[arg-type]
+    "hvd_compression": lambda group: adasum.allreduce(ones(2), compression=None),
+    "hvd_average": lambda group: adasum.allreduce(ones(2), average=ones(2)),
+    "hvd_root": lambda group: adasum.broadcast(ones(2), "0"),
+    "hvd_name": lambda group: adasum.broadcast_object(1, name=3),
+    "hvd_prescale": lambda group: adasum.reducescatter(ones(2), prescale_factor="2"),
+    "hvd_join": lambda group: adasum.join(device="cuda"),
+    "hvd_grouped": lambda group: adasum.grouped_allreduce(ones(2)),
+    "hvd_scalar": lambda group: adasum.allgather(torch.tensor(1.0, requires_grad=True)),
     "init_differs": lambda group: collectives.init(transport="carrier pigeon"),
     "split_bounds": lambda group: collectives.split_bounds(-1, 2),
     "size_word": lambda group: collectives.parse_general_int("1.5k"),
@@ -299,6 +336,21 @@ WITHOUT_RANKS: dict[str, Call] = {
     "topology_rank": _plain(_nodes.node_of, 4),
     "topology_local_rank": _plain(_nodes.local_rank_of, -1),
     "topology_node": _plain(_nodes.ranks_of, 2),
+    "hook_state": _plain(adasum.ddp_hook, None, None),
+    "handle_none": _plain(adasum.synchronize, None),
+    "process_set_tensor": _plain(adasum.ProcessSet, torch.tensor([0, 1])),
+    "process_set_text": _plain(adasum.process_set_by_id, "0"),
+    "buffer_none": _plain(collectives.FusedBuffer, []),
+    "verify_none": _plain(collectives.verify, None),
+    "sizes_entry": _plain(collectives.split_by_size, [3], 1),
+    "groups_entry": _plain(collectives.plan_groups, [None]),
+    "devices_dict": _plain(collectives.group_devices, {"a": 1}, 1),
+    "split_float": _plain(collectives.split_bounds, 1.5, 2),
+    "packing_contradicts": _plain(
+        collectives.unpack_small_tensors,
+        [ones(7)] * 4,
+        collectives.Packing(((2, 2), (2, 2)), (torch.Size([7]),) * 4),
+    ),
     "ranges_descend": _plain(collectives.extract_ranges, [2, 1]),
     "ranges_equal": _plain(collectives.extract_ranges, [1, 2, 2]),
     "ranges_limit": _plain(collectives.extract_ranges, [1], 0),
@@ -433,6 +485,7 @@ MISMATCHES: dict[str, Call] = {
     "segments": _odd(PLAIN, _reduced(lambda: ones(4), segments=(0, 2, 4))),
     "name": lambda group: group.all_reduce(ones(4), name=f"loss {group.rank}"),
     "name_and_none": _odd(PLAIN, _reduced(lambda: ones(4), name="loss")),
+    "name_empty": _odd(PLAIN, _reduced(lambda: ones(4), name="")),
     "kind": _odd(PLAIN, lambda group: group.broadcast(ones(4))),
     "kinds": lambda group: (
         group.barrier(),

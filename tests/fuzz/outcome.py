@@ -68,7 +68,8 @@ def wrong_calls(
             call = make()
             call.put(key, value)
             yield f"{key}={value!r}", call
-        for kind in draw.sample(list(ODD_TENSORS), min(many, len(ODD_TENSORS))):
+        # One that wants a gradient in any case: an answer must not.
+        for kind in ["leaf", *draw.sample(list(ODD_TENSORS), min(many, len(ODD_TENSORS)))]:
             call = make()
             old = call.get(key)
             first = old[0] if isinstance(old, list) and old else old
