@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import shutil
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import adasum
 import collectives
 from tests.packaging import typed_program
 from tests.processes.commands import ROOT, printed
@@ -57,10 +55,3 @@ def test_mistakes_of_the_program_when_it_runs_are_errors() -> None:
                 mistake()
 
     collectives.run_threads(1, run)
-
-
-def test_init_of_adasum_and_of_collectives_have_the_same_options() -> None:
-    """One is Horovod's, with two arguments of its own in front."""
-    ours = inspect.signature(adasum.init).parameters
-    assert list(ours)[:2] == ["comm", "process_sets"]
-    assert list(ours.values())[2:] == list(inspect.signature(collectives.init).parameters.values())
