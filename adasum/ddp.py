@@ -8,7 +8,7 @@ model.register_comm_hook(adasum.HookState(op=adasum.Adasum), adasum.ddp_hook)
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import Never
 
 import collectives
 from adasum.observer import ObservedGram, Observer, observe, require_observer
@@ -26,6 +27,8 @@ from adasum.reducer import gives_gram, observed_copy, require_declared
 from adasum.request_pool import RequestPool, StartedRequest
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Request, Work, validation
+from collectives.bootstrap.transport_selection import check_process_group
+from collectives.execution.phases import require_carrier
 from collectives.modes import outside_modes, untraced
 from collectives.reducers import AnyReducer, from_torch
 from collectives.tree_order import in_order
@@ -33,12 +36,20 @@ from collectives.tree_order import in_order
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed import GradBucket
     from torch.nn.parallel import DistributedDataParallel
-
-    _GROUPS = (Group, dist.ProcessGroup)
 else:
-    GradBucket, _GROUPS = Any, (Group,)
+    GradBucket = Any
 
 _logger = logging.getLogger(__name__)
+# Arguments of other functions, and what to use with a hook.
+_ELSEWHERE = {
+    "backward_passes_per_step": "accumulate under model.no_sync()",
+    "compression": "with DDP register fp16_compress_wrapper(adasum.ddp_hook) of torch's "
+    "default_hooks; with FSDP pass register_fsdp_hook(wire_dtype=...) or MixedPrecisionPolicy",
+    "group": "pass process_group=",
+    "process_set": "pass process_group=",
+    "weighted": "pass op=adasum.AdasumReducer(weighted=False)",
+    "wire_dtype": "pass it to register_fsdp_hook",
+}
 
 
 class HookState:
@@ -67,6 +78,7 @@ class HookState:
             adds the passes under `no_sync()` from left to right: more than two do not make a
             balanced tree, and DDP's hook warns once, from the second step on.
         accumulate: With an order: torch.float32 to add in float32 and round once, at the end.
+        **unknown: Anything else is an error that says what to use instead.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -93,25 +105,24 @@ class HookState:
         check_parameters: bool | None = None,
         order: str | None = None,
         accumulate: torch.dtype | None = None,
+        **unknown: Never,
     ) -> None:
+        require_known("HookState", unknown, _ELSEWHERE)
         op = from_torch("op", op)
         if not isinstance(op, Reducer):
             raise TypeError(f"op must be Sum, Average or Adasum, got {op!r}")
         require_declared(op)
-        if algorithm is not None:
-            collectives.parse_all_reduce_spec(algorithm)
         validation.timeout(timeout)
         if check_parameters is not None:
             validation.instance("check_parameters", check_parameters, bool, "a bool or None")
         require_observer(observer)
         if isinstance(named_parameters, Tensor):
             raise TypeError("named_parameters must be pairs of names and tensors, not a Tensor")
-        if not (process_group is None or isinstance(process_group, _GROUPS)):
-            raise TypeError(
-                "process_group must be a torch.distributed.ProcessGroup that this rank is in, a "
-                f"collectives.Group or None, got {type(process_group).__name__}"
-            )
+        if not isinstance(process_group, Group | None):
+            check_process_group(process_group)
         self.op = in_order(op, order, accumulate)
+        if algorithm is not None:
+            require_carrier(algorithm, self.op)
         self.algorithm = algorithm
         self.process_group = process_group
         self.observer = observer
@@ -197,8 +208,8 @@ class HookState:
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
             _logger.warning(
-                "HookState: process_group cannot be pickled and is left out; where this state is "
-                "loaded, it is that of adasum.init() or the world unless set again"
+                "HookState: process_group cannot be pickled and is left out: set it again after "
+                "loading, or the state uses the group of adasum.init() or the world"
             )
         left_out = {"process_group": None, "_names": None, "_num_named": 0, "_requests": None}
         return {**self.__dict__, **left_out, "_passes": None}
@@ -212,7 +223,15 @@ class HookState:
 def require_state(state: object) -> None:
     """Raise TypeError unless it is a HookState."""
     if not isinstance(state, HookState):
-        raise TypeError(f"state must be a HookState, got {type(state).__name__}")
+        fix = ": pass adasum.HookState(op=...)" if isinstance(state, Reducer) else ""
+        raise TypeError(f"state must be a HookState, got {type(state).__name__}{fix}")
+
+
+def require_known(function: str, unknown: Iterable[str], advice: Mapping[str, str]) -> None:
+    """Raise TypeError for an unknown argument, with the advice for it if there is any."""
+    for name in unknown:
+        fix = advice.get(name)
+        raise TypeError(f"{function}() has no argument {name!r}" + (f": {fix}" if fix else ""))
 
 
 @outside_modes()
@@ -349,7 +368,7 @@ def _gradients_in(bucket: GradBucket) -> list[Tensor]:
 def _call_after_ddp(function: Callable[[], None]) -> None:
     """Call `function` when this backward ends, after DDP's own callback, which waits.
 
-    DDP queues its callback in its last hook. A callback that queues another one puts it behind.
+    DDP queues its callback in its last hook. One that is queued by a callback runs after that.
     """
     # Not public, but the only way to be called when backward ends; DDP uses it too.
     engine = torch.autograd.Variable._execution_engine

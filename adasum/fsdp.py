@@ -17,15 +17,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Never
 
 import collectives
-from adasum.ddp import HookState, require_state
+from adasum.ddp import HookState, require_known, require_state
 from adasum.optimizer.consistency.parameter_check import require_equal_parameters
 from adasum.real_pairs import as_reals
 from collectives import Group, Needs, Operands, Reducer, Sum, Work
@@ -42,6 +44,7 @@ def register_fsdp_hook(
     *,
     order: Literal["tree"] | None = None,
     wire_dtype: torch.dtype | None = None,
+    **unknown: Never,
 ) -> None:
     """Reduce the gradients of every `fully_shard` unit over the replicas, in backward; collective.
 
@@ -51,9 +54,9 @@ def register_fsdp_hook(
     small messages per level.
 
     `set_requires_all_reduce(False)` adds up the shards' averages without this reduction, as in
-    FSDP2 on a mesh of two dimensions. The next backward with it reduces the sum; until then
-    parameters have no gradients. `set_requires_gradient_sync(False)` skips both reductions.
-    `set_gradient_divide_factor` sets the divisor of the sum over the shards.
+    FSDP2 on a mesh of two dimensions. The next backward under `set_requires_all_reduce(True)`
+    reduces the sum; until then parameters have no gradients. `set_requires_gradient_sync(False)`
+    skips both reductions. `set_gradient_divide_factor` sets the divisor of the sum over the shards.
 
     Replicas must start with equal parameters: seed them alike, or load the same checkpoint. They
     compare their parameters at each unit's first reduction, and backward raises
@@ -75,9 +78,10 @@ def register_fsdp_hook(
         wire_dtype: With an order and `MixedPrecisionPolicy(reduce_dtype=torch.float32)`:
             torch.bfloat16 or torch.float16. Gradients are rounded to it for sending to the other
             shards; sums are made in float32 and not rounded.
+        **unknown: Anything else is an error that says where it belongs.
 
     Raises:
-        TypeError: An argument has the wrong type, or wire_dtype is another dtype.
+        TypeError: An argument has the wrong type, is unknown, or wire_dtype is another dtype.
         ValueError: `order` is not "tree", or there is a wire_dtype without an order; the model has
             no unit, or is sharded over a mesh of more dimensions, so that FSDP's own all-reduce
             would run before this one; a unit has another hook; the state has neither a
@@ -91,6 +95,11 @@ def register_fsdp_hook(
         )
     from torch.distributed.fsdp import FSDPModule
 
+    require_known(
+        "register_fsdp_hook",
+        unknown,
+        {name: f"pass it to HookState({name}=...)" for name in signature(HookState).parameters},
+    )
     require_state(state)
     in_order(Sum, order)
     ordered = order is not None or state.op.ordered
@@ -124,7 +133,7 @@ def _groups_of(
     if state.process_group is None and not (ordered and isinstance(state.op, SumReducer)):
         raise ValueError(
             'state needs process_group, the replicas of a shard: mesh.get_group("replicate"); or, '
-            'where there are no replicas, order="tree" for the sums over the shards'
+            'without replicas, order="tree" for the sums over the shards'
         )
     if state.observer is not None:
         raise ValueError("observer: cannot be used with FSDP, which reduces shards of gradients")
@@ -229,7 +238,7 @@ class _Hook:
         segments = [0, *accumulate(sizes)]
         if segments[-1] != gradients.numel():
             raise RuntimeError(
-                f"FSDP hands over {gradients.numel()} elements of gradients where the unit's "
+                f"FSDP hands over {gradients.numel()} elements of gradients, but the unit's "
                 f"parameters have {segments[-1]}: some had no gradient, which this torch's FSDP "
                 "cannot fill with zeros; leave them out of the unit or use a newer torch"
             )
@@ -249,7 +258,7 @@ class _Hook:
         self.state.start(gradients, name, segments, self._operator()).wait()
 
     def _warn_of_others(self) -> None:
-        """Warn of units that were made after the hooks were registered; only one unit does so."""
+        """Warn about units made after the hooks were registered; only one unit does so."""
         states = _state_of(self.group.modules[0])._state_ctx.all_states
         groups = [group for state in states for group in _parameter_groups(state)]
         hooked = [group for group in groups if isinstance(group._all_reduce_hook, _Hook)]

@@ -35,11 +35,11 @@ import torch.distributed as dist
 from collectives.bootstrap.rendezvous import wait_for_ranks
 from collectives.call import Call
 from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError, TransportError
+from collectives.execution.phases import require_carrier
 from collectives.group import Group
 from collectives.initialize import from_process_group
 from collectives.modes import outside_modes, untraced_methods
 from collectives.reducers import TORCH_REDUCERS, Average, Max, Min, Reducer, Sum
-from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.transport.process_groups import new_nccl
 from collectives.tree_order import in_order
 from collectives.validation import active_mode
@@ -89,8 +89,7 @@ class BackendOptions:
                 raise ValueError(f"{ORDER_VARIABLE} must be 'tree' or empty, got {order!r}")
             object.__setattr__(self, "order", order)
         # Check the values.
-        in_order(Sum, self.order, self.accumulate)
-        parse_all_reduce_spec(self.algorithm)
+        require_carrier(self.algorithm, in_order(Sum, self.order, self.accumulate))
 
     def order_of(self, op: Reducer, dtype: torch.dtype) -> dict[str, Any]:
         """Return a reduction's arguments for the order of tensors of this dtype."""

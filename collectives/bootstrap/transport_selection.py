@@ -81,9 +81,10 @@ class Settings(NamedTuple):
 def check_process_group(process_group: object) -> None:
     """Raise TypeError unless this is a process group that this rank is in."""
     if not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+        is_mesh = hasattr(process_group, "get_group")
         raise TypeError(
             "process_group must be a torch.distributed.ProcessGroup that this rank is in, got "
-            f"{type(process_group).__name__}"
+            f"{type(process_group).__name__}" + (": pass mesh.get_group(name)" if is_mesh else "")
         )
 
 

@@ -102,6 +102,16 @@ def phases_of(
     return _phases_of(spec, *traits, topology, round_robin)
 
 
+def require_carrier(specification: str, op: Reducer) -> None:
+    """Raise ValueError if an algorithm cannot carry `op`, whatever the ranks; a group checks more.
+
+    For options that are made before there are ranks.
+    """
+    for spec in parse_all_reduce_spec(specification):
+        if spec.outer != "auto":
+            phases_of(replace(spec, shards=1, inner_shards=1), op, Topology(4, 4))
+
+
 @lru_cache(maxsize=1024)
 def _phases_of(
     spec: AllReduceSpec,
@@ -177,7 +187,7 @@ class Libraries:
         if name == "nccl" and not self._transport.sums_on_gpu:
             raise ValueError(
                 "algorithm 'nccl' needs a group with its own NCCL communicator: call init with "
-                "transport='nccl' and one GPU a rank, or use 'collective'"
+                "transport='nccl' and one GPU per rank, or use 'collective'"
             )
 
     def all_reduce(

@@ -19,8 +19,8 @@ import adasum as hvd
 from adasum.ddp import HookState, ddp_hook
 from collectives import CollectiveMismatchError, CollectiveTimeoutError
 from tests.adasum.ddp_model import (
-    HUGE,
     TINY,
+    USERS,
     Net,
     columns_of,
     compare,
@@ -74,16 +74,15 @@ def check_gradient_recorder(rank: int) -> None:
 
 
 def check_users_operators(rank: int) -> None:
-    """What needs all ranks' gradients at once has them; elsewhere backward says where it has."""
+    """What needs all ranks' gradients at once has them; otherwise the state refuses."""
     model = Net()
     for op, algorithm in (("Trimmed", None), ("Trimmed", "psgpu#2"), ("Longest", None)):
         for layout in ({"bucket_cap_mb": TINY}, {"gradient_as_bucket_view": True}):
             wrapped = wrap(model, op, algorithm=algorithm, **layout)
             loss_of(wrapped, rank, 0).backward()
             compare(gradients(wrapped), op, columns_of(model, 0), torch.float32)
-    wrapped = wrap(model, "Trimmed", algorithm="rd", bucket_cap_mb=HUGE)
     with pytest.raises(ValueError, match="use direct, bruck, oneshot, psgpu, pscpu"):
-        loss_of(wrapped, rank, 0).backward()
+        HookState(op=USERS["Trimmed"], algorithm="rd")
 
 
 def check_sparse(rank: int) -> None:

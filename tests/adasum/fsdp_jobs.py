@@ -75,7 +75,9 @@ def check_arguments(ranks: Ranks) -> None:
     with pytest.raises(ValueError, match="observer: cannot be used with FSDP"):
         register_fsdp_hook(ranks.wrap(Odd(), None), state)
     both = fully_shard(nn.Linear(2, 2), mesh=ranks.mesh)
-    with pytest.raises(ValueError, match="a mesh of 2 dimensions"):
+    with pytest.raises(TypeError, match=r"got DeviceMesh: pass mesh.get_group\("):
+        HookState(process_group=ranks.mesh)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r'a mesh of 2 dimensions.*mesh\["shard"\]'):
         register_fsdp_hook(both, ranks.state())
 
 

@@ -63,6 +63,10 @@ def test_hook_called_with_single_gradients_raises_and_says_what_to_set():
         ({"timeout": 0.0}, ValueError, "timeout must be a positive number"),
         ({"process_group": 3}, TypeError, "process_group must be .*ProcessGroup .*, got int"),
         ({"check_parameters": 1}, TypeError, "check_parameters must be a bool"),
+        ({"compression": 3}, TypeError, r"fp16_compress_wrapper.*register_fsdp_hook\(wire_dtype"),
+        ({"process_set": 3}, TypeError, "pass process_group="),
+        ({"colour": 3}, TypeError, "has no argument 'colour'$"),
+        ({"order": "tree", "algorithm": "rd:16k:xring"}, ValueError, "'xring' cannot.*use rechd"),
         ({"observer": 3}, TypeError, "observer must have before_reduction and after_reduction"),
     ],
 )

@@ -138,6 +138,10 @@ def check_arguments(rank: int) -> None:
     model, state = shard(model_of()), hvd.HookState(order="tree")
     with pytest.raises(TypeError, match=r"wire_dtype must be .* got torch\.float32"):
         hvd.register_fsdp_hook(model, state, wire_dtype=torch.float32)
+    with pytest.raises(TypeError, match=r"'op': pass it to HookState\(op="):
+        hvd.register_fsdp_hook(model, state, op=hvd.Sum)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got AdasumReducer: pass adasum.HookState\(op="):
+        hvd.register_fsdp_hook(model, hvd.Adasum)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="wire_dtype is for sums with an order"):
         hvd.register_fsdp_hook(model, hvd.HookState(), wire_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="order must be 'tree' or None, got 'ring'"):

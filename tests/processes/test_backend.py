@@ -177,7 +177,7 @@ def _bad_input(rank: int) -> None:
             dist.all_gather_into_tensor(torch.empty(5), torch.ones(3))
         with pytest.raises(ValueError, match="elements that share memory"):
             dist.all_reduce(torch.ones(1).expand(3))
-        with pytest.raises(ValueError, match="3 rows are not equally many"):
+        with pytest.raises(ValueError, match="3 rows cannot be split equally"):
             dist.all_to_all_single(torch.empty(2), torch.ones(3))
         splits = [1, 3] if rank == 0 else [2, 2]
         wrong = pytest.raises(CollectiveMismatchError, match="by its output splits")
@@ -211,6 +211,8 @@ def test_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         BackendOptions(accumulate=torch.float32)
     with pytest.raises(ValueError, match="bogus"):
         BackendOptions(algorithm="bogus")
+    with pytest.raises(ValueError, match=r"'xring' cannot carry Sum.*use rechd"):
+        BackendOptions(order="tree", algorithm="xring")
     monkeypatch.setenv("ADASUM_BACKEND_ORDER", "tree")
     assert BackendOptions().order == "tree"
     monkeypatch.setenv("ADASUM_BACKEND_ORDER", "line")
