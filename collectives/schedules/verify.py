@@ -31,7 +31,7 @@ LeafWeights = tuple[tuple[tuple[Leaves, ...], ...], ...]
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of `verify`.
+    """The result of `verify`; `print` shows it in words.
 
     Attributes:
         steps: Number of steps.
@@ -60,6 +60,15 @@ class Proof:
     def carries_adasum(self) -> bool:
         """Whether Adasum can run on the schedule."""
         return Needs.ONE_TREE in self.meets
+
+    def __str__(self) -> str:
+        """Return what is proved, in words."""
+        return (
+            f"proved: {self.steps} steps; every message is received, nothing can deadlock, and "
+            "every result has each contribution exactly once.\n"
+            f"It reduces in {self.phases} phase{'' if self.phases == 1 else 's'}; Adasum can"
+            f"{'' if self.carries_adasum else 'not'} run on these steps."
+        )
 
 
 def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
@@ -138,7 +147,7 @@ def verify(schedule: Schedule, *, joins: Joins = "said") -> Proof:
 
 
 def _check_arguments(schedule: Schedule, joins: str) -> None:
-    validation.instance("schedule", schedule, Schedule, "a Schedule")
+    validation.instance("schedule", schedule, Schedule, "a Schedule of collectives.schedule()")
     if joins not in ("said", "list", "tree"):
         raise ValueError(f"joins must be 'said', 'list' or 'tree', got {joins!r}")
     size, chunks = schedule.size, schedule.chunks
@@ -239,7 +248,7 @@ def _results(schedule: Schedule, state: State, expressions: Expressions) -> set[
     size, chunks, collective = schedule.size, schedule.chunks, schedule.collective
     results: set[int] = set()
     if collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER) and chunks != size:
-        raise ScheduleError(f"{schedule.name}: {collective.value} has one chunk a rank")
+        raise ScheduleError(f"{schedule.name}: {collective.value} has one chunk per rank")
     for rank in [schedule.root] if collective is Collective.REDUCE else range(size):
         wanted = range(chunks)
         if collective is Collective.REDUCE_SCATTER:
