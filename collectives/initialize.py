@@ -313,7 +313,7 @@ def default_group() -> Group:
     """
     group = _open_group()
     if group is None:
-        raise RuntimeError("no open group: call init() first")
+        raise RuntimeError("no open group: call adasum.init() or collectives.init() first")
     return group
 
 

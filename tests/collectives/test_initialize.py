@@ -28,7 +28,7 @@ def test_init_after_close_opens_a_new_group() -> None:
     closed = collectives.init()
     closed.close()
     assert not collectives.is_initialized()
-    with pytest.raises(RuntimeError, match="call init"):
+    with pytest.raises(RuntimeError, match=r"call adasum.init\(\) or collectives.init\(\)"):
         collectives.default_group()
     opened = collectives.init()
     assert opened is not closed and collectives.init() is opened
