@@ -99,7 +99,7 @@ class GramObserver(Observer, Protocol):
 
 @runtime_checkable
 class DifferencesObserver(Observer, Protocol):
-    """An observer whose attribute `set_observer` sets to the kind of tensors that it will see.
+    """An observer that is told which kind of tensors it will see; `set_observer` sets it.
 
     Attributes:
         differences: True for differences of parameters, from each rank's own step; False for

@@ -199,7 +199,7 @@ def unpack_small_tensors(tensors: Sequence[Tensor], packing: Packing | None) -> 
     inside = sum(last - first + 1 for first, last in packing.ranges)
     if len(tensors) != count + len(packing.shapes) - inside:
         raise ValueError(
-            f"tensors: {count} packed and {len(packing.shapes) - inside} other tensors expected, "
+            f"tensors: expected {count} packed and {len(packing.shapes) - inside} other tensors, "
             f"got {len(tensors)}"
         )
     restored: dict[int, Tensor] = {}
@@ -208,7 +208,7 @@ def unpack_small_tensors(tensors: Sequence[Tensor], packing: Packing | None) -> 
         sizes = [shape.numel() for shape in shapes]
         if buffer.shape != (sum(sizes),):
             raise ValueError(
-                f"tensors: a packed one of shape {(sum(sizes),)} expected, got "
+                f"tensors: expected a packed tensor of shape {(sum(sizes),)}, got "
                 f"{tuple(buffer.shape)}"
             )
         for i, (part, shape) in enumerate(zip(buffer.split(sizes), shapes, strict=True)):

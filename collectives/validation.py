@@ -269,8 +269,8 @@ def row_splits(
     if values is None:
         if rows % size:
             raise ValueError(
-                f"{argument} must say which rows go to which of {size} ranks: "
-                f"{rows} rows are not equally many for each"
+                f"{argument} must give the number of rows for each of {size} ranks: "
+                f"{rows} rows cannot be split equally"
             )
         return torch.full((size,), rows // size, device="cpu")
     if isinstance(values, torch.Tensor):
@@ -279,13 +279,13 @@ def row_splits(
         counts = torch.as_tensor(values, device="cpu")
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         if "verflow" in str(error):
-            raise ValueError(f"{argument} must be numbers of rows, got {values}") from error
+            raise ValueError(f"{argument} must be row counts, got {values}") from error
         kind = type(values).__name__
         raise TypeError(f"{argument} must be a list or tensor of ints, got {kind}") from error
     if counts.dtype not in _INTEGERS or counts.layout is not torch.strided or counts.is_nested:
         raise ValueError(f"{argument} must be ints, got {counts.dtype} {counts.layout}")
     if counts.shape != (size,) or bool((counts < 0).any()):
-        raise ValueError(f"{argument} must be {size} numbers of rows, got {counts.tolist()}")
+        raise ValueError(f"{argument} must be {size} row counts, got {counts.tolist()}")
     # Summed in Python, whose integers cannot overflow.
     if (whole := sum(counts.tolist())) > rows:
         raise ValueError(f"{argument} must add up to at most tensor's {rows} rows, got {whole}")

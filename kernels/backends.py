@@ -29,7 +29,7 @@ class BackendInfo:
 
     @property
     def cpu_path(self) -> str:
-        """One line on CPU tensors for messages: "compiled", or "torch: " and the reason."""
+        """The code that CPU tensors use, for messages: "compiled", or "torch: " and the reason."""
         return f"torch: {self.why_torch}" if self.why_torch else "compiled"
 
 

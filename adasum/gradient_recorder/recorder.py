@@ -83,7 +83,7 @@ class GradientRecorder:
     If the reduction computes Gram matrices, as Adasum by `direct` does on two ranks or more, the
     recorder reads no tensor and sends no message. Otherwise it only has norms, by one all-reduce of
     n float64 per tensor: then directions and noise are NaN, wrong directions are not found, and
-    "duplicated" is found by norms that are equal to 1e-9.
+    "duplicated" means that norms differ by less than 1e-9 of their size.
 
     The group's first rank logs each new alarm as a WARNING. On CUDA each step is evaluated when the
     next one has ended, so that nothing waits for the GPU; reading rows or alarms waits.

@@ -1,8 +1,8 @@
 """Plain types that Horovod's users broadcast, in a form that torch's restricted unpickler reads.
 
-For `torch.save(..., pickle_module=...)`: the Pickler of this module writes objects of these types
-as calls of the module's functions with plain arguments, and `torch.load(..., weights_only=True)`
-calls no others. With any arguments, these functions only make data and run no code.
+For `torch.save(..., pickle_module=...)`. This module's Pickler writes objects of these types as
+calls of the module's functions with plain arguments. `torch.load(..., weights_only=True)` calls no
+other functions, and these only make data and run no code, whatever their arguments.
 """
 
 from __future__ import annotations

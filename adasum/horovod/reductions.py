@@ -145,7 +145,7 @@ def reducescatter(
     through Sum and Average, scaled as in Horovod: the results' gradients are gathered, and for Sum
     multiplied by `size`, which is `size` times the derivative.
 
-    Arguments and checks are the same as for `allreduce`, and the bits with `order="tree"`.
+    Arguments and checks are the same as for `allreduce`. With `order="tree"` the bits are, too.
 
     Raises:
         NotImplementedError: A gradient is needed through another op than Sum and Average.

@@ -165,7 +165,7 @@ def require_owners(
     step_in_backward: bool,
     known_to_step_by_parameter: bool,
 ) -> None:
-    """Raise ValueError if mode="owners" excludes another argument; warn of unknown optimizers."""
+    """Raise ValueError if mode="owners" excludes an argument; warn about unknown optimizers."""
     if method == "delta" or step_in_backward:
         other = "step_in_backward=True" if step_in_backward else "method='delta'"
         raise ValueError(

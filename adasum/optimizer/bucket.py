@@ -134,9 +134,9 @@ class Part:
         )
 
     def pack_plain(self, members: list[Member], tensors: list[Tensor | None], scale: float) -> bool:
-        """Pack tensors that fit the memory as they are, and can receive the results.
+        """Pack tensors that need no conversion and can receive the results.
 
-        Returns whether it has packed them.
+        Returns False, and packs nothing, if there is any other.
         """
         if members is not self.members or not self._is_plain or self.owners is not None:
             return False
@@ -266,7 +266,7 @@ def refuse_changed(
 def tensors_to_pack(
     members: Sequence[Member], *, copies: bool
 ) -> tuple[list[Tensor], dict[int, Tensor]]:
-    """Return tensors to pack for gradients of any kind, and copies for `p.grad`, by index.
+    """Return the tensor to pack for each gradient, and copies to install as `p.grad`, by index.
 
     A copy, or zeros, is packed in place of a gradient that is missing, has other strides than its
     parameter, or cannot be written to; with `copies`, in place of every gradient. Raises ValueError

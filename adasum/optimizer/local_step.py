@@ -82,7 +82,8 @@ def local_step(
     step: Any = base.step
     if getattr(step, "__code__", None) is _WRAPPER:
         step = step.__wrapped__
-    # A subclass's step may call another wrapped one. GradScaler deletes its attributes later.
+    # Hidden during the step, in case a subclass's step calls another wrapped step; GradScaler
+    # deletes its attributes later.
     hidden = (_PRE, _POST) if unscales_itself else (_PRE, _POST, *SCALER_STATE)
     held = {key: optimizer.__dict__.pop(key) for key in hidden if key in optimizer.__dict__}
     optimizer.__dict__.update({_PRE: OrderedDict(), _POST: OrderedDict()})

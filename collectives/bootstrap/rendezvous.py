@@ -21,7 +21,7 @@ from collectives.errors import CollectiveError, CollectiveTimeoutError, Transpor
 from collectives.transport.process_groups import failed, first_line, run_beside
 
 # The interpreter's longest wait, at exit, for a thread that is still in torch's code: torch may
-# exceed its timeout, since it reconnects after a lost connection and then waits the time again.
+# exceed its timeout, since it starts the timeout again after it has reconnected.
 _LEAVE_SECONDS = 5.0
 # The address of the store that this process has opened, and the store; kept after shutdown.
 _opened: tuple[str, dist.Store] | None = None

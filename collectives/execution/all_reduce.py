@@ -370,7 +370,7 @@ def grouped_all_reduce(runner: Runner, call: Call) -> Sequence[Tensor]:
 
 
 def _count(segments: Sequence[int] | None) -> int:
-    """Return the number of tensors in a buffer that have elements."""
+    """Return the number of non-empty tensors in a buffer."""
     if segments is None:
         return 1
     return max(1, sum(low < high for low, high in pairwise(segments)))

@@ -347,6 +347,6 @@ OPERATIONS: dict[str, Callable[[Runner, Call], Any]] = {
     "barrier": _barrier,
 }
 
-# Calls that ranks which have joined can take part in. They would lose results that they own, and
-# they do not have a user's own schedule.
+# Calls that joined ranks can take part in. In the others they would lose results that they own, or
+# lack the user's schedule.
 WITH_JOINED = OPERATIONS.keys() - {"reduce_to_owners", "broadcast_from_owners", "run"}

@@ -1,4 +1,4 @@
-"""The record of an all-reduce algorithm, and the test whether it can carry an operator."""
+"""The record of an all-reduce algorithm, and the check that it can carry an operator."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from collectives.schedules.schedule import IDLE, Collective, Schedule, Step, Tra
 
 
 def _bruck(size: int, rank: int) -> Iterator[Step]:
-    """Yield one rank's steps; before distance d it has the vectors of d ranks, from its own on."""
+    """Yield one rank's steps; before the step of distance d it holds d vectors, its own first."""
     distance = 1
     while distance < size:
         count = min(distance, size - distance)

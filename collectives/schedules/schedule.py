@@ -253,7 +253,7 @@ def sharded(schedule: Schedule, shards: int) -> Schedule:
     if _is_one(shards):
         return schedule
     if schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
-        raise ValueError(f"{schedule.name} has one chunk a rank: it cannot be sharded")
+        raise ValueError(f"{schedule.name} has one chunk per rank: it cannot be sharded")
     return replace(
         schedule,
         name=f"{schedule.name}#{shards}",

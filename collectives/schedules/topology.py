@@ -50,7 +50,7 @@ class Topology:
         if self.size % self.local_size:
             raise ValueError(
                 f"local_size {self.local_size} does not divide size {self.size}: "
-                "every node must hold as many ranks"
+                "every node must hold the same number of ranks"
             )
         order = _order(self.local_order) or tuple(range(self.local_size))
         _require_order(order, self.local_size)

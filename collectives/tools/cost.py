@@ -185,7 +185,7 @@ def estimate(
             algorithm with unknown steps; or the schedule is for another number of ranks.
     """
     if rates is None or topology is None:
-        raise TypeError("estimate needs rates and a topology: ASSUMED, Topology(8, 8)")
+        raise TypeError("estimate needs rates and a topology: pass ASSUMED, Topology(8, 8)")
     check_op(op)
     if isinstance(spec, Schedule):
         return cost_of(walk(spec, topology, (op,)), nbytes, rates, topology, segments)

@@ -110,7 +110,7 @@ class Transport(ABC):
 
         Args:
             sends: The tensors that this rank sends.
-            recvs: The tensors that received messages are written to.
+            recvs: The tensors to write received messages to.
             step: The name of this exchange in errors.
             timeout: In seconds.
 

@@ -6,8 +6,8 @@ written by one rank only. Sending does not wait for the receiver while there are
 
 Order of memory accesses: a count is written by one aligned store. A fence before the store and a
 fence after each load of the count make sure that the peer that sees the count sees the chunk, or
-the free slot. A third fence stands between the store and the check whether the peer sleeps, so no
-wake-up is lost.
+the free slot. A third fence separates the store from the check for a sleeping peer, so no wake-up
+is lost.
 """
 
 from __future__ import annotations

@@ -68,9 +68,9 @@ def subgroup(
 ) -> dist.ProcessGroup:
     """Make a process group of some ranks of another one; their messages do not mix.
 
-    A collective of exactly these ranks, which make several groups in one order. With `lazy`, gloo
-    connects two ranks at their first message, instead of all ranks now, if this version of torch
-    can. CollectiveTimeoutError if one does not take part or the ranks' store has ended;
+    A collective of exactly these ranks, which make several groups in the same order. With `lazy`,
+    gloo connects two ranks at their first message, instead of all ranks now, if this version of
+    torch can. CollectiveTimeoutError if one does not take part or the ranks' store has ended;
     TransportError if `parent` was destroyed or memory is short.
     """
     store = store_of(parent)
@@ -78,7 +78,7 @@ def subgroup(
     key = f"adasum {'-'.join(map(str, names))}"
     try:
         # The count tells apart groups of the same ranks. Each rank has its own counter: all make
-        # their groups in one order, so the counters agree.
+        # their groups in the same order, so the counters agree.
         count = store.add(f"{key} made by {dist.get_rank()}", 1)
         with _lazy_gloo() if lazy else nullcontext(), _without_split():
             made, _ = _c10d._new_process_group_helper(
@@ -94,8 +94,8 @@ def subgroup(
         said = f"rank {dist.get_rank()} could not make a group with ranks {names}"
         raise failed(said, error) from error
     if made.name() == "undefined":
-        # torch sets no default if another backend is registered, as ours is, and then warns of it
-        # when the group is destroyed.
+        # torch sets no default if another backend is registered, as ours is, and then warns about
+        # it when the group is destroyed.
         made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     _c10d._world.pg_group_ranks[made] = {name: rank for rank, name in enumerate(names)}
     return made
@@ -153,10 +153,11 @@ def new_nccl(
 
 
 def own_nccl(parent: dist.ProcessGroup, timeout: float) -> Any:
-    """Return our own NCCL backend of a process group's ranks, which all make theirs in one order.
+    """Return our own NCCL backend for a process group's ranks.
 
-    torch.distributed does not know this backend: `destroy_process_group` would destroy its
-    communicators, and wait for ever if a CUDA graph holds them.
+    All ranks make their groups in the same order. torch.distributed does not know this backend:
+    `destroy_process_group` would destroy its communicators, and wait for ever if a CUDA graph holds
+    them.
     """
     store, rank = store_of(parent), dist.get_rank(parent)
     key = f"adasum nccl {parent.group_name}"

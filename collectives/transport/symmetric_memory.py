@@ -150,7 +150,7 @@ class SymmetricMemory:
         return self._workers
 
     def next_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's buffer for the next call, to be filled before that is signalled."""
+        """Return this rank's buffer for the next call; fill it before signalling that call."""
         number, nbytes = (self._calls + 1) % 2, numel * dtype.itemsize
         self._used[number] = max(self._used[number], nbytes)
         self._needed = nbytes
@@ -299,9 +299,9 @@ class SymmetricMemory:
             start, waited = time.monotonic(), 0.0
             stall: Stall | None = None
             while not there():
-                # No rank leaves this step before all have reached it, so one that is gone will
-                # never reach it, unless it did so last and left since `there()` was checked: check
-                # again. Not before the first sleep, since most waits sleep only once.
+                # No rank leaves this step before all have reached it, so a rank that is gone never
+                # will. The last rank may have reached it and left since `there()` was checked, so
+                # check again. Not before the first sleep, since most waits sleep only once.
                 gone = self._peers.gone() if waited else None
                 if gone is not None and not there():
                     raise CollectiveTimeoutError(

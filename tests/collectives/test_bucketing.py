@@ -97,9 +97,9 @@ def test_pack_small_tensors_counts_each_tensors_own_bytes():
 def test_pack_small_tensors_of_bad_arguments_raises():
     tensors = [torch.zeros(2) for _ in range(3)]
     packed, packing = pack_small_tensors(tensors, 64)
-    with pytest.raises(ValueError, match="1 packed and 0 other tensors expected, got 2"):
+    with pytest.raises(ValueError, match="expected 1 packed and 0 other tensors, got 2"):
         unpack_small_tensors([*packed, torch.zeros(1)], packing)
-    with pytest.raises(ValueError, match=r"shape \(6,\) expected, got \(5,\)"):
+    with pytest.raises(ValueError, match=r"shape \(6,\), got \(5,\)"):
         unpack_small_tensors([torch.zeros(5)], packing)
 
 

@@ -164,7 +164,7 @@ class CupyBackend(Backend):
                 raise error
 
     def split(self, host: Transport) -> CupyBackend:
-        """Return a backend on the same stream: all ranks have to start the work in one order."""
+        """Return a backend on the same stream: all ranks must start the work in the same order."""
         return CupyBackend(self.device, stream=self._stream)
 
     def _bounded(self, job: Callable[[], Any], timeout: float, *peers: int) -> Any:

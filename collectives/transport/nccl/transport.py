@@ -220,7 +220,7 @@ class NcclTransport(Transport):
         """
         caller = cuda.current_stream(tensors[0].device if tensors else None)
         ours = self._backend.stream(caller.device)
-        # One stream for all steps keeps them in one order on all ranks.
+        # One stream for all steps keeps them in the same order on all ranks.
         with ours.turn, cuda.stream(ours.stream):
             ours.stream.wait_event(caller.record_event())
             capturing = cuda.is_current_stream_capturing()

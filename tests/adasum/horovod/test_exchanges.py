@@ -101,9 +101,9 @@ def test_alltoall_and_reducescatter_on_threads_are_right(size: int) -> None:
     ("call", "error", "text"),
     [
         (lambda: hvd.alltoall(torch.tensor(1.0)), ValueError, "first dimension"),
-        (lambda: hvd.alltoall(torch.ones(3)), ValueError, "3 rows are not equally many"),
-        (lambda: hvd.alltoall(torch.ones(3), [1]), ValueError, "splits must be 2 numbers"),
-        (lambda: hvd.alltoall(torch.ones(3), [-1, 2]), ValueError, "splits must be 2 numbers"),
+        (lambda: hvd.alltoall(torch.ones(3)), ValueError, "3 rows cannot be split equally"),
+        (lambda: hvd.alltoall(torch.ones(3), [1]), ValueError, "splits must be 2 row counts"),
+        (lambda: hvd.alltoall(torch.ones(3), [-1, 2]), ValueError, "splits must be 2 row counts"),
         (
             lambda: hvd.alltoall(torch.ones(3), [2, 2]),
             ValueError,
