@@ -21,12 +21,15 @@ Leaf = tuple[Tensor, int]
 Apply = Callable[[Sequence[Tensor]], Tensor]
 
 
-def pair(a: Leaf, b: Leaf, bounds: Sequence[int]) -> Leaf:
+def pair(a: Leaf, b: Leaf, bounds: Sequence[int], weighted: bool = True) -> Leaf:
     """adasum(a, b) per segment, written from the formula and from nothing else.
 
-    A Leaf is a vector and how many ranks it stands for, the weight of its coefficient.
+    A Leaf is a vector and how many ranks it stands for, the weight of its coefficient unless both
+    are to weigh the same.
     """
     (left, p), (right, q) = a, b
+    if not weighted:
+        p = q = 1
     out = torch.empty_like(left)
     for low, high in itertools.pairwise(bounds):
         x, y = left[low:high], right[low:high]
@@ -37,25 +40,18 @@ def pair(a: Leaf, b: Leaf, bounds: Sequence[int]) -> Leaf:
     return out, p + q
 
 
-def unweighted(a: Leaf, b: Leaf, bounds: Sequence[int]) -> Leaf:
-    """adasum(a, b) as if both stood for equally many ranks."""
-    return pair((a[0], 1), (b[0], 1), bounds)
-
-
 def tree(
     vectors: Sequence[Tensor], bounds: Sequence[int] | None = None, *, weighted: bool = True
 ) -> Tensor:
     """Adasum of 1-D vectors in rank order: the first 2r fold pairwise, then a balanced tree."""
     bounds = bounds or (0, vectors[0].numel())
-    join = pair if weighted else unweighted
     level = [(v.double(), 1) for v in vectors]
     power = 1 << (len(level).bit_length() - 1)
     folded = len(level) - power
-    level = [join(level[2 * i], level[2 * i + 1], bounds) for i in range(folded)] + level[
-        2 * folded :
-    ]
+    first = [pair(level[2 * i], level[2 * i + 1], bounds, weighted) for i in range(folded)]
+    level = first + level[2 * folded :]
     while len(level) > 1:
-        level = [join(level[i], level[i + 1], bounds) for i in range(0, len(level), 2)]
+        level = [pair(level[i], level[i + 1], bounds, weighted) for i in range(0, len(level), 2)]
     return level[0][0]
 
 
@@ -66,7 +62,7 @@ def line(
     bounds = bounds or (0, vectors[0].numel())
     running, *others = [(v.double(), 1) for v in vectors]
     for other in others:
-        running = (pair if weighted else unweighted)(running, other, bounds)
+        running = pair(running, other, bounds, weighted)
     return running[0]
 
 

@@ -93,22 +93,14 @@ def test_pickled_hook_state_leaves_out_the_process_group_and_warns(group, caplog
     again.start(torch.ones(2), again.name_of(torch.ones(2)), [0, 2]).wait()
 
 
-def test_hook_state_without_names_numbers_the_parameters():
-    first, second = torch.zeros(2, 3), torch.zeros(2, 3)
-    state = HookState(named_parameters=[("weight", first)])
-    assert [state.name_of(p) for p in (second, first, second)] == [
-        "parameter 1 (2, 3)",
-        "weight",
-        "parameter 1 (2, 3)",
-    ]
-
-
-def test_hook_state_shared_by_models_in_turn_names_each_ones_own_parameters():
-    state = HookState()
+def test_hook_state_numbers_the_parameters_without_names_of_models_in_turn():
+    given = torch.zeros(2, 3)
+    state = HookState(named_parameters=[("weight", given)])
     names = []
     for _ in range(3):
         # CPython gives a new parameter the identity of a dropped one.
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(3, 3))
         names += [state.name_of(parameter) for parameter in model.parameters()]
     shapes = [(2, 2), (2,), (3, 3), (3,)] * 3
-    assert names == [f"parameter {i} {shape}" for i, shape in enumerate(shapes)]
+    assert names == [f"parameter {i} {shape}" for i, shape in enumerate(shapes, 1)]
+    assert state.name_of(given) == "weight"

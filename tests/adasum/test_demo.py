@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes.commands import python
 
 
 def shown(act: int, out: Path) -> str:
     pytest.importorskip("sklearn")
-    return subprocess.run(
-        [sys.executable, "-m", "adasum.demo", "--act", str(act), "--out", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=170,
-    ).stdout
+    return python("-m", "adasum.demo", "--act", str(act), "--out", out, timeout=170)
 
 
 @pytest.mark.slow

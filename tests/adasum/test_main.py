@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,19 +10,12 @@ import pytest
 
 from adasum.__main__ import main
 from adasum.bits import torch_facts
-
-ROOT = Path(__file__).parents[2]
-
-
-def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+from tests.processes.commands import ran
 
 
 def test_command_runs_a_module_and_ends_with_its_status(tmp_path: Path) -> None:
-    done = ran("adasum", "flight", str(tmp_path))
-    alone = ran("collectives.flight", str(tmp_path))
+    done = ran(sys.executable, "-m", "adasum", "flight", tmp_path)
+    alone = ran(sys.executable, "-m", "collectives.flight", tmp_path)
     assert done.returncode == alone.returncode == 2
     assert done.stderr == alone.stderr and done.stdout == alone.stdout
 
@@ -43,6 +35,6 @@ def test_without_a_command_there_is_a_list(capsys: pytest.CaptureFixture[str]) -
 def test_bits_does_not_warn_of_itself(tmp_path: Path) -> None:
     file = tmp_path / "bits.json"
     file.write_text(json.dumps({"reduction": {"op": "Sum"}, "torch": torch_facts()}))
-    done = ran("adasum.bits", str(file))
+    done = ran(sys.executable, "-m", "adasum.bits", file)
     assert "gradients are reduced:" in done.stdout
     assert "RuntimeWarning" not in done.stderr

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes.commands import ran
 from tests.processes.harness import run_ranks, script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def compare(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / "compare_digits.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=170)
+    return ran(sys.executable, EXAMPLES / "compare_digits.py", *options, timeout=170)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import importlib
 import json
 import math
 import os
-import subprocess
 import sys
 import zlib
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.processes.commands import ROOT, ran
 
 
 @pytest.fixture
@@ -144,16 +143,9 @@ def test_evidence_resumes_after_an_interruption_and_writes_all(
 @pytest.mark.slow
 def test_evidence_as_a_command_trains_in_processes_of_its_own(tmp_path):
     # The first two cells begin at once, whatever the minutes are.
-    command = [sys.executable, "-m", "evidence", "--tasks", "digits", "--folder", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"}
-    done = subprocess.run(
-        [*command, "--minutes", "0.03"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    command = ("-m", "evidence", "--tasks", "digits", "--folder", tmp_path, "--minutes", "0.03")
+    path = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
+    done = ran(sys.executable, *command, timeout=150, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert "call it again to go on" in done.stderr
     assert len((tmp_path / "digits.jsonl").read_text().splitlines()) >= 2

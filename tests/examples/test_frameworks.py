@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes.commands import ran
 from tests.processes.harness import run_ranks, script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -121,12 +122,6 @@ def test_ray_example_trains_by_the_chosen_op() -> None:
 @pytest.mark.slow
 def test_fsdp2_example_with_ranks_not_divided_by_shards_raises() -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "fsdp2_digits.py")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, **alone},
-    )
+    done = ran(sys.executable, EXAMPLES / "fsdp2_digits.py", **alone)
     assert done.returncode != 0
     assert "1 ranks are no multiple of --shards 2" in done.stderr

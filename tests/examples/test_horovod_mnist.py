@@ -7,23 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.test_docs import horovods_names
 from tests.processes.harness import run_ranks, script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "horovod_mnist.py"
-# What the script calls, all of it in Horovod 0.28.1's horovod.torch.
-HOROVOD = {
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "allreduce",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "init",
-    "local_rank",
-    "rank",
-    "size",
-}
 
 
 @pytest.mark.parametrize(
@@ -38,4 +25,5 @@ def test_horovod_mnist_example_trains(option):
 
 
 def test_horovod_mnist_example_calls_only_horovods_names():
-    assert set(re.findall(r"\bhvd\.(\w+)", SCRIPT.read_text())) == HOROVOD
+    called = set(re.findall(r"\bhvd\.(\w+)", SCRIPT.read_text()))
+    assert "Adasum" in called and called <= horovods_names().keys()

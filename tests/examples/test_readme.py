@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes.commands import ROOT, python
 from tests.processes.harness import run_ranks, script
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -43,6 +40,5 @@ def test_snippet_without_a_process_group_runs_by_plain_python(tmp_path: Path) ->
     (snippet,) = [each for each in SNIPPETS if "init_process_group" not in each]
     path = tmp_path / "snippet.py"
     path.write_text(snippet)
-    bare = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    subprocess.run([sys.executable, path], cwd=ROOT, env={**bare, "PYTHONPATH": "."}, check=True)
+    python(path, without=LAUNCHERS, PYTHONPATH=".")
     assert 0 < README.index("torchrun --nproc-per-node") < README.index("```python")

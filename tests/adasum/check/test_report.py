@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -12,23 +11,15 @@ import torch
 
 from adasum.check import checks, processes, report
 from adasum.check.__main__ import main
+from tests.processes.commands import ran
 
-
-def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "adasum.check", *options],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**os.environ, **environment},
-        check=False,
-    )
+CHECK = (sys.executable, "-m", "adasum.check")
 
 
 @pytest.mark.slow
 def test_check_that_passes_reports_what_is_there_and_exits_with_0() -> None:
     # As from within a job: what torchrun set there must not reach the check's own ranks.
-    done = run(RANK="3", WORLD_SIZE="4", NCCL_DEBUG="INFO")
+    done = ran(*CHECK, timeout=150, RANK="3", WORLD_SIZE="4", NCCL_DEBUG="INFO")
     assert done.returncode == 0, done.stderr
     assert "\nok       two ranks" in done.stdout
     assert "Sum and Adasum over" in done.stdout
@@ -42,7 +33,7 @@ def test_check_that_passes_reports_what_is_there_and_exits_with_0() -> None:
 
 @pytest.mark.slow
 def test_check_that_fails_exits_with_1_and_its_error() -> None:
-    done = run("two ranks", ADASUM_TRANSPORT="pigeon")
+    done = ran(*CHECK, "two ranks", timeout=150, ADASUM_TRANSPORT="pigeon")
     assert done.returncode == 1
     assert done.stdout.startswith("FAILED   two ranks")
     assert "ADASUM_TRANSPORT must be one of" in done.stdout

@@ -166,18 +166,3 @@ def test_functions_before_init_raise() -> None:
     for call in (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.barrier):
         with pytest.raises(RuntimeError, match="init"):
             call()
-
-
-def test_functions_without_torchrun_work_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    hvd.init()
-    hvd.init()
-    try:
-        assert hvd.is_initialized()
-        assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (0, 1, 0, 1)
-        tensor = _draw(0, 4)
-        assert torch.equal(hvd.allreduce(tensor, op=hvd.Adasum), tensor)
-    finally:
-        hvd.shutdown()
-    assert not hvd.is_initialized()

@@ -34,27 +34,20 @@ class Scaled(nn.Linear):
     [bytes, dict, io.BytesIO, lambda: None, lambda: [torch.ones(2)]],
     ids=["bytes", "dict", "file", "None", "list"],
 )
-def test_broadcast_parameters_leaves_extra_state_that_is_no_tensor(make: Callable[[], Any]) -> None:
+def test_broadcast_parameters_gives_only_extra_state_that_is_a_tensor(
+    make: Callable[[], Any],
+) -> None:
     def run(group: Group) -> Tensor:
-        extra = make()
-        model = nn.Sequential(Scaled(extra), Scaled(extra))
+        extra, tensor = make(), torch.full((3,), float(group.rank))
+        model = nn.Sequential(Scaled(extra), Scaled(tensor))
         with torch.no_grad():
             model[0].weight.fill_(float(group.rank))
         hvd.broadcast_parameters(model.state_dict(), root_rank=1)
         hvd.broadcast_parameters(list(model.state_dict().items()), root_rank=1)
-        assert model[0].extra is extra
+        assert model[0].extra is extra and tensor.tolist() == [1.0] * 3
         return model[0].weight.detach()
 
     assert all(torch.equal(weight, torch.ones(2, 2)) for weight in run_threads(3, run))
-
-
-def test_broadcast_parameters_gives_extra_state_that_is_a_tensor() -> None:
-    def run(group: Group) -> Tensor:
-        model = Scaled(torch.full((3,), float(group.rank)))
-        hvd.broadcast_parameters(model.state_dict(), root_rank=1)
-        return model.extra
-
-    assert all(torch.equal(extra, torch.ones(3)) for extra in run_threads(2, run))
 
 
 @on_ranks(3)

@@ -43,14 +43,6 @@ def test_training_on_threads_equals_the_definition(
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_gradient_predivide_factor_of_any_size_gives_the_average() -> None:
-    results = collectives.run_threads(
-        3, lambda group: train("Average", "sgd", 1, STEPS, gradient_predivide_factor=4.0)
-    )
-    want = trajectory("Average", "sgd", 3, 1, STEPS)
-    assert relative_error(results[0], want) <= trajectory_tolerance(STEPS)
-
-
 @pytest.mark.parametrize("op", sorted(OPS))
 @pytest.mark.parametrize(
     ("compression", "dtype"),

@@ -10,12 +10,7 @@ from torch import Tensor
 
 import collectives
 from adasum import DistributedOptimizer
-from tests.adasum.definition import (
-    flat,
-    loss_of,
-    make_model,
-    relative_error,
-)
+from tests.adasum.definition import flat, loss_of, make_model, relative_error
 from tests.adasum.jobs import wrapped
 
 STEPS = 4

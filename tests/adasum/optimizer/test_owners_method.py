@@ -13,11 +13,7 @@ import adasum as hvd
 import collectives
 from adasum import DistributedOptimizer
 from tests.adasum import trainings
-from tests.adasum.definition import (
-    OPTIMIZERS,
-    flat,
-    make_model,
-)
+from tests.adasum.definition import OPTIMIZERS, flat, make_model
 from tests.adasum.jobs import OPS, on_ranks, wrapped
 
 STEPS = 4

@@ -18,15 +18,15 @@ from tests.adasum.jobs import WAYS, on_ranks, wrapped
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADASUM = {"op": hvd.Adasum}
-# What differs: the options of rank 0's optimizer, rank 1's, and what the error says. With `make`
+# What differs: the options of rank 0's optimizer, rank 1's, and what the error says. With `kind`
 # they are of another plain optimizer.
 DIFFERING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "rate": ({}, {"make": partial(torch.optim.SGD, lr=0.2)}, "lr of group 0 is 0.1 on rank 0"),
-    "momentum": ({}, {"make": partial(SGD, momentum=0.9)}, "momentum of group 0 is 0.0"),
-    "class": ({}, {"make": torch.optim.Adam}, "class is torch.optim.sgd.SGD on rank 0"),
+    "rate": ({}, {"kind": partial(torch.optim.SGD, lr=0.2)}, "lr of group 0 is 0.1 on rank 0"),
+    "momentum": ({}, {"kind": partial(SGD, momentum=0.9)}, "momentum of group 0 is 0.0"),
+    "class": ({}, {"kind": torch.optim.Adam}, "class is torch.optim.sgd.SGD on rank 0"),
     "a tensor": (
-        {"make": partial(torch.optim.Adam, lr=torch.tensor(0.25))},
-        {"make": partial(torch.optim.Adam, lr=torch.tensor(0.5))},
+        {"kind": partial(torch.optim.Adam, lr=torch.tensor(0.25))},
+        {"kind": partial(torch.optim.Adam, lr=torch.tensor(0.5))},
         "lr of group 0 is 0.25 on rank 0 and 0.5 on rank 1",
     ),
     "passes": ({}, {"backward_passes_per_step": 2}, "per_step is 1 on rank 0 and 2 on rank 1"),
@@ -50,10 +50,6 @@ DIFFERING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-def _wrapped(model: torch.nn.Module, make: Any = SGD, **options: Any) -> Any:
-    return hvd.DistributedOptimizer(make(model.parameters()), **options)
-
-
 def _step(optimizer: Any, model: torch.nn.Module, rank: int, number: int = 0) -> None:
     optimizer.zero_grad()
     for turn in range(optimizer.backward_passes_per_step):
@@ -68,7 +64,7 @@ def test_settings_that_differ_raise_at_the_first_step_on_every_rank(what: str) -
     def run(group: Group) -> str:
         model = make_model()
         before = flat(model)
-        optimizer = _wrapped(model, **sides[group.rank])
+        optimizer = wrapped(model, **sides[group.rank])
         with pytest.raises(CollectiveMismatchError) as caught:
             _step(optimizer, model, group.rank)
         assert torch.equal(before, flat(model))
@@ -87,7 +83,7 @@ def test_settings_that_differ_are_not_compared_with_check_parameters_false(
 ) -> None:
     *sides, _ = DIFFERING[what]
     model = make_model()
-    optimizer = _wrapped(model, check_parameters=False, **sides[group.rank])
+    optimizer = wrapped(model, check_parameters=False, **sides[group.rank])
     _step(optimizer, model, group.rank)
 
 
