@@ -134,9 +134,7 @@ def check_mismatch(rank: int) -> None:
 
 def check_mismatch_after_join(rank: int) -> None:
     """The same where rank 0 has joined: there the Join context raises the error."""
-    wrapped = DistributedDataParallel(Net())
-    state = HookState(op=hvd.Adasum, algorithm="rd" if rank == 0 else "vhdd")
-    wrapped.register_comm_hook(state, ddp_hook)
+    wrapped = wrap(Net(), "Adasum", algorithm="rd" if rank == 0 else "vhdd")
 
     def train() -> None:
         with Join([wrapped]):
@@ -153,8 +151,7 @@ def check_process_group(rank: int) -> None:
     if rank > 1:
         return
     model = Net()
-    wrapped = DistributedDataParallel(copy.deepcopy(model), process_group=pair)
-    wrapped.register_comm_hook(HookState(op=hvd.Adasum, process_group=pair), ddp_hook)
+    wrapped = wrap(model, HookState(op=hvd.Adasum, process_group=pair), process_group=pair)
     loss_of(wrapped, rank, 0).backward()
     columns = [column[:2] for column in columns_of(model, 0)]
     for mine, want in zip(gradients(wrapped), defined("Adasum", columns), strict=True):
@@ -164,9 +161,7 @@ def check_process_group(rank: int) -> None:
 def check_absent_rank(rank: int) -> None:
     """Where a rank never comes, backward raises a timeout that names it, in time."""
     own = dist.new_group()
-    wrapped = DistributedDataParallel(Net())
-    state = HookState(op=hvd.Adasum, process_group=own, timeout=1.0)
-    wrapped.register_comm_hook(state, ddp_hook)
+    wrapped = wrap(Net(), HookState(op=hvd.Adasum, process_group=own, timeout=1.0))
     for _ in range(2):  # DDP itself talks while it rebuilds its buckets, before the second
         loss_of(wrapped, rank, 0).backward()
     if rank != 0:

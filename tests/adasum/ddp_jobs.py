@@ -61,8 +61,7 @@ def check_tree_order(rank: int) -> None:
     columns = columns_of(model, 0)
     for op in (hvd.Sum, hvd.Average):
         for cap in (TINY, 0.05, HUGE):
-            wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap)
-            wrapped.register_comm_hook(HookState(op, order="tree"), ddp_hook)
+            wrapped = wrap(model, HookState(op, order="tree"), bucket_cap_mb=cap)
             loss_of(wrapped, rank, 0).backward()
             for got, column in zip(gradients(wrapped), columns, strict=True):
                 if got is not None:
@@ -196,9 +195,7 @@ def check_two_models(rank: int) -> None:
     columns = [columns_of(model, 0) for model in models]
     shared = HookState(op=hvd.Adasum)
     for states in ([HookState(op=hvd.Adasum), HookState(op=hvd.Average)], [shared, shared]):
-        both = [DistributedDataParallel(copy.deepcopy(model)) for model in models]
-        for wrapped, state in zip(both, states, strict=True):
-            wrapped.register_comm_hook(state, ddp_hook)
+        both = [wrap(model, state) for model, state in zip(models, states, strict=True)]
         (loss_of(both[0], rank, 0) + loss_of(both[1], rank, 0)).backward()
         for wrapped, state, column in zip(both, states, columns, strict=True):
             compare(gradients(wrapped), repr(state.op), column, torch.float32)

@@ -115,14 +115,13 @@ def compare(
 
 
 def wrap(
-    model: nn.Module, op: str | None, *, algorithm: str | None = None, **options: Any
+    model: nn.Module, state: str | HookState, *, algorithm: str | None = None, **options: Any
 ) -> DistributedDataParallel:
-    """Under DDP, with the hook; with DDP's own reduction for op None."""
+    """Under DDP, with the hook: by a state, or by the name of its operator."""
+    if isinstance(state, str):
+        state = HookState(operator(state), algorithm)
     wrapped = DistributedDataParallel(copy.deepcopy(model), **options)
-    if op is not None:
-        wrapped.register_comm_hook(
-            HookState(op={**OPS, **USERS}[op], algorithm=algorithm), ddp_hook
-        )
+    wrapped.register_comm_hook(state, ddp_hook)
     return wrapped
 
 

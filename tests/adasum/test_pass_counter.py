@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import adasum as hvd
-from adasum.ddp import HookState, ddp_hook
+from adasum.ddp import HookState
 from adasum.pass_counter import PassCounter
+from tests.adasum import ddp_model
 from tests.adasum.ddp_model import TINY, Net, loss_of, run_checks, warnings_of
 from tests.processes.harness import run_ranks
 
@@ -29,9 +30,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 def wrap(order: str | None = "tree", **layout: Any) -> DistributedDataParallel:
-    wrapped = DistributedDataParallel(Net(), **layout)
-    wrapped.register_comm_hook(HookState(hvd.Sum, order=order), ddp_hook)
-    return wrapped
+    return ddp_model.wrap(Net(), HookState(hvd.Sum, order=order), **layout)
 
 
 def step(model: DistributedDataParallel, rank: int, passes: int, to_none: bool = True) -> None:

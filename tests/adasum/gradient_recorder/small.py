@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import adasum
 from adasum import GradientRecorder
 from collectives import Group
+from tests.adasum.jobs import wrapped
 
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
 
@@ -34,9 +36,7 @@ def train(
     """Train; return each step's gradients of this rank before the reduction, by NAMES."""
     model, sent = make_model(), []
     given = {"op": adasum.Adasum, "method": "gradient", "algorithm": "direct", "groups": 2}
-    optimizer = adasum.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), **given | options
-    )
+    optimizer = wrapped(model, partial(torch.optim.SGD, lr=0.01), **given | options)
     optimizer.set_observer(recorder)
     for step in range(steps):
         inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + group.rank))

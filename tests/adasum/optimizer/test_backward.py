@@ -13,12 +13,8 @@ from adasum import DistributedOptimizer, OptimizerOrderError
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.reduction import Reduction
 from collectives import CollectiveTimeoutError, TransportError
-from tests.adasum.definition import flat, loss_of, make_model
-from tests.adasum.jobs import OPS, on_ranks, take_steps, ways
-
-
-def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
+from tests.adasum.jobs import OPS, on_ranks, take_steps, ways, wrapped
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -26,9 +22,7 @@ def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 def test_too_many_backward_passes_raise_and_name_the_parameter(op: str, size: int) -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
-        optimizer = DistributedOptimizer(
-            _sgd(model), model.named_parameters(), op=OPS[op], backward_passes_per_step=2
-        )
+        optimizer = wrapped(model, op=OPS[op], backward_passes_per_step=2)
 
         def backward_and_step(number: int, turn: int) -> None:
             """It raises in backward, or in step where nothing starts in backward."""
@@ -56,7 +50,7 @@ def test_too_many_backward_passes_raise_and_name_the_parameter(op: str, size: in
 @on_ranks(2)
 def test_zero_grad_after_an_interrupted_backward_raises(group: collectives.Group) -> None:
     model = make_model()
-    optimizer: Any = DistributedOptimizer(_sgd(model), groups=4)
+    optimizer = wrapped(model, groups=4)
     broken = model[0].weight.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss_of(model, group.rank, 0).backward()
@@ -82,7 +76,7 @@ def test_zero_grad_after_an_interrupted_backward_raises(group: collectives.Group
 @on_ranks(2)
 def test_backward_after_the_wrapper_was_dropped_raises(group: collectives.Group) -> None:
     model = make_model()
-    plain = _sgd(model)
+    plain = OPTIMIZERS["sgd"](model.parameters())
     DistributedOptimizer(plain)
     with pytest.raises(OptimizerOrderError, match="was dropped, and the one passed"):
         loss_of(model, group.rank, 0).backward()
@@ -92,9 +86,7 @@ def test_backward_after_the_wrapper_was_dropped_raises(group: collectives.Group)
 @on_ranks(2)
 def test_backward_after_synchronize_raises(group: collectives.Group) -> None:
     model = make_model()
-    optimizer: Any = DistributedOptimizer(
-        _sgd(model), model.named_parameters(), backward_passes_per_step=2
-    )
+    optimizer = wrapped(model, backward_passes_per_step=2)
     loss_of(model, group.rank, 0).backward()
     optimizer.synchronize()
     with pytest.raises(OptimizerOrderError, match=r"2\.\w+ was computed after all were"):
@@ -117,7 +109,7 @@ def test_step_after_synchronize_warns_and_reduces_once() -> None:
 
 @on_ranks(1)
 def test_closure_within_skip_synchronize_raises(group: collectives.Group) -> None:
-    optimizer: Any = DistributedOptimizer(_sgd(make_model()))
+    optimizer = wrapped(make_model())
     with optimizer.skip_synchronize(), pytest.raises(ValueError, match="skip_synchronize"):
         optimizer.step(lambda: 0.0)
 
@@ -171,7 +163,7 @@ def test_a_reloaded_optimizer_trains_while_the_old_one_is_still_held(way: str) -
         model = make_model()
         optimizers = []
         for _ in range(3):
-            optimizers.append(DistributedOptimizer(_sgd(model), **RELOADED[way]))
+            optimizers.append(wrapped(model, **RELOADED[way]))
             take_steps(model, optimizers[-1], 2)
             if not held:
                 optimizers.clear()

@@ -20,7 +20,7 @@ from tests.adasum.definition import (
     trajectory,
     trajectory_tolerance,
 )
-from tests.adasum.jobs import Counting, on_ranks, train
+from tests.adasum.jobs import Counting, on_ranks, train, wrapped
 
 STEPS = 4
 
@@ -76,9 +76,7 @@ def test_delta_method_copies_only_the_buckets_in_flight(group: collectives.Group
 def test_step_in_backward_before_step_leaves_parameters_alone(group: collectives.Group) -> None:
     model = make_model()
     start = flat(model)
-    optimizer: Any = DistributedOptimizer(
-        OPTIMIZERS["adam"](model.parameters()), op=hvd.Adasum, groups=4, step_in_backward=True
-    )
+    optimizer = wrapped(model, "adam", op=hvd.Adasum, groups=4, step_in_backward=True)
     observer = Counting()
     optimizer.set_observer(observer)
     order: list[int] = []
@@ -97,14 +95,14 @@ def test_step_in_backward_before_step_leaves_parameters_alone(group: collectives
 def test_step_in_backward_with_what_needs_the_gradients_raises(group: collectives.Group) -> None:
     model = make_model().float()
 
-    def wrapped(inner: torch.optim.Optimizer, **options: Any) -> Any:
+    def early(inner: torch.optim.Optimizer, **options: Any) -> Any:
         return DistributedOptimizer(inner, op=hvd.Adasum, step_in_backward=True, **options)
 
     with pytest.raises(ValueError, match="which LBFGS is not: pass step_in_backward=False"):
-        wrapped(torch.optim.LBFGS(model.parameters()))
+        early(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ValueError, match="needs op=Adasum and method='delta'"):
-        wrapped(torch.optim.SGD(model.parameters()), method="gradient")
-    optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1))
+        early(torch.optim.SGD(model.parameters()), method="gradient")
+    optimizer = early(torch.optim.SGD(model.parameters(), lr=0.1))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(1, 6)).sum()).backward()
     with pytest.raises(OptimizerOrderError, match="clipped"):
@@ -112,7 +110,7 @@ def test_step_in_backward_with_what_needs_the_gradients_raises(group: collective
     with pytest.raises(OptimizerOrderError, match="GradScaler cannot be used with"):
         scaler.step(optimizer)
     hooked = make_model().float()
-    optimizer = wrapped(torch.optim.SGD(hooked.parameters(), lr=0.1), groups=4)
+    optimizer = early(torch.optim.SGD(hooked.parameters(), lr=0.1), groups=4)
     hook = optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(OptimizerOrderError, match="register_step_pre_hook cannot be used with"):
         hooked(torch.ones(1, 6)).sum().backward()

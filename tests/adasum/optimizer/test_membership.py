@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import adasum as hvd
-import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
 from collectives import CollectiveMismatchError, Group, run_threads
 from tests.adasum.definition import loss_of, make_model
@@ -81,13 +80,8 @@ def test_parameters_that_differ_when_they_come_are_told_apart_from_a_forgotten_b
     assert "points on ranks [1]" in text and "put into param_groups after the first step" in text
 
 
-SIZE = 2
-
-
-@on_ranks(SIZE)
-def test_param_group_added_after_backward_with_gradients_of_this_rank_raises(
-    group: collectives.Group,
-) -> None:
+@on_ranks(2)
+def test_param_group_added_after_backward_with_gradients_of_this_rank_raises(group: Group) -> None:
     model = make_model()
     first, *others = model.parameters()
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(others, lr=0.1))

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import adasum as hvd
 from collectives import Group, run_threads
 from tests.adasum.definition import flat, loss_of, make_model
-from tests.adasum.jobs import ways
+from tests.adasum.jobs import ways, wrapped
 
 WAYS = ways("average", "gradient", "delta", "owners")
 
@@ -40,12 +39,7 @@ class Passing(TorchFunctionMode):
 
 def train(group: Group, way: str, mode: Any = None) -> Tensor:
     model = make_model()
-    optimizer: Any = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        model.named_parameters(),
-        check_every=2,
-        **WAYS[way],
-    )
+    optimizer = wrapped(model, "momentum", check_every=2, **WAYS[way])
     for step in range(4):
         # The first step without, the others within.
         if mode is not None and step:

@@ -14,7 +14,7 @@ import adasum as hvd
 from adasum.optimizer.consistency.parameter_check import require_equal_parameters
 from collectives import CollectiveMismatchError, Group, run_threads
 from tests.adasum.definition import loss_of, make_model
-from tests.adasum.jobs import WAYS, on_ranks
+from tests.adasum.jobs import WAYS, on_ranks, wrapped
 
 
 def _training(rank: int, **options: Any) -> tuple[torch.nn.Module, Any]:
@@ -23,10 +23,7 @@ def _training(rank: int, **options: Any) -> tuple[torch.nn.Module, Any]:
     if rank == 1:
         with torch.no_grad():
             model[-1].weight[0, 0] += 1.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), **options
-    )
+    return model, wrapped(model, **options)
 
 
 def _step(model: torch.nn.Module, optimizer: Any, seed: int) -> None:
