@@ -67,6 +67,11 @@ def test_memory_that_cannot_be_the_buffer_raises_and_says_why(memory, error, tex
         FusedBuffer([torch.ones(3), torch.ones(4)], memory)
 
 
+def test_fused_buffer_of_complex_tensors_raises() -> None:
+    with pytest.raises(TypeError, match="complex64"):
+        FusedBuffer([torch.ones(3, dtype=torch.complex64)])
+
+
 def test_buffer_of_needs_all_slots_in_their_order():
     fused = FusedBuffer(draw(0))
     assert buffer_of(fused.tensors) is fused

@@ -20,6 +20,7 @@ from collectives import (
     Sum,
     run_threads,
 )
+from collectives.reducers import as_real
 from collectives.schedules.registry import ALGORITHMS, SCHEDULES, carriers
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
@@ -225,3 +226,19 @@ def test_other_operators_of_torch_are_refused_with_those_that_are_taken(op: Any)
                 call()
 
     run_threads(1, job)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
+def test_infinity_in_a_complex_tensor_stays_in_its_part(dtype: torch.dtype) -> None:
+    """Infinity times a complex number, such as 2 + 0i, has an imaginary part that is NaN."""
+
+    def job(group: Group) -> None:
+        one = torch.view_as_complex(torch.tensor([[torch.inf, 1.0], [2.0, 3.0]])).to(dtype)
+        for tensor in (
+            group.all_reduce(one.clone(), Sum, prescale=2.0, postscale=0.5),
+            group.all_reduce(one.clone(), Average),
+        ):
+            assert as_real(tensor)[0].tolist()[0] == torch.inf
+            assert not as_real(tensor).isnan().any()
+
+    run_threads(2, job)

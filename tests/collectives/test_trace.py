@@ -56,19 +56,6 @@ def test_timeline_has_the_reduction_if_the_caller_runs_it(tmp_path: Path) -> Non
     assert not any("before" in name for name in names)
 
 
-def test_callers_ranges_appear_in_a_running_profiler() -> None:
-    def job(group: Group) -> set[str]:
-        if group.rank:
-            group.all_reduce(torch.ones(10), name="gradient", async_op=True).wait()
-            return set()
-        with torch.profiler.profile() as profiler:
-            group.all_reduce(torch.ones(10), name="gradient", async_op=True).wait()
-        return {each.key for each in profiler.key_averages()}
-
-    names = run_threads(2, job)[0]
-    assert "wait all_reduce 'gradient'" in names
-
-
 def test_second_start_and_wrong_arguments_raise_and_other_ranks_write_nothing(
     tmp_path: Path,
 ) -> None:

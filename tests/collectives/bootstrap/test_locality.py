@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adasum import Adasum
-from collectives import Group, Topology, run_threads
+from collectives import Group, Topology
 from collectives.bootstrap.locality import Locality, find_locality
 from collectives.transport import ThreadTransport, ThreadWorld
 from tests.collectives.transport.thread_ranks import TIMEOUT, together
@@ -140,14 +140,3 @@ def test_part_of_a_group_has_the_hosts_of_its_ranks() -> None:
         (hosts, 0, 2, alone),
         (hosts, 1, 2, alone),
     ]
-
-
-def test_num_nodes_of_uneven_hosts_is_the_same_on_every_rank() -> None:
-    """Three ranks on one host and one on the other."""
-
-    def main(group: Group) -> int | None:
-        part = group.split([0, 1, 2, 4])
-        return part and part.num_nodes
-
-    found = run_threads(8, main, local_size=4)
-    assert found == [2, 2, 2, None, 2, None, None, None]

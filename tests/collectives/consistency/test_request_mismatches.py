@@ -15,6 +15,7 @@ from collectives import (
     Sum,
 )
 from tests.collectives.consistency.ranks import run, start_and_wait
+from tests.frozen.calls import line
 
 
 @pytest.mark.parametrize("way", ["threads", "shm", "messages"])
@@ -47,9 +48,11 @@ def test_calls_in_any_order_are_the_same_call_or_an_error_on_all(way: str, size:
     run(way, size, job)
 
 
-def test_request_cannot_be_made_while_a_rank_has_joined() -> None:
+@pytest.mark.parametrize("kind", ["all_reduce_init", "run"])
+def test_call_of_all_ranks_is_a_mismatch_while_a_rank_has_joined(kind: str) -> None:
     def job(group: Group) -> None:
-        with pytest.raises(CollectiveMismatchError, match=r"all_reduce_init.*while rank 1 has"):
-            group.join() if group.rank else group.all_reduce_init(torch.ones(4))
+        given = [line(2)] if kind == "run" else []
+        with pytest.raises(CollectiveMismatchError, match=rf"{kind}.*while rank 1 has joined"):
+            group.join() if group.rank else getattr(group, kind)(*given, torch.ones(4))
 
     run("threads", 2, job)

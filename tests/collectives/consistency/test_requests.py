@@ -15,7 +15,6 @@ from collectives import (
     TransportError,
 )
 from collectives.reducers import SumReducer
-from collectives.requests import Request
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 from tests.collectives.transport.thread_ranks import TIMEOUT
 
@@ -38,22 +37,6 @@ def test_requests_started_in_a_row_end_without_wait(way: str) -> None:
     run(way, 3, job)
 
 
-def test_start_with_another_buffer_is_this_ranks_own_matter() -> None:
-    def job(group: Group) -> None:
-        first, second = torch.ones(4), torch.ones(4)
-        request = group.all_reduce_init(first)
-        request.start(second if group.rank else None)
-        got, other = (second, first) if group.rank else (first, second)
-        assert request.wait() is got
-        assert torch.equal(got, torch.full((4,), 2.0)) and torch.equal(other, torch.ones(4))
-        # It stays bound.
-        request.start()
-        request.wait()
-        assert torch.equal(got, torch.full((4,), 4.0)) and torch.equal(other, torch.ones(4))
-
-    run("threads", 2, job)
-
-
 def test_start_with_a_buffer_that_overlaps_out_raises_and_starts_nothing() -> None:
     def job(group: Group) -> None:
         memory = torch.ones(12)
@@ -65,26 +48,6 @@ def test_start_with_a_buffer_that_overlaps_out_raises_and_starts_nothing() -> No
         assert memory.tolist() == [3.0] * 4 + [1.0] * 8
 
     run("threads", 3, job)
-
-
-def test_what_a_request_is_not_ready_for_raises() -> None:
-    def job(group: Group) -> None:
-        request = group.all_reduce_init(torch.ones(4))
-        calls: list[Callable[[Request], Any]] = [
-            Request.wait,
-            Request.is_completed,
-            lambda one: one.add_done_callback(lambda: None),
-        ]
-        for call in calls:
-            with pytest.raises(RuntimeError, match="was not started: call start"):
-                call(request)
-        request.close()
-        request.close()
-        for call in (*calls, Request.start):
-            with pytest.raises(RuntimeError, match="was closed: make another"):
-                call(request)
-
-    run("threads", 2, job)
 
 
 @everywhere

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adasum import Adasum, AdasumReducer
-from collectives import Average, FusedBuffer, Group, Sum, run_threads
+from collectives import FusedBuffer, Group
 from collectives.execution.operations import owners
 from tests.collectives.consistency.ranks import run
 
 UNWEIGHTED = AdasumReducer(weighted=False)
-SHAPES = [(3, 5), (), (0,), (129,), (64, 7), (130,), (2, 2)]
 # Cut by slices of any number of ranks, with an empty one; together more than what goes by `rd`.
 LARGE = [(1000, 33), (0,), (), (40_001,), (7,), (12_345,)]
 
@@ -35,47 +34,6 @@ def test_owners_loads_differ_by_one_variable_at_most(numels: list[int], size: in
         assert rank == load.index(min(load))
         load[rank] += numel
     assert max(load) - min(load) <= max(numels, default=0)
-
-
-def _values(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-
-
-@pytest.mark.parametrize("op", [Sum, Average])
-@pytest.mark.parametrize(
-    "size", [1, 2, 3, 4, 5, *(pytest.param(size, marks=pytest.mark.slow) for size in (7, 8))]
-)
-def test_reduction_to_given_owners_has_the_bits_of_rd_and_rechd(size: int, op: Sum) -> None:
-    """Packed, in a FusedBuffer, and of dtypes that nothing packs; on scattered and few owners."""
-
-    def work(group: Group) -> None:
-        for chosen in ([(3 * i + 1) % size for i in range(len(SHAPES))], [size - 1] * len(SHAPES)):
-            for dtype in (torch.float16, torch.float32, torch.float64, torch.complex64):
-                scales = {"prescale": 0.3, "postscale": 0.7}
-                want = _values(group.rank, dtype)
-                for algorithm in ("rd", "rechd"):
-                    want = _values(group.rank, dtype)
-                    group.grouped_all_reduce(want, op, algorithm=algorithm, **scales)
-                    mine = _values(group.rank, dtype)
-                    got = group.reduce_to_owners(mine, op, owners=chosen, **scales)
-                    assert got == chosen
-                    _check_mine(group, chosen, mine, want)
-                group.broadcast_from_owners(mine, owners=chosen)
-                assert all(map(torch.equal, mine, want))
-
-    run_threads(size, work)
-
-
-def _check_mine(
-    group: Group, owners: list[int], got: list[torch.Tensor], want: list[torch.Tensor]
-) -> None:
-    """Compare the tensors that this rank owns, and spoil the others."""
-    for one, other, owner in zip(got, want, owners, strict=True):
-        if owner == group.rank:
-            assert torch.equal(one, other)
-        else:
-            one.fill_(float("nan"))
 
 
 def draw(rank: int, dtype: torch.dtype) -> list[Tensor]:

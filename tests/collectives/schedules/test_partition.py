@@ -20,11 +20,6 @@ def test_pieces_cover_everything_and_differ_by_one(numel: int, pieces: int) -> N
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_larger_pieces_come_first() -> None:
-    assert split_bounds(7, 3) == [0, 3, 5, 7]
-    assert split_bounds(2, 4) == [0, 1, 2, 2, 2]
-
-
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=20), st.integers(1, 12))
 def test_segment_bounds_cut_no_segment(sizes: list[int], pieces: int) -> None:
     segments = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
