@@ -129,8 +129,7 @@ def test_thread_that_watches_may_query_events_during_any_capture(
     watcher = Watcher(ThreadWorld(2).transport(0), backend, lambda: None)
     watcher.add(Posted((1,), "step 1 of all_reduce", 300.0, event=Event()))
     assert watcher._thread is not None
-    watcher.stopped = True
-    watcher._thread.join(TIMEOUT)
+    watcher.stop()
     assert asked == [("nccl-watch-0", 2)]
 
 

@@ -315,10 +315,6 @@ class _Communicator:
         if self.rank in self._clique.errors:
             raise NcclError(self._clique.errors[self.rank])
 
-    def report(self, status: int) -> None:
-        """For tests: NCCL has found an asynchronous error on this rank."""
-        self._clique.errors[self.rank] = status
-
     def destroy(self) -> None:
         self._check_graphs()
         if self.user is not None:

@@ -161,9 +161,6 @@ class Stream:
         event.record(self)
         return event
 
-    def wait_stream(self, other: Stream) -> None:
-        self.join(other.clock)
-
 
 class Event:
     def __init__(self) -> None:

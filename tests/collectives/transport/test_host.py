@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import CollectiveTimeoutError
 from collectives.transport import Transport
 from tests.collectives.transport.thread_ranks import (
     NO_MEMFD,
@@ -64,28 +63,6 @@ def test_close_releases_the_memory_although_the_transport_is_kept() -> None:
         transport.close()
     gc.collect()
     assert len(mapped()) == before and repr(transports[0]).startswith("HostTransport")
-
-
-def test_ranks_of_other_hosts_are_reached_by_the_other_transport() -> None:
-    """Ranks 0 and 1 share memory; messages to and from rank 2 go between threads."""
-    transports = connect(3, hosts=(0, 0, 1))
-    assert [each.near for each in transports] == [(0, 1), (0, 1), (2,)]
-    assert [each.symmetric_memory for each in transports] == [None] * 3
-    assert repr(transports[0]).startswith("HostTransport(shared memory to 1, HostTransport(")
-
-    def swap(transport: Transport) -> None:
-        peers = [peer for peer in range(3) if peer != transport.rank]
-        recvs = [(peer, poisoned(LONG)) for peer in peers]
-        exchange(transport, [(peer, noise(LONG, transport.rank)) for peer in peers], recvs)
-        for peer, got in recvs:
-            assert torch.equal(got, noise(LONG, peer))
-
-    together(*(lambda each=each: swap(each) for each in transports))
-    transports[2].close()
-    with pytest.raises(CollectiveTimeoutError, match="rank 2"):
-        exchange(transports[0], [], [(2, poisoned(1))])
-    with pytest.raises(CollectiveTimeoutError, match="rank 2"):
-        exchange(transports[1], [], [(0, poisoned(1))])
 
 
 def split(transports: list[Transport], ranks: list[int]) -> list[Transport]:
