@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import traceback
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,8 +15,6 @@ from collectives.transport import GlooTransport, HostTransport
 from tests.frozen import table, worlds
 from tests.frozen.cases import Case
 from tests.frozen.errors import ENDS
-
-Check = Callable[[Group], None]
 
 
 def check_frozen_answers(group: Group) -> None:
@@ -61,41 +57,20 @@ def check_float16_average(group: Group) -> None:
         assert ((mine.double() - 40000.0).abs() <= (group.size + 1) * eps * 40000.0).all()
 
 
-def check_barrier(group: Group) -> None:
-    group.barrier()
-    assert group.local_size == group.size and group.local_rank == group.rank
-    assert group.num_nodes == 1
+def check_transport(group: Group) -> None:
+    """Run all checks."""
+    check_frozen_answers(group)
+    check_float16_average(group)
 
 
-CHECKS: dict[str, Check] = {
-    name.removeprefix("check_"): value
-    for name, value in list(globals().items())
-    if name.startswith("check_")
-}
-
-
-def run_checks(group: Group) -> dict[str, str]:
-    """Run all checks on this rank: name -> "" or the traceback."""
-    results = dict.fromkeys(CHECKS, "not run: an earlier check left the group unusable")
-    for name, check in CHECKS.items():
-        try:
-            check(group)
-            results[name] = ""
-        except BaseException:  # noqa: BLE001 - handed to the test
-            results[name] = traceback.format_exc()
-            break
-    return results
-
-
-def run_checks_in_process(rank: int, transport: str) -> dict[str, str]:
-    """The same, as one of several processes: over "gloo", "shm" or "hybrid"."""
+def check_in_process(rank: int, transport: str) -> None:
+    """Run them as one of several processes: over "gloo", "shm" or "hybrid"."""
     group = start_or_pretend(transport)
     assert (group.rank, group.size) == (rank, group.transport.size)
-    results = run_checks(group)
+    check_transport(group)
     group.close()
     collectives.shutdown()
     assert not collectives.is_initialized()
-    return results
 
 
 def start(transport: str, timeout: float = 60.0) -> Group:

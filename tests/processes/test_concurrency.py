@@ -1,7 +1,4 @@
-"""Several threads on one group, and several optimizers on the same ranks.
-
-Several groups at once are in test_subgroups.py.
-"""
+"""Several threads on one group; several groups at once are in test_subgroups.py."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ import torch
 
 import collectives
 from collectives import CollectiveMismatchError, Group
-
-STEPS = 4
 
 
 def in_thread(call: Callable[[], Any], name: str = "another") -> Any:
@@ -115,13 +110,6 @@ def check_order(group: Group) -> None:
     assert both("two") == {"one": right, "two": right}
 
 
-CHECKS: list[Callable[[Group], None]] = [
-    check_unnamed,
-    check_backward,
-    check_order,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("check", [check_unnamed, check_backward, check_order])
 def test_threads(check: Callable[[Group], None]) -> None:
     collectives.run_threads(3, check)
