@@ -47,17 +47,6 @@ def graph_of(modules: Mapping[str, Path]) -> dict[str, set[str]]:
     return graph
 
 
-def cycles_of(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """The groups of modules that reach each other, each sorted."""
-    reached = {module: _reachable(graph, module) for module in graph}
-    groups = {
-        tuple(sorted(other for other in reached[module] if module in reached[other]))
-        for module in graph
-        if module in reached[module]
-    }
-    return [list(group) for group in sorted(groups)]
-
-
 def private_names(tree: ast.AST, packages: tuple[str, ...] = PACKAGES) -> set[str]:
     """The private names of other libraries that a file uses: `torch._C`, `os._exit`."""
     bound = {}
@@ -99,14 +88,3 @@ def _prefixes(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
-
-
-def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
-    reached: set[str] = set()
-    waiting = [*graph[start]]
-    while waiting:
-        module = waiting.pop()
-        if module not in reached:
-            reached.add(module)
-            waiting += graph[module]
-    return reached
