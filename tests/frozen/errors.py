@@ -158,10 +158,6 @@ REFUSED: dict[str, Call] = {
     "meta": _reduced(lambda: ones(4, device="meta")),
     "conjugate": _reduced(lambda: ones(4, dtype=torch.complex64).conj()),
     "inference": _inference,
-    "inference_inside": _inside_inference_mode,
-    "gather_conjugate": lambda group: adasum.allgather(
-        ones(3, dtype=torch.complex64).mul(1j).conj()
-    ),
     "op_text": _reduced(lambda: ones(4), "sum"),
     "sum_bool": _reduced(lambda: ones(4, dtype=torch.bool), Sum),
     "average_bool": _reduced(lambda: ones(4, dtype=torch.bool), Average),
@@ -297,6 +293,18 @@ REFUSED: dict[str, Call] = {
     ),
     "check_op": lambda group: group.check_algorithm("rd", "Sum"),  # type: ignore[arg-type]
     "abort_reason": lambda group: group.abort(7),  # type: ignore[arg-type]
+    "init_differs": lambda group: collectives.init(transport="carrier pigeon"),
+    "split_bounds": lambda group: collectives.split_bounds(-1, 2),
+    "size_word": lambda group: collectives.parse_general_int("1.5k"),
+}
+
+
+# By functions of the default group, which only ranks as threads have here.
+OF_DEFAULT_GROUP: dict[str, Call] = {
+    "inference_inside": _inside_inference_mode,
+    "gather_conjugate": lambda group: adasum.allgather(
+        ones(3, dtype=torch.complex64).mul(1j).conj()
+    ),
     "hvd_compression": lambda group: adasum.allreduce(ones(2), compression=None),
     "hvd_average": lambda group: adasum.allreduce(ones(2), average=ones(2)),
     "hvd_root": lambda group: adasum.broadcast(ones(2), "0"),
@@ -305,9 +313,6 @@ REFUSED: dict[str, Call] = {
     "hvd_join": lambda group: adasum.join(device="cuda"),
     "hvd_grouped": lambda group: adasum.grouped_allreduce(ones(2)),
     "hvd_scalar": lambda group: adasum.allgather(torch.tensor(1.0, requires_grad=True)),
-    "init_differs": lambda group: collectives.init(transport="carrier pigeon"),
-    "split_bounds": lambda group: collectives.split_bounds(-1, 2),
-    "size_word": lambda group: collectives.parse_general_int("1.5k"),
 }
 
 
@@ -553,4 +558,6 @@ ENDS: dict[str, Call] = {
 }
 
 
-ERRORS: dict[str, Call] = REFUSED | WITHOUT_RANKS | SPECIFICATIONS | MISMATCHES | ENDS
+ERRORS: dict[str, Call] = (
+    REFUSED | OF_DEFAULT_GROUP | WITHOUT_RANKS | SPECIFICATIONS | MISMATCHES | ENDS
+)
