@@ -48,11 +48,8 @@ def group() -> Iterator[Group]:
 
 
 def _is_refused_by_one_rank(name: str) -> bool:
-    """Whether it fails without a message; ranks negotiate a request before they start it.
-
-    Calls of adasum have no row over messages, since their group is that of the process.
-    """
-    held = HELD.outcomes.get(f"error {name} messages 2")
+    """Whether it fails without a message; ranks negotiate a request before they start it."""
+    held = HELD.outcomes[f"error {name} messages 2"]
     alone = not name.startswith(("start_", "wait_", "rebind_"))
     return alone and isinstance(held, str) and held.startswith(("TypeError", "ValueError"))
 
