@@ -39,7 +39,7 @@ enum {
     TENSORS, OUT, DTYPE, FIRST, SECOND, BOUNDS, FOUND_INF, TABLE, KIND, ACCUMULATE, ARGUMENTS
 };
 /* Tensors of a list of so many are asked for their storages all at once. */
-enum { MANY = 12 };
+enum { MANY = 32 };
 /* Python objects that native.py passes, in its order: functions to query and make tensors. */
 static struct {
     PyObject *none, *tensor, *parameter, *list, *tuple, *integer, *text, *exception;

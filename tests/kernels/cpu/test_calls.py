@@ -116,10 +116,10 @@ CALLS: dict[str, Callable[..., Any]] = {
     "unpack": lambda a, b, c, out: kernels.unpack(out, [a, b, c], layout=layout()),
     "sum_n of many": lambda a, b, c, out: kernels.sum_n([a, *several(), b, c], out=out),
     "pack of many": lambda a, b, c, out: kernels.pack(
-        [a, *several(), b, c], layout=layout(15), out=out
+        [a, *several(), b, c], layout=layout(32), out=out
     ),
     "unpack of many": lambda a, b, c, out: kernels.unpack(
-        out, [a, b, *several(), c], layout=layout(15)
+        out, [a, b, *several(), c], layout=layout(32)
     ),
 }  # fmt: skip
 # Places of tensors for which a stand-in that can be read is taken, where not all of (a, b, c, out),
@@ -137,8 +137,8 @@ SHAPES: dict[str, dict[int, tuple[Shape, torch.dtype]]] = {
     "pack": {3: ((96,), torch.float32)},
     "pack with found_inf": {2: ((1,), torch.float32), 3: ((64,), torch.float32)},
     "unpack": {3: ((96,), torch.float32)},
-    "pack of many": {3: ((480,), torch.float32)},
-    "unpack of many": {3: ((480,), torch.float32)},
+    "pack of many": {3: ((1024,), torch.float32)},
+    "unpack of many": {3: ((1024,), torch.float32)},
 }
 
 
@@ -149,7 +149,7 @@ def layout(count: int = 3) -> kernels.Layout:
 
 def several() -> list[Tensor]:
     """More tensors, which make a list long enough to be asked for its storages at once."""
-    return [like(seed) for seed in range(12)]
+    return [like(seed) for seed in range(29)]
 
 
 def arguments(function: str) -> list[Any]:
