@@ -21,10 +21,12 @@ from torch import Tensor
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 # The driver copies pageable memory of up to so many bytes without waiting for earlier work.
 _COPIED_AT_ONCE = 1 << 16
+_HOST = torch.device("cpu")
 
 
 def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    # Not by `device.type`, which takes a microsecond.
+    return device != _HOST and torch.cuda.is_current_stream_capturing()
 
 
 def upload(
@@ -94,16 +96,15 @@ class DeviceTables:
         """
         with self._lock:
             tables = self._tables[device]
-            table = tables.get(key)
             if not _is_capturing(device):
+                # Move the table to the end: the dict is in order of last use.
+                table = tables.pop(key, None)
                 if table is None:
                     self._make_room(device)
                     table = make(None)
-                else:
-                    del tables[key]
-                # Move the table to the end: the dict is in order of last use.
                 tables[key] = table
                 return table
+            table = tables.get(key)
             seen, pinned = self._seen[device], self._pinned[device]
             counted = key in (pinned if table is None else seen)
             if not counted and len(seen) + len(pinned) >= self._graph_limit:
@@ -156,9 +157,10 @@ class AddressTable:
             RuntimeError: A graph is being captured, and would write the addresses at each replay.
         """
         capturing, known = _is_capturing(device), self._table
-        if not (self._planned or capturing):
-            return _on_host(addresses, device).to(device, non_blocking=True)
-        if known is None or len(addresses) != len(known):
+        rebound = known is not None and len(addresses) == len(known)
+        if rebound and capturing:
+            raise RuntimeError("a plan cannot be bound to other tensors while a graph is captured")
+        if capturing or (self._planned and not rebound):
             key = ("addresses", addresses.tobytes())
 
             def make(pinned: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -168,23 +170,17 @@ class AddressTable:
             if self._planned:
                 self._table, self._own = found, False
             return found
-        if capturing:
-            raise RuntimeError("a plan cannot be bound to other tensors while a graph is captured")
-        host = _on_host(addresses, device)
-        if self._own:
+        host = torch.frombuffer(addresses, dtype=torch.int64)
+        # Up to 64 KiB, CUDA copies pageable memory before the call returns. Larger tables use
+        # pinned memory, which torch keeps alive until the copy is done.
+        if 8 * len(addresses) > _COPIED_AT_ONCE and device != _HOST:
+            host = host.pin_memory()
+        if known is not None and self._own:
             return known.copy_(host, non_blocking=True)
-        self._table, self._own = host.to(device, non_blocking=True), device.type == "cuda"
-        return self._table
-
-
-def _on_host(addresses: array[int], device: torch.device) -> Tensor:
-    """Return the addresses as a tensor that can be copied to the device without waiting."""
-    host = torch.frombuffer(addresses, dtype=torch.int64)
-    # Up to 64 KiB, CUDA copies pageable memory before the call returns. Larger tables use pinned
-    # memory, which torch keeps alive until the copy is done.
-    if 8 * len(addresses) > _COPIED_AT_ONCE and device.type == "cuda":
-        return host.pin_memory()
-    return host
+        table = host.to(device, non_blocking=True)
+        if rebound:
+            self._table, self._own = table, device != _HOST
+        return table
 
 
 class Scratch:
