@@ -31,8 +31,8 @@ _compiling = threading.RLock()
 # Used again and again, since it has no state.
 _HERE = contextlib.nullcontext()
 _FLOAT = frozenset({float})
-_DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
-_DOUBLES, _INT64S = struct.Struct("<2d"), struct.Struct("<2q")
+# By their number.
+_DOUBLES, _INT64S = ([struct.Struct(f"<{n}{kind}") for n in range(3)] for kind in "dq")
 
 # Options of every kernel. Without fusion, sums of products need more registers. It is set
 # explicitly, because Triton's default is about to change; other kernels do not depend on it.
@@ -228,13 +228,13 @@ def nothing(*_: float | Tensor) -> None:
     """Do nothing, in place of a launch without elements."""
 
 
-def float_bits(value: float | Tensor) -> int:
-    """Return the bits of a float64 as a signed integer: Triton would pass a float as float32.
+def bits_of(*values: float | Tensor) -> tuple[int, ...]:
+    """Return at most two float64s' bits as signed integers: Triton would pass floats as float32.
 
     The host waits to read a tensor on a GPU.
     """
-    bits: int = _INT64.unpack(_DOUBLE.pack(value))[0]
-    return bits
+    count = len(values)
+    return _INT64S[count].unpack(_DOUBLES[count].pack(*values))
 
 
 def scalar_of(value: float | Tensor, out: Tensor) -> tuple[int, torch.dtype | None]:
@@ -244,7 +244,7 @@ def scalar_of(value: float | Tensor, out: Tensor) -> tuple[int, torch.dtype | No
     """
     if isinstance(value, Tensor) and value.device == out.device:
         return value.data_ptr(), value.dtype
-    return float_bits(value), None
+    return bits_of(value)[0], None
 
 
 def with_scalars(bind: Callable[..., Launch], count: int, out: Tensor) -> Callable[..., None]:
@@ -258,7 +258,7 @@ def with_scalars(bind: Callable[..., Launch], count: int, out: Tensor) -> Callab
 
     def run(*scalars: float | Tensor) -> None:
         if _FLOAT.issuperset(map(type, scalars)):
-            by_floats(*[float_bits(one) for one in scalars])
+            by_floats(*bits_of(*scalars))
             return
         bits, kinds = zip(*[scalar_of(one, out) for one in scalars], strict=True)
         if kinds not in launches:
@@ -267,12 +267,6 @@ def with_scalars(bind: Callable[..., Launch], count: int, out: Tensor) -> Callab
         launches[kinds](*bits)
 
     return run
-
-
-def bits_of_two(first: float, second: float) -> tuple[int, int]:
-    """Return `float_bits` of both, in half the time."""
-    both: tuple[int, int] = _INT64S.unpack(_DOUBLES.pack(first, second))
-    return both
 
 
 def power_of_two_above(value: int) -> int:

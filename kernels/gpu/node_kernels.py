@@ -361,7 +361,7 @@ class Node:
             length,
             **self._constants(dtype, block, warps),
         )
-        return lambda scale: launch(launcher.float_bits(scale))
+        return lambda scale: launch(*launcher.bits_of(scale))
 
     def bind_one_shot(self, x: Tensor, out: Tensor) -> Callable[[float], None]:
         """Bind the launch that writes the sum of the ranks' x to each rank's `out`, which may be x.
@@ -391,7 +391,7 @@ class Node:
             ALIGNED=(x.data_ptr() | out.data_ptr()) % 16 == 0,
             **self._constants(x.dtype, block, 4),
         )
-        return lambda scale: launch(launcher.float_bits(scale))
+        return lambda scale: launch(*launcher.bits_of(scale))
 
     def add_up(self, table: Tensor) -> None:
         """Sum all ranks' tables in place, in one launch per ONE_SHOT_BYTES."""

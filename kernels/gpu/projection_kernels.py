@@ -209,7 +209,7 @@ def _with_scratch(
 
     def run(*factors: float, then: Callable[..., None] | None = None) -> None:
         aligned.refresh()
-        bits = launcher.bits_of_two(*factors) if factors else ()
+        bits = launcher.bits_of(*factors)
         launch(*bits, scratch=scratch, then=then)
 
     return run
@@ -241,7 +241,7 @@ def combine(call: Call) -> Callable[[float, float], None]:
     if call.inputs[0].numel() == 0:
         return launcher.nothing
     blend = _blend(call, call.table, dependent=False)
-    return lambda f, g: blend(*launcher.bits_of_two(f, g))
+    return lambda f, g: blend(*launcher.bits_of(f, g))
 
 
 def _blend(call: Call, dots: Tensor, *, dependent: bool) -> launcher.Launch:
@@ -320,6 +320,6 @@ def _in_two(call: Call, chunks: Chunks) -> Callable[[float, float], None]:
     first, second = _dots(call, chunks, dots), _blend(call, dots, dependent=True)
 
     def run(factor_a: float, factor_b: float) -> None:
-        first(then=partial(second.start, *launcher.bits_of_two(factor_a, factor_b)))
+        first(then=partial(second.start, *launcher.bits_of(factor_a, factor_b)))
 
     return run

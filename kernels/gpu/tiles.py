@@ -183,7 +183,7 @@ def rescale(
 
 @jit
 def float_of(bits, LIVE: tl.constexpr = None):
-    """float64 from the bits of `float_bits` or, if LIVE, a number of that dtype at an address."""
+    """float64 from the bits of `bits_of` or, if LIVE, a number of that dtype at an address."""
     # One return: Triton types all of them.
     if LIVE is None:
         value = bits.to(tl.int64).to(tl.float64, bitcast=True)
