@@ -51,7 +51,6 @@ LONGEST = (
 NIGHTLY = (
     "accuracy",
     "adasum/check",
-    "adasum/gradient_recorder",
     "adasum/optimizer/test_mutations.py",
     "adasum/test_ddp.py",
     "adasum/test_direct.py",
