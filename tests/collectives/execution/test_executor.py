@@ -233,19 +233,6 @@ def test_part_is_reduced_while_the_next_travels() -> None:
     assert first == names
 
 
-def test_some_ranks_execute_among_themselves() -> None:
-    """As those that hold a pair of vectors add up its dot products: here ranks 1 and 3 of four."""
-
-    def main(group: Group) -> list[float]:
-        buffer = torch.full((4,), float(group.rank))
-        if group.rank % 2:
-            step = context(group.transport)
-            execute(one_level("rechd", 1, Topology(2, 2)), buffer, Sum, step, ranks=(1, 3))
-        return buffer.tolist()
-
-    assert run_threads(4, main) == [[0.0] * 4, [4.0] * 4, [2.0] * 4, [4.0] * 4]
-
-
 def test_sent_first_tells_what_is_still_to_be_sent() -> None:
     def step(*sends: Transfer) -> Step:
         return Step(sends, (Transfer(1, 2, 4, Action.REDUCE_LEFT), Transfer(1, 0, 8)))
