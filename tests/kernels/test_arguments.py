@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -315,27 +316,22 @@ def test_outputs_made_in_inference_mode():
         inside, flag, buffer = torch.ones(3), torch.zeros(()), torch.ones(16)
         table = torch.zeros(1, 1, 1, dtype=F64)
     x, dots = torch.ones(3), torch.ones(1, 3, dtype=torch.float64)
-    calls = {
-        "pack": lambda **options: kernels.pack([x], **{"out": buffer, **options}),
-        "sum_n": lambda **options: kernels.sum_n([x, inside], **{"out": inside, **options}),
-        "scaled_add": lambda **options: kernels.scaled_add(x, x, **{"out": inside, **options}),
-        "combine": lambda **options: kernels.combine(x, x, dots, **{"out": inside, **options}),
-        "adasum": lambda **options: kernels.adasum(x, x, **{"out": inside, **options}),
-        "weighted_sum": lambda **options: kernels.weighted_sum(
-            [x], rows(1, 1), **{"out": inside, **options}
-        ),
-    }
-    for call in calls.values():
+    calls: list[tuple[Callable[..., Any], Tensor]] = [
+        (partial(kernels.pack, [x]), buffer),
+        (partial(kernels.sum_n, [x, inside]), inside),
+        (partial(kernels.scaled_add, x, x), inside),
+        (partial(kernels.combine, x, x, dots), inside),
+        (partial(kernels.adasum, x, x), inside),
+        (partial(kernels.weighted_sum, [x], rows(1, 1)), inside),
+        (partial(kernels.gram, [x]), table),
+        (partial(kernels.adasum_coefficients, table.clone()[None], []), table[0]),
+    ]
+    for call, out in calls:
         with pytest.raises(ValueError, match="out was made in inference mode"):
-            call()
+            call(out=out)
+    for call in (*[call for call, _ in calls[:6]], partial(kernels.unpack, torch.ones(16), [x])):
         with pytest.raises(ValueError, match="found_inf was made in inference mode"):
-            call(out=None, found_inf=flag)
-    with pytest.raises(ValueError, match="found_inf was made in inference mode"):
-        kernels.unpack(torch.ones(16), [x], found_inf=flag)
-    with pytest.raises(ValueError, match="out was made in inference mode"):
-        kernels.gram([x], out=table)
-    with pytest.raises(ValueError, match="out was made in inference mode"):
-        kernels.adasum_coefficients(table.clone()[None], [], out=table[0])
+            call(found_inf=flag)
     assert (inside == 1).all() and (buffer == 1).all() and flag == 0
 
 

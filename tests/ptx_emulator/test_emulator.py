@@ -60,12 +60,6 @@ def _store_id_kernel(out):
     tl.store(out, tl.program_id(0))
 
 
-@triton.jit
-def _store_and_load_kernel(out, seen):
-    tl.store(out + tl.program_id(0), 1)
-    tl.store(seen + tl.program_id(0), tl.load(out + 1 - tl.program_id(0)))
-
-
 @pytest.fixture
 def emulator():
     with driver.emulated(traffic=True) as emulator:
@@ -179,11 +173,6 @@ def test_stores_of_different_values_by_two_blocks_race(emulator):
     out = torch.zeros(1, dtype=torch.int32)
     with pytest.raises((RaceError, AccessError), match="store"):
         _store_id_kernel[(2,)](out)
-
-
-def test_load_before_another_blocks_store_races(emulator):
-    with pytest.raises(RaceError, match="nothing orders the two"):
-        _store_and_load_kernel[(2,)](torch.zeros(2, dtype=torch.int32), torch.zeros(2).int())
 
 
 def test_grid_barrier_with_a_block_that_is_not_resident_hangs(monkeypatch):

@@ -180,15 +180,3 @@ def test_flags_are_the_processors(
         if option in ("-mavx2", "-march=armv8-a")
     ]
     assert found == ([] if flag is None else [flag])
-
-
-@pytest.mark.usefixtures("fresh")
-def test_aarch64_needs_no_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch says nothing of it there."""
-    if HERE not in ("x86_64", "aarch64"):
-        pytest.skip(f"compiled for x86_64 and aarch64, not for {HERE}")
-    expected = kernels.backend_info().cpu_path
-    dispatch._state.clear()
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert kernels.backend_info().cpu_path == expected
