@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -176,22 +176,16 @@ def spare(names: list[str]) -> list[str]:
     """Return the parametrizations of a test that `make test` leaves out.
 
     Those that stay have every value of every parameter, and are QUICK at least. They are chosen one
-    after the other, next the one whose values are rarest among those chosen; of several the first
-    by a hash, lest all tests that have the same parameters combine them in the same way.
+    after the other, next the one that brings most; of several the first by a hash, lest all tests
+    that have the same parameters combine them in the same way.
     """
-    values = {name: [*enumerate(name.partition("[")[2].split("-"))] for name in names}
-    missing = {value for each in values.values() for value in each}
+    values = {name: {*enumerate(name.partition("[")[2].split("-"))} for name in names}
+    missing = set().union(*values.values())
     left = sorted(names, key=lambda name: zlib.crc32(name.encode()))
-    kept: Counter[tuple[int, str]] = Counter()
-
-    def rarity(name: str) -> tuple[int, int]:
-        counts = [kept[value] for value in values[name]]
-        return min(counts), sum(counts)
-
-    while left and (missing - kept.keys() or len(names) - len(left) < QUICK):
-        name = min(left, key=rarity)
+    while left and (missing or len(names) - len(left) < QUICK):
+        name = max(left, key=lambda name: len(values[name] & missing))
         left.remove(name)
-        kept.update(values[name])
+        missing -= values[name]
     return left
 
 
