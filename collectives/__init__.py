@@ -129,6 +129,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         advice = did_you_mean(name, [] if name.startswith("_") else [*__all__, *dir(Group)])
+        if advice == f"did you mean {name}?":
+            advice = f"it is a method of the Group that init returns: group.{name}"
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}" + (advice and f": {advice}")
         )

@@ -288,7 +288,7 @@ def default_of(op: str, nbytes: float, topology: Topology, device: str) -> str:
 def check_op(op: str) -> None:
     """Raise ValueError for an operator that the model does not price."""
     if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+        raise ValueError(f"op must be {' or '.join(map(repr, OPS))}, got {op!r}")
 
 
 def schedule_for(

@@ -135,7 +135,7 @@ def test_algorithms_without_steps_are_refused() -> None:
             estimate(text, 1, RATES, topology)
     with pytest.raises(ValueError, match='device must be "cpu" or "cuda", got None'):
         estimate("auto", 1, RATES, topology)
-    with pytest.raises(ValueError, match="op must be one of sum, adasum"):
+    with pytest.raises(ValueError, match="op must be 'sum' or 'adasum'"):
         estimate("rd", 1, RATES, topology, "max")
     with pytest.raises(ValueError, match="intra must be finite"):
         replace(RATES, intra=Rate(-1.0, 0.0))
