@@ -1,6 +1,8 @@
 """Check the arguments of each function, in one place for direct calls, plans and operators.
 
-Overlap is checked later, when the call is bound to memory, since traced tensors have no memory.
+C checks them in one pass (kernels/cpu/reading.h). If it leaves a call undecided, Python checks it
+again, and describes errors. Overlap is checked later, when the call is bound to memory, since
+traced tensors have no memory.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.call import ORDERS, UNREAD, Call, check_tree
+from kernels.cpu import dispatch
 from kernels.layout import Layout, check_buffer, check_packed, codes_of, lay_out
-from kernels.reading import read
 from kernels.validation import (
     check_all_writable,
     check_dtype,
@@ -23,6 +25,7 @@ from kernels.validation import (
     check_tensor,
     check_writable,
     read_list,
+    tracing,
 )
 
 EMPTY = "tensors is empty: pass at least one tensor"
@@ -53,6 +56,31 @@ TAKES = {
     "gram": Takes(pair=False, alike=True, out="matrices"),
     "weighted_sum": Takes(pair=False, alike=True, out="same"),
 }
+
+
+def read(
+    function: str, tensors: object, out: object, dtype: object, place: object, *others: object
+) -> Call | None:
+    """Check a function's arguments in C, with memory; return None if Python is to check them.
+
+    Args:
+        function: The function's name.
+        tensors: A list or tuple.
+        out: As in `Call`.
+        dtype: The output's dtype, if given.
+        place: As in `Call`.
+        others: `found_inf`, `table`, `kind` and `accumulate`, as in `Call`.
+    """
+    if tracing() or (library := dispatch.library()) is None or function not in library.reads:
+        return None
+    found: Call | None = library.reads[function](tensors, out, dtype, 1.0, 1.0, place, *others)
+    return found
+
+
+def read_again(call: Call, inputs: list[Tensor], out: Tensor) -> Call | None:
+    """`read` the arguments of `call` with these tensors instead of its own."""
+    others = call.found_inf, call.table, call.kind, call.accumulate
+    return read(call.function, inputs, out, None, call.place, *others)
 
 
 def check_pack(
@@ -105,10 +133,9 @@ def check(
     function: str,
     tensors: object,
     out: Tensor | None,
-    found_inf: Tensor | None = None,
-    *,
     dtype: torch.dtype | None = None,
     segments: Sequence[int] | None = None,
+    found_inf: Tensor | None = None,
     table: Tensor | None = None,
     kind: str | bool = "list",
     accumulate: torch.dtype | None = None,
@@ -119,16 +146,16 @@ def check(
         function: The function's name.
         tensors: The list, or the pair (a, b).
         out: The output.
-        found_inf: As in `Call`.
         dtype: The output's dtype; if None, the dtype of `out` or of the first tensor.
         segments: The boundaries of segments; None for one segment.
+        found_inf: As in `Call`.
         table: The dots for `combine`, the coefficients for `weighted_sum`.
         kind: The order for `sum_n`; whether the matrices are precise for `gram`; for `adasum`,
             whether it may be cooperative.
         accumulate: As in `Call`.
     """
-    call = read(function, tensors, out, dtype, segments, found_inf, table, kind, accumulate)
-    if call is not None:
+    others = found_inf, table, kind, accumulate
+    if (call := read(function, tensors, out, dtype, segments, *others)) is not None:
         return call
     takes = TAKES[function]
     inputs = _check_pair(tensors, takes) if takes.pair else check_equals(tensors)
@@ -148,11 +175,10 @@ def check(
     else:
         target = check_target(out, name, first, dtype, any_dtype=takes.out == "any")
     if function == "combine":
-        check_dots(table, rows, target)
+        check_table("dots", table, (rows, 3), target.device)
     elif function == "weighted_sum":
         check_table("coefficients", table, (rows, count), target.device)
     check_found_inf(found_inf, target.device)
-    others = found_inf, table, kind, accumulate
     return Call(function, inputs, target, bounds, out is None, UNREAD, False, b"", *others)
 
 
@@ -219,21 +245,6 @@ def _check_pair(tensors: object, takes: Takes) -> list[Tensor]:
     a, b = cast("tuple[object, object]", tensors)
     left = check_tensor("a", a, any_order=True)
     return [left, check_like("b", b, "a", left, any_dtype=not takes.alike)]
-
-
-def check_dots(dots: object, count: int, like: Tensor) -> Tensor:
-    """Return `dots` if it is the contiguous float64 [count, 3] tensor `combine` needs."""
-    checked = check_tensor("dots", dots)
-    if checked.dtype != torch.float64:
-        raise TypeError(f"dots has dtype {checked.dtype}: pass what dot_and_norms returns, float64")
-    if checked.shape != (count, 3):
-        raise ValueError(
-            f"dots has shape {tuple(checked.shape)} but segments ask for {(count, 3)}: "
-            "call dot_and_norms with the same segments"
-        )
-    if checked.device != like.device:
-        raise ValueError(f"dots is on {checked.device} but a is on {like.device}: move one")
-    return checked
 
 
 def check_table(name: str, table: object, shape: tuple[int, ...], device: torch.device) -> Tensor:

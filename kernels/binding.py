@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from kernels.arguments import read_again
 from kernels.call import SCALARS, UNREAD, Call
 from kernels.cpu import dispatch
 from kernels.gpu import (
@@ -23,7 +24,6 @@ from kernels.gpu import (
     sum_kernels,
 )
 from kernels.gpu.device_tables import AddressTable
-from kernels.reading import read_again
 from kernels.validation import check_memory_of, tracing
 
 Run = Callable[..., None]

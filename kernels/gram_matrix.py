@@ -97,7 +97,7 @@ def plan_gram(
                  [1., 2.]]], dtype=torch.float64)
     """
     kind = check_flag("precise", precise)
-    return Plan(check("gram", tensors, out, segments=segments, kind=kind))
+    return Plan(check("gram", tensors, out, None, segments, kind=kind))
 
 
 def adasum_coefficients(
@@ -193,8 +193,7 @@ def plan_weighted_sum(
         >>> plan()
         tensor([1.2500, 1.2500])
     """
-    call = check("weighted_sum", tensors, out, found_inf, segments=segments, table=coefficients)
-    return Plan(call)
+    return Plan(check("weighted_sum", tensors, out, None, segments, found_inf, coefficients))
 
 
 def gram_bytes(

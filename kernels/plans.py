@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling as is_compiling
 
+from kernels.arguments import read_again
 from kernels.binding import Run, bind
 from kernels.call import UNREAD, Call
 from kernels.gpu.device_tables import AddressTable
 from kernels.gradients import refuse_followed
-from kernels.reading import read_again
 from kernels.validation import (
     EQUAL,
     check_all_writable,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kernels.arguments import check, check_dots
+from kernels.arguments import check, check_table
 from kernels.binding import run_direct
 from kernels.cpu.torch_fallback import blend_of, dots_of
 from kernels.plans import Plan, ProjectionPlan
@@ -66,7 +66,7 @@ def plan_dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = No
         >>> plan()
         tensor([[11.,  5., 25.]], dtype=torch.float64)
     """
-    return Plan(check("dot_and_norms", (a, b), None, segments=segments))
+    return Plan(check("dot_and_norms", (a, b), None, None, segments))
 
 
 def combine(
@@ -127,7 +127,7 @@ def plan_combine(
         >>> plan()
         tensor([1.2500, 0.7500])
     """
-    return ProjectionPlan(check("combine", (a, b), out, found_inf, segments=segments, table=dots))
+    return ProjectionPlan(check("combine", (a, b), out, None, segments, found_inf, dots))
 
 
 def adasum(
@@ -189,8 +189,8 @@ def plan_adasum(
         >>> plan(weights=(3, 1))
         tensor([1.5000, 3.0000])
     """
-    call = check("adasum", (a, b), out, found_inf, segments=segments, kind=cooperative)
-    return ProjectionPlan(call)
+    others = found_inf, None, cooperative
+    return ProjectionPlan(check("adasum", (a, b), out, None, segments, *others))
 
 
 def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
@@ -255,7 +255,7 @@ def combine_reference(
         tensor([1.2500, 0.7500], dtype=torch.float64)
     """
     bounds = _check_pair(a, b, segments)
-    dots = check_dots(dots, len(bounds) - 1, a)
+    dots = check_table("dots", dots, (len(bounds) - 1, 3), a.device)
     factors = check_weights(weights)
     return blend_of(a.detach(), b.detach(), dots.detach(), bounds, *factors).view(a.shape)
 

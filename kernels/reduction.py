@@ -91,8 +91,8 @@ def plan_sum_n(
         >>> plan()  # reads the result of the last run
         tensor([ 7., 10.])
     """
-    call = check("sum_n", tensors, out, found_inf, dtype=dtype, kind=order, accumulate=accumulate)
-    return ScaledPlan(call)
+    others = found_inf, None, order, accumulate
+    return ScaledPlan(check("sum_n", tensors, out, dtype, None, *others))
 
 
 def scaled_add(
@@ -144,7 +144,7 @@ def plan_scaled_add(
         >>> plan(alpha=2.0, beta=-1.0)
         tensor([-1.,  0.])
     """
-    return ScaledAddPlan(check("scaled_add", (a, b), out, found_inf, dtype=dtype))
+    return ScaledAddPlan(check("scaled_add", (a, b), out, dtype, None, found_inf))
 
 
 def sum_n_bytes(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) -> int:

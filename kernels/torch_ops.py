@@ -39,8 +39,6 @@ _OPTIONS = (
     "ScalarType? dtype, SymInt[]? starts, Tensor? table, str kind, ScalarType? accumulate, "
     "float first, Tensor? first_at, float second, Tensor? second_at"
 )
-# The first of these are options of `check`, in the same order.
-_NAMES = ("dtype", "segments", "table", "kind", "accumulate")
 # Functions whose calls leave nothing on the device. Tables and scratch memory outlive calls, and
 # torch would take them for leaks in its CUDA graphs' memory pool (mode="reduce-overhead").
 _SAFE_IN_GRAPHS = ("sum_n", "scaled_add")
@@ -53,37 +51,21 @@ def check_and_run(
     dtype: torch.dtype | None,
     first: Scalar,
     second: Scalar,
-    segments: Sequence[int] | None,
-    found_inf: Tensor | None = None,
-    table: Tensor | None = None,
-    kind: str | bool = "list",
-    accumulate: torch.dtype | None = None,
+    *options: Any,
 ) -> Any:
     """Check a call of a function of `TAKES`, run it or have torch record it, and return `out`.
 
     For calls that `run_direct` has not run, with the same arguments. first, second: The function's
-    scalars, if it has any.
+    scalars, if it has any. options: The arguments of `check` from `segments` on.
 
     Raises:
         TypeError: An argument has another type or dtype.
         ValueError: An argument is unusable, or a gradient is required that the call cannot give.
     """
-    given = function, tensors, out, found_inf
-    options = dtype, segments, table, kind, accumulate
-    if is_compiling() and _is_recordable(*given[1:], table, dtype, accumulate):
-        return _record(*given, options, first, second)
-    return run(_checked(*given, options), *(first, second)[: SCALARS.get(function, 0)])
-
-
-def _checked(
-    function: str,
-    tensors: Any,
-    out: Tensor | None,
-    found_inf: Tensor | None,
-    options: Sequence[Any],
-) -> Call:
-    named: dict[str, Any] = dict(zip(_NAMES, options, strict=True))
-    return check(function, tensors, out, found_inf, **named)
+    if is_compiling() and _is_recordable(tensors, out, dtype, *options):
+        return _record(function, tensors, out, first, second, dtype, *options)
+    call = check(function, tensors, out, dtype, *options)
+    return run(call, *(first, second)[: SCALARS.get(function, 0)])
 
 
 def run(call: Call, *scalars: Scalar) -> Any:
@@ -179,10 +161,9 @@ def _as_arguments(scalar: Scalar) -> tuple[float, Tensor | None]:
     return 1.0, torch.ones((), dtype=torch.float64, device="cpu") * scalar
 
 
-def _is_recordable(
-    tensors: Any, out: object, found_inf: Tensor | None, table: object, *dtypes: object
-) -> bool:
+def _is_recordable(tensors: Any, out: object, dtype: object, *options: object) -> bool:
     """Whether an operator takes these unchecked arguments, and no derivative is asked for."""
+    _, found_inf, table, _, accumulate = (*options, None, None, None, None)[:5]
     # torch does not compile an operator that both returns a tensor and writes one.
     if type(tensors) not in (list, tuple) or not tensors or (out is None and found_inf is not None):
         return False
@@ -192,7 +173,7 @@ def _is_recordable(
             return False
     # The primal is another object only inside a forward-mode level.
     return unpack_dual(tensors[0]).primal is tensors[0] and all(
-        one is None or isinstance(one, torch.dtype) for one in dtypes
+        one is None or isinstance(one, torch.dtype) for one in (dtype, accumulate)
     )
 
 
@@ -200,13 +181,16 @@ def _record(
     function: str,
     tensors: Sequence[Tensor],
     out: Tensor | None,
-    found_inf: Tensor | None,
-    options: Sequence[Any],
     first: Scalar,
     second: Scalar,
+    dtype: torch.dtype | None,
+    segments: Sequence[int] | None,
+    found_inf: Tensor | None = None,
+    table: Tensor | None = None,
+    kind: str | bool = "list",
+    accumulate: torch.dtype | None = None,
 ) -> Any:
     """Have torch record the operator of a function of `TAKES`, and return `out`."""
-    dtype, segments, table, kind, accumulate = options
     if segments is not None:
         # Without the end, which follows from the tensors: Inductor cannot pass an unknown length.
         segments = check_segments(segments, tensors[0].numel())[:-1]
@@ -229,8 +213,8 @@ def _trace(call: Call, first: Scalar = 1.0, second: Scalar = 1.0) -> None:
         # A flat list of floats, since operators take no rows.
         packet.default(*given, [float(one) for row in call.tree for one in row], call.spread)
     else:
-        options = None, call.bounds, call.table, call.kind, call.accumulate
-        _record(call.function, *given, call.found_inf, options, first, second)
+        others: tuple[Any, ...] = call.table, call.kind, call.accumulate
+        _record(call.function, *given, first, second, None, call.bounds, call.found_inf, *others)
 
 
 def _run_operator(function: str, inputs: list[Tensor], *given: Any, fake: bool = False) -> Tensor:
@@ -244,13 +228,12 @@ def _run_operator(function: str, inputs: list[Tensor], *given: Any, fake: bool =
     scalars = [by if at is None else at for by, at in (passed[:2], passed[2:])]
     if function in ("gram", "adasum"):
         kind = kind == "True"
-    options = dtype, segments, table, kind, accumulate
+    options = segments, found_inf, table, kind, accumulate
     if fake:
-        return _checked(function, inputs, out, found_inf, options).out
-    others = found_inf, table, kind, accumulate
-    found = run_direct(function, (inputs, out, dtype, *scalars, segments, *others))
+        return check(function, inputs, out, dtype, *options).out
+    found = run_direct(function, (inputs, out, dtype, *scalars, *options))
     if found is None:
-        call = _checked(function, inputs, out, found_inf, options)
+        call = check(function, inputs, out, dtype, *options)
         found = _run_checked(call, *scalars[: SCALARS.get(function, 0)])
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from typing import Any
@@ -194,16 +193,6 @@ def check_like(
     return checked
 
 
-def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:
-    """Whether these are ints that rise from 0 to `numel`; fast, since a model has hundreds."""
-    return (
-        {*map(type, bounds)} == {int}
-        and bounds[0] == 0
-        and bounds[-1] == numel
-        and all(map(operator.le, bounds, bounds[1:]))
-    )
-
-
 def check_segments(segments: object, numel: int) -> tuple[int, ...]:
     """Return the boundaries (0, e1, ..., numel) as a tuple; None means one segment.
 
@@ -219,8 +208,6 @@ def check_segments(segments: object, numel: int) -> tuple[int, ...]:
             "pass tensor.tolist()"
         )
     bounds = tuple(segments)
-    if not is_compiling() and _all_rise(bounds, numel):
-        return bounds
     # torch's operators pass a SymInt for what may change between calls of a graph.
     if not all(type(bound) in (int, torch.SymInt) for bound in bounds):
         bad = next(bound for bound in bounds if type(bound) is not int)

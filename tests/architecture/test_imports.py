@@ -57,7 +57,6 @@ WINGS = {
         ("kernels.plans",),
         ("kernels.binding",),
         ("kernels.arguments",),
-        ("kernels.reading",),
         ("kernels.backends",),
         ("kernels.gpu", "kernels.cpu"),
         ("kernels",),

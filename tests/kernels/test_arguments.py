@@ -57,7 +57,7 @@ ERRORS: dict[str, tuple[Callable[[Tensor], Any], type[Exception]]] = {
     "must hold ints, got float": (lambda x: kernels.adasum(x, x, (0, 3.0, 8)), TypeError),
     "tolist()": (lambda x: kernels.adasum(x, x, torch.tensor([0, 8])), TypeError),
     "dots has dtype torch.float32": (lambda x: kernels.combine(x, x, x[:3].view(1, 3)), TypeError),
-    "dots has shape (2, 3) but segments ask for (1, 3)": (
+    "dots has shape (2, 3) but the other arguments ask for (1, 3)": (
         lambda x: kernels.combine(x, x, x.new_zeros(2, 3, dtype=F64)), ValueError,
     ),
     "weights must be two numbers (p, q), got 2.0": (

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import kernels
+from kernels.arguments import read
 from kernels.binding import locate
 from kernels.call import Call
 from kernels.cpu import dispatch, native
-from kernels.reading import read
 from tests.kernels.cases import DTYPES, bits, random
 from tests.kernels.cpu.cases import need_compiled
 from tests.kernels.test_plain_tensors import Subclass, fake, resized
@@ -485,7 +485,7 @@ def test_no_references_are_kept() -> None:
 @pytest.mark.parametrize("shifted", [None, 0, 1, 2])
 def test_alignment_is_that_of_inputs_and_output(asked: Asked, shifted: int | None) -> None:
     given = [within(torch.arange(40.0), SHAPE, 4 + (i == shifted)) for i in range(3)]
-    by_c = read("sum_n", given[:2], given[2], None, None, kind="list")
+    by_c = read("sum_n", given[:2], given[2], None, None, None, None, "list")
     by_python = Call("sum_n", given[:2], given[2], None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asked.library, "reads", {})
