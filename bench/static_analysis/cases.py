@@ -138,8 +138,6 @@ KERNELS |= {
         partial(gram_kernels.tile_of, count),
         {
             "COUNT": count,
-            "ROW": gram_kernels.row_of(count),
-            "SIZE": launcher.power_of_two_above(count),
             "SPINS": node_kernels._SPINS,
             "BLEND": {"fp16": 2048, "bf16": 2048, "fp32": 1024},
         },
@@ -165,7 +163,7 @@ KERNELS |= {
     f"gram{count}": Kernel(
         gram_kernels._gram_kernel.function,
         partial(gram_kernels.tile_of, count),
-        {"COUNT": count, "ROW": gram_kernels.row_of(count), "PARTS": 2, **_EDGES_APART},
+        {"COUNT": count, "PARTS": 2, **_EDGES_APART},
         {},
         partial(gram_kernels.options_of, count),
         stores=False,

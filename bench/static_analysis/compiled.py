@@ -26,8 +26,8 @@ RESULTS = Path(__file__).parents[1] / "results"
 _NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 # For each pointer argument, the constexpr that names its dtype, or the dtype itself.
 _POINTERS = {"a": "A", "b": "B", "x": "DTYPE", "out": "OUT", "buffer": "BUFFER"}
-_POINTERS |= dict.fromkeys(("table", "addresses", "arrivals", "places", "tree"), "i64")
-_POINTERS |= dict.fromkeys(("targets", "pads", "state", "sources", "held", "runs"), "i64")
+_POINTERS |= dict.fromkeys(("table", "addresses", "arrivals", "tree"), "i64")
+_POINTERS |= dict.fromkeys(("targets", "pads", "state", "sources", "held"), "i64")
 _POINTERS["copies"] = "u8"
 _POINTERS |= dict.fromkeys(("partials", "dots", "matrices", "coefficients", "spread"), "fp64")
 

@@ -88,12 +88,6 @@ def chunks_of(a: Tensor, bounds: tuple[int, ...], summed: bool = True) -> Chunks
     return chunks_on(a.device, a.element_size(), bounds, summed)
 
 
-def chunk_count(itemsize: int, bounds: tuple[int, ...]) -> int:
-    """Return the number of chunks of a buffer if their partials are added up."""
-    block = tile_of(bounds[-1], itemsize)[0]
-    return len(cut(bounds, block, 16 // itemsize, _tiles(bounds, block, _MAX_CHUNKS))[0])
-
-
 def chunks_on(
     device: torch.device, itemsize: int, bounds: tuple[int, ...], summed: bool = True
 ) -> Chunks:

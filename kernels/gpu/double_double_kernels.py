@@ -12,65 +12,19 @@ from torch import Tensor
 
 from kernels.arithmetic import SPREAD_LIMIT, TINY
 from kernels.call import Call, Tree
+from kernels.gpu import double_double as dd
 from kernels.gpu import launcher
 from kernels.gpu.chunking import Chunks
 from kernels.gpu.device_tables import TABLES, Scratch, upload
 from kernels.gpu.dot_products import is_last
-from kernels.gpu.double_double import add, divide, exact_product, multiply
 from kernels.gpu.launcher import Kernel, jit, tl, triton
-from kernels.gpu.tiles import convert, load_tile
+from kernels.gpu.tiles import chunk_at, convert, load_tile
 
 _SCRATCH = Scratch()
 _TINY = TINY if triton is None else tl.constexpr(TINY)
 _LIMIT = SPREAD_LIMIT if triton is None else tl.constexpr(SPREAD_LIMIT)
 # Elements that a program adds at once: several per thread, so that few loads wait for each other.
 _TILE = 512 if triton is None else tl.constexpr(512)
-
-
-@jit
-def _chunk_sum(a, b, length, DTYPE: tl.constexpr):
-    """The dot product of `length` elements at the addresses a and b."""
-    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    high = tl.zeros([_TILE], tl.float64)
-    low = tl.zeros([_TILE], tl.float64)
-    for done in range(0, length, _TILE):
-        x = load_tile(a + done * BYTES, length - done, DTYPE, False, _TILE)
-        y = load_tile(b + done * BYTES, length - done, DTYPE, False, _TILE)
-        product, lost = exact_product(convert(x, tl.float64), convert(y, tl.float64))
-        high, low = add(high, low, product, lost)
-    return tl.reduce((high, low), 0, add)
-
-
-@jit
-def _sum_of_chunks(rows, count):
-    """The sum of `count` partials, read past the L1 cache."""
-    high = tl.zeros([_TILE], tl.float64)
-    low = tl.zeros([_TILE], tl.float64)
-    for done in range(0, count, _TILE):
-        k = done + tl.arange(0, _TILE).to(tl.int64)
-        part = tl.load(rows + 2 * k, mask=k < count, other=0.0, cache_modifier=".cg")
-        rest = tl.load(rows + 2 * k + 1, mask=k < count, other=0.0, cache_modifier=".cg")
-        high, low = add(high, low, part, rest)
-    return tl.reduce((high, low), 0, add)
-
-
-@jit
-def _store_pair(place, high, low):
-    tl.store(place, high)
-    tl.store(place + 1, low)
-
-
-@jit
-def _row(tile, rows, one):
-    """One row of a tile, unchanged."""
-    return tl.sum(tl.where(rows == one, tile, 0.0), axis=0)
-
-
-@jit
-def _at(vector, one):
-    """One element of a vector, unchanged."""
-    k = tl.arange(0, vector.shape[0])
-    return tl.sum(tl.where(k == one, vector, 0.0), axis=0)
 
 
 @jit
@@ -86,8 +40,8 @@ def may_cancel(matrix, n, SIZE: tl.constexpr):
     g = tl.where(i == j, lowered, g)
     found = tl.full([], 0, tl.int32)
     for step in range(n):
-        row = _row(g, i, step)
-        pivot = _at(row, step)
+        row = dd.pick(g, i == step)
+        pivot = dd.pick(row, k == step)
         found = tl.where(pivot <= 0.0, 1, found)
         # By symmetry the same values as `row`, but along the dimension of `i`.
         column = tl.sum(tl.where(j == step, g, 0.0), axis=1)
@@ -99,24 +53,36 @@ def may_cancel(matrix, n, SIZE: tl.constexpr):
 @jit
 def precise_chunk(partials, addresses, offset, length, chunk, chunks, n, DTYPE: tl.constexpr):
     """Store the partials of all pairs of tensors over one chunk, `offset` bytes into each."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     for i in range(n):
         a = tl.load(addresses + i) + offset
         for j in range(i + 1):
             b = tl.load(addresses + j) + offset
-            high, low = _chunk_sum(a, b, length, DTYPE)
-            _store_pair(partials + 2 * ((i * (i + 1) // 2 + j) * chunks + chunk), high, low)
+            sums = dd.zeros([_TILE])
+            for done in range(0, length, _TILE):
+                x = load_tile(a + done * BYTES, length - done, DTYPE, False, _TILE)
+                y = load_tile(b + done * BYTES, length - done, DTYPE, False, _TILE)
+                product = dd.exact_product(convert(x, tl.float64), convert(y, tl.float64))
+                sums = dd.add(sums, product)
+            dd.store(partials + 2 * ((i * (i + 1) // 2 + j) * chunks + chunk), dd.total(sums))
 
 
 @jit
 def precise_matrix(partials, matrix, first, count, chunks, n):
-    """Store one segment's matrix, the sums of the partials of its `count` chunks."""
+    """Store one segment's matrix, the sums of its `count` chunks' partials, read past the L1."""
     for i in range(n):
         for j in range(i + 1):
             rows = partials + 2 * ((i * (i + 1) // 2 + j) * chunks + first)
-            high, low = _sum_of_chunks(rows, count)
+            sums = dd.zeros([_TILE])
+            for done in range(0, count, _TILE):
+                k = done + tl.arange(0, _TILE).to(tl.int64)
+                high = tl.load(rows + 2 * k, mask=k < count, other=0.0, cache_modifier=".cg")
+                low = tl.load(rows + 2 * k + 1, mask=k < count, other=0.0, cache_modifier=".cg")
+                sums = dd.add(sums, dd.Double(high, low))
+            product = dd.total(sums)
             # On the diagonal both stores write equal values to one place.
-            _store_pair(matrix + 2 * (i * n + j), high, low)
-            _store_pair(matrix + 2 * (j * n + i), high, low)
+            dd.store(matrix + 2 * (i * n + j), product)
+            dd.store(matrix + 2 * (j * n + i), product)
 
 
 @Kernel
@@ -127,7 +93,6 @@ def _precise_gram_kernel(
     table,
     matrices,
     n: tl.int32,
-    ahead: tl.int32,
     DTYPE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
@@ -138,14 +103,12 @@ def _precise_gram_kernel(
     """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     chunks, chunk = tl.num_programs(0).to(tl.int64), tl.program_id(0).to(tl.int64)
-    start = tl.load(table + 3 * chunk)
-    length = tl.load(table + 3 * chunk + 1)
-    segment = tl.load(table + 3 * chunk + 2)
+    start, length, segment = chunk_at(table, chunk)
     share = table + 3 * chunks + 2 * segment
     first, count = tl.load(share), tl.load(share + 1)
     matrix = matrices + 2 * segment * n * n
     if may_cancel(matrix, n, SIZE):
-        precise_chunk(partials, addresses + ahead, start * BYTES, length, chunk, chunks, n, DTYPE)
+        precise_chunk(partials, addresses, start * BYTES, length, chunk, chunks, n, DTYPE)
         if is_last(arrivals + segment, count):
             precise_matrix(partials, matrix, first, count, chunks, n)
 
@@ -153,7 +116,7 @@ def _precise_gram_kernel(
 def made_precise(call: Call, chunks: Chunks, addresses: Tensor) -> Callable[[], None]:
     """Bind a launch that replaces entries of out [S, n, n, 2] if vectors may cancel.
 
-    `out` then holds float64 sums. The last n of `addresses` are the tensors'.
+    `out` then holds float64 sums.
     """
     segments, n, device = len(call.bounds) - 1, len(call.inputs), call.out.device
     size = launcher.power_of_two_above(max(n, 2))
@@ -164,7 +127,6 @@ def made_precise(call: Call, chunks: Chunks, addresses: Tensor) -> Callable[[], 
         chunks.table,
         call.out,
         n,
-        len(addresses) - n,
         DTYPE=call.inputs[0].dtype,
         SIZE=size,
         num_warps=max(4, warps_of(size)),
@@ -177,126 +139,107 @@ def made_precise(call: Call, chunks: Chunks, addresses: Tensor) -> Callable[[], 
 @jit
 def _is_zero(norm, reach, GUARD: tl.constexpr):
     """Whether a squared norm is tiny, or within the rounding errors of its matrix."""
-    return (norm < _TINY) | (norm < GUARD * reach * reach)
+    return (norm.high < _TINY) | (norm.high < GUARD * reach * reach)
 
 
 @jit
-def _factor(share_high, share_low, dot_high, dot_low, high, low, zero):
+def _factor(share, dot, norm, zero):
     """1 - share dot / norm; 1 for a zero vector."""
-    dot_high, dot_low = multiply(share_high, share_low, dot_high, dot_low)
-    high, low = divide(dot_high, dot_low, tl.where(zero, 1.0, high), tl.where(zero, 0.0, low))
-    high, low = add(1.0, 0.0, -high, -low)
-    return tl.where(zero, 1.0, high), tl.where(zero, 0.0, low)
+    quotient = dd.divide(dd.multiply(share, dot), dd.choose(zero, dd.Double(1.0, 0.0), norm))
+    return dd.choose(zero, dd.Double(1.0, 0.0), dd.subtract(dd.Double(1.0, 0.0), quotient))
 
 
 @jit
-def _are_parallel(a_high, a_low, b_high, b_low, dot_high, dot_low, a_reach, b_reach):
+def _are_parallel(a, b, dot, a_reach, b_reach):
     """Whether |a|^2 |b|^2 equals (a.b)^2 up to the rounding errors of a precise matrix."""
-    high, low = multiply(a_high, a_low, b_high, b_low)
-    other, rest = multiply(dot_high, dot_low, dot_high, dot_low)
-    apart, _ = add(high, low, -other, -rest)
-    lost = tl.fma(a_reach * a_reach, b_high, b_reach * b_reach * a_high)
-    return tl.abs(apart) <= 2.0**-100 * lost
+    apart = dd.subtract(dd.multiply(a, b), dd.multiply(dot, dot))
+    lost = tl.fma(a_reach * a_reach, b.high, b_reach * b_reach * a.high)
+    return tl.abs(apart.high) <= 2.0**-100 * lost
 
 
 @jit
-def _blend(alpha_high, alpha_low, a_high, a_low, beta_high, beta_low, b_high, b_low):
-    """The sum of alpha a and beta b."""
-    high, low = multiply(alpha_high, alpha_low, a_high, a_low)
-    other, rest = multiply(beta_high, beta_low, b_high, b_low)
-    return add(high, low, other, rest)
+def _blend(alpha, a, beta, b):
+    return dd.add(dd.multiply(alpha, a), dd.multiply(beta, b))
 
 
 @jit
-def _share(join, column):
-    bits = tl.load(join + column)
-    return bits.to(tl.float64, bitcast=True)
+def _load_share(at):
+    high, low = tl.load(at), tl.load(at + 1)
+    return dd.Double(high.to(tl.float64, bitcast=True), low.to(tl.float64, bitcast=True))
 
 
 @jit
-def add_table(high, low, at, n, PRECISE: tl.constexpr):
-    """Add the matrix at `at` to [SIZE, SIZE] high and low."""
+def load_matrix(at, n, SIZE: tl.constexpr, PRECISE: tl.constexpr):
+    """The n x n matrix at `at` as [SIZE, SIZE]."""
     PARTS: tl.constexpr = 2 if PRECISE else 1
-    k = tl.arange(0, high.shape[0])
+    k = tl.arange(0, SIZE)
     i, j = k[:, None], k[None, :]
     inside = (i < n) & (j < n)
     at += (i.to(tl.int64) * n + j) * PARTS
-    part = tl.load(at, mask=inside, other=0.0)
-    rest = tl.zeros(high.shape, tl.float64)
+    high, low = tl.load(at, mask=inside, other=0.0), tl.zeros([SIZE, SIZE], tl.float64)
     if PRECISE:
-        rest = tl.load(at + 1, mask=inside, other=0.0)
-    return add(high, low, part, rest)
+        low = tl.load(at + 1, mask=inside, other=0.0)
+    return dd.Double(high, low)
 
 
 @jit
-def replay(high, low, tree, n, PRECISE: tl.constexpr):
+def replay(g, tree, n, PRECISE: tl.constexpr):
     """(coefficients [SIZE], spread) of one segment from its matrix; NaN if that is not finite.
 
     Each join replaces two vectors by one and updates the Gram matrix. Each leaf has one
     coefficient, and belongs to one of the remaining vectors, its root.
     """
-    SIZE: tl.constexpr = high.shape[0]
+    SIZE: tl.constexpr = g.high.shape[0]
     GUARD: tl.constexpr = 2.0**-92 if PRECISE else 2.0**-46
     k = tl.arange(0, SIZE)
     i, j = k[:, None], k[None, :]
-    lost = tl.max(tl.max(tl.where(tl.abs(high) < float("inf"), 0, 1), axis=1), axis=0) > 0
-    c_high = tl.full([SIZE], 1.0, tl.float64)
-    c_low = tl.zeros([SIZE], tl.float64)
+    lost = tl.max(tl.max(tl.where(tl.abs(g.high) < float("inf"), 0, 1), axis=1), axis=0) > 0
+    c = dd.Double(tl.full([SIZE], 1.0, tl.float64), tl.zeros([SIZE], tl.float64))
     root = k
-    reach = tl.sqrt(tl.maximum(tl.sum(tl.where(i == j, high, 0.0), axis=0), 0.0))
+    reach = tl.sqrt(tl.maximum(dd.pick(g.high, i == j), 0.0))
     widest = tl.full([], 1.0, tl.float64)
     nothing = tl.full([], 0, tl.int32)
     for step in range(n - 1):
         join = tree + 6 * step
         left, right = tl.load(join).to(tl.int32), tl.load(join + 1).to(tl.int32)
-        a_high, a_low = _row(high, i, left), _row(low, i, left)
-        b_high, b_low = _row(high, i, right), _row(low, i, right)
-        dot_high, dot_low = _at(a_high, right), _at(a_low, right)
-        a_reach, b_reach = _at(reach, left), _at(reach, right)
-        a_norm, a_rest = _at(a_high, left), _at(a_low, left)
-        b_norm, b_rest = _at(b_high, right), _at(b_low, right)
-        p_high, p_low = _share(join, 2), _share(join, 3)
-        q_high, q_low = _share(join, 4), _share(join, 5)
-        a_zero, b_zero = _is_zero(a_norm, a_reach, GUARD), _is_zero(b_norm, b_reach, GUARD)
-        alpha, alpha_low = _factor(p_high, p_low, dot_high, dot_low, a_norm, a_rest, a_zero)
-        beta, beta_low = _factor(q_high, q_low, dot_high, dot_low, b_norm, b_rest, b_zero)
+        at_left, at_right = k == left, k == right
+        a, b = dd.pick_double(g, i == left), dd.pick_double(g, i == right)
+        dot, norm_b = dd.pick_double(a, at_right), dd.pick_double(b, at_right)
+        norm_a = dd.pick_double(a, at_left)
+        reach_a, reach_b = dd.pick(reach, at_left), dd.pick(reach, at_right)
+        p, q = _load_share(join + 2), _load_share(join + 4)
+        zero_a, zero_b = _is_zero(norm_a, reach_a, GUARD), _is_zero(norm_b, reach_b, GUARD)
+        alpha, beta = _factor(p, dot, norm_a, zero_a), _factor(q, dot, norm_b, zero_b)
         if PRECISE:
             # Parallel vectors get their weighted mean: their dot / norm may be arbitrarily
             # large, and a small result would be the sum of large terms.
-            parallel = _are_parallel(
-                a_norm, a_rest, b_norm, b_rest, dot_high, dot_low, a_reach, b_reach
-            )
-            parallel = parallel & (a_zero == 0) & (b_zero == 0)
-            alpha = tl.where(parallel, p_high, alpha)
-            alpha_low = tl.where(parallel, p_low, alpha_low)
-            beta = tl.where(parallel, q_high, beta)
-            beta_low = tl.where(parallel, q_low, beta_low)
+            parallel = _are_parallel(norm_a, norm_b, dot, reach_a, reach_b)
+            parallel = parallel & (zero_a == 0) & (zero_b == 0)
+            alpha, beta = dd.choose(parallel, p, alpha), dd.choose(parallel, q, beta)
         # The joined vector's dot products with all vectors before the join, then with itself.
-        r_high, r_low = _blend(alpha, alpha_low, a_high, a_low, beta, beta_low, b_high, b_low)
-        norm, norm_low = _blend(
-            alpha, alpha_low, _at(r_high, left), _at(r_low, left),
-            beta, beta_low, _at(r_high, right), _at(r_low, right),
-        )  # fmt: skip
-        r_high = tl.where(k == left, norm, r_high)
-        r_low = tl.where(k == left, norm_low, r_low)
-        high = tl.where(i == left, r_high[None, :], tl.where(j == left, r_high[:, None], high))
-        low = tl.where(i == left, r_low[None, :], tl.where(j == left, r_low[:, None], low))
-        of_left = root == left
-        by_high = tl.where(of_left, alpha, tl.where(root == right, beta, 1.0))
-        by_low = tl.where(of_left, alpha_low, tl.where(root == right, beta_low, 0.0))
-        c_high, c_low = multiply(c_high, c_low, by_high, by_low)
+        row = _blend(alpha, a, beta, b)
+        norm = _blend(alpha, dd.pick_double(row, at_left), beta, dd.pick_double(row, at_right))
+        row = dd.choose(at_left, norm, row)
+        column = dd.Double(row.high[:, None], row.low[:, None])
+        g = dd.choose(j == left, column, g)
+        g = dd.choose(i == left, dd.Double(row.high[None, :], row.low[None, :]), g)
+        c = dd.multiply(
+            c, dd.choose(root == left, alpha, dd.choose(root == right, beta, dd.Double(1.0, 0.0)))
+        )
         root = tl.where(root == right, left, root)
-        new_reach = tl.fma(tl.abs(alpha), a_reach, tl.abs(beta) * b_reach)
-        reach = tl.where(k == left, new_reach, reach)
-        square = new_reach * new_reach
-        nothing = tl.where(norm < GUARD * square, 1, 0)
-        found = tl.where(norm > 0.0, square / tl.where(norm > 0.0, norm, 1.0), float("inf"))
+        longest = tl.fma(tl.abs(alpha.high), reach_a, tl.abs(beta.high) * reach_b)
+        reach = tl.where(at_left, longest, reach)
+        square = longest * longest
+        nothing = tl.where(norm.high < GUARD * square, 1, 0)
+        positive = norm.high > 0.0
+        found = tl.where(positive, square / tl.where(positive, norm.high, 1.0), float("inf"))
         widest = tl.maximum(widest, tl.where(square < _TINY, 1.0, found))
+    found = c.high
     if PRECISE:
         # If the result is zero, rounded coefficients would give it a direction.
-        c_high = tl.where(nothing > 0, 0.0, c_high)
+        found = tl.where(nothing > 0, 0.0, found)
     nan = float("nan")
-    return tl.where(lost, nan, c_high), tl.where(lost, nan, widest)
+    return tl.where(lost, nan, found), tl.where(lost, nan, widest)
 
 
 @Kernel
@@ -314,14 +257,13 @@ def _coefficients_kernel(
     """The coefficients of one segment."""
     PARTS: tl.constexpr = 2 if PRECISE else 1
     segment, segments = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    high = tl.zeros([SIZE, SIZE], tl.float64)
-    low = tl.zeros([SIZE, SIZE], tl.float64)
+    g = dd.zeros([SIZE, SIZE])
     for table in range(tables):
         at = partials + (table * segments + segment) * n * n * PARTS
-        high, low = add_table(high, low, at, n, PRECISE)
-    found, widest = replay(high, low, tree, n, PRECISE)
+        g = dd.add(g, load_matrix(at, n, SIZE, PRECISE))
+    coefficients, widest = replay(g, tree, n, PRECISE)
     k = tl.arange(0, SIZE)
-    tl.store(out + segment * n + k, found, mask=k < n)
+    tl.store(out + segment * n + k, coefficients, mask=k < n)
     if SPREAD:
         tl.store(spread + segment, widest)
 

@@ -20,83 +20,58 @@ these chunks' partials, and the last such program of the segment adds up the res
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from kernels.call import Call
 from kernels.gpu import chunking, launcher
 from kernels.gpu.chunking import Aligned, chunks_of
-from kernels.gpu.device_tables import TABLES, AddressTable, Scratch, upload
+from kernels.gpu.device_tables import AddressTable, Scratch
 from kernels.gpu.dot_products import is_last
 from kernels.gpu.double_double_kernels import made_precise
 from kernels.gpu.launcher import Kernel, jit, tl, triton
 from kernels.gpu.tiles import (
     THREADS,
+    chunk_at,
     convert,
     edge_pointer,
     load_edges,
     load_tile,
+    no_tiles,
     store_tile,
     whole_vectors,
 )
 
 _SCRATCH = Scratch()
 # Maximum number of tensors per program, and tensors per group.
-_MOST, _GROUP = 8, 4
+_MOST = 8 if triton is None else tl.constexpr(8)
+_GROUP = 4 if triton is None else tl.constexpr(4)
 # Chunks whose partials are added up first; no segment has more than SET * SET chunks.
 SET = 64 if triton is None else tl.constexpr(64)
 
 
 @jit
-def no_tiles():
-    """An empty tuple, to add tiles of any kind to."""
-    return ()
-
-
-@jit
-def _halve(parts, WIDTH: tl.constexpr):
-    """Split each tile of `parts` in two; a thread holds 2 * WIDTH neighbouring elements of each."""
-    halves = no_tiles()
-    for k in tl.static_range(len(parts)):
-        x = parts[k]
-        if WIDTH > 1:
-            halves += tl.split(tl.reshape(x, [x.numel // (2 * WIDTH), WIDTH, 2]))
-        else:
-            halves += tl.split(tl.reshape(x, [x.numel // 2, 2]))
-    return halves
-
-
-@jit
-def _by_element(x, VECTOR: tl.constexpr):
+def _by_element(parts, VECTOR: tl.constexpr):
     """One tile for each of the VECTOR places in threads' vectors; no element changes its thread."""
-    parts = (x,)
-    if VECTOR >= 8:
-        parts = _halve(parts, 4)
-    if VECTOR >= 4:
-        parts = _halve(parts, 2)
-    if VECTOR >= 2:
-        parts = _halve(parts, 1)
+    if VECTOR > 1:
+        N: tl.constexpr = parts[0].numel
+        SHAPE: tl.constexpr = [N // VECTOR, VECTOR // 2, 2] if VECTOR > 2 else [N // 2, 2]
+        halves = no_tiles()
+        for k in tl.static_range(len(parts)):
+            halves += tl.split(tl.reshape(parts[k], SHAPE))
+        parts = _by_element(halves, VECTOR // 2)
     return parts
 
 
 @jit
-def _add_products(sums, tiles, VECTOR: tl.constexpr, COUNT: tl.constexpr):
+def _add_products(sums, tiles, VECTOR: tl.constexpr):
     """Add the products of each thread's elements to its sums, in the order [(i, j) for j <= i]."""
-    parts = no_tiles()
-    for i in tl.static_range(COUNT):
-        parts += (_by_element(tiles[i], VECTOR),)
+    parts = [_by_element((tile,), VECTOR) for tile in tiles]
     for v in tl.static_range(VECTOR):
-        x = no_tiles()
-        for i in tl.static_range(COUNT):
-            x += (convert(parts[i][v], tl.float64),)
+        x = [convert(part[v], tl.float64) for part in parts]
         added = no_tiles()
-        for i in tl.static_range(COUNT):
+        for i in tl.static_range(len(tiles)):
             for j in tl.static_range(i + 1):
                 added += (tl.fma(x[i], x[j], sums[i * (i + 1) // 2 + j]),)
         sums = added
@@ -126,20 +101,38 @@ def _add_rows(partials, stride, count, PAIRS: tl.constexpr, ROW: tl.constexpr):
 
 
 @jit
-def _store_entries(out, total, places, n, ROW: tl.constexpr, PARTS: tl.constexpr):
-    """Store this range's entries of a segment's matrix, and their mirror images.
+def _tensor(k, mine, n):
+    """The number of the k-th tensor of range `mine`, from n on if there is no such tensor.
 
-    PARTS: 2 if entries are pairs high + low; the low parts are set to 0.
+    Of G groups, range m has the groups m % G and m % G + m // G + 1, modulo G.
     """
-    place = tl.load(places + tl.arange(0, ROW))
-    mirrored = place % n * n + place // n
-    off_diagonal = (place >= 0) & (place != mirrored)
-    tl.store(out + PARTS * place, total, mask=place >= 0)
-    tl.store(out + PARTS * mirrored, total, mask=off_diagonal)
+    groups = tl.cdiv(tl.maximum(n, _MOST), _GROUP)
+    group = mine % groups
+    group = tl.where(k < _GROUP, group, (group + 1 + mine // groups) % groups)
+    return group * _GROUP + k % _GROUP
+
+
+@jit
+def _store_entries(out, total, mine, n, COUNT: tl.constexpr, PARTS: tl.constexpr):
+    """Store a range's entries of a segment's matrix.
+
+    Several ranges compute the products within one group, with equal bits. Of those, the range of
+    the group and the next one stores them. PARTS: 2 if entries are pairs high + low; the low parts
+    are set to 0.
+    """
+    SIZE: tl.constexpr = triton.next_power_of_2(COUNT)
+    k = tl.arange(0, SIZE * SIZE)
+    i, j = k // SIZE, k % SIZE
+    high, low = tl.maximum(i, j), tl.minimum(i, j)
+    place = tl.minimum(high * (high + 1) // 2 + low, total.shape[0] - 1)
+    row, column = _tensor(i, mine, n), _tensor(j, mine, n)
+    chosen = (high >= _GROUP) | (mine < tl.cdiv(n, _GROUP))
+    chosen = tl.where(low < _GROUP, chosen, n <= _MOST)
+    stored = chosen & (high < COUNT) & (row < n) & (column < n)
+    to = out + PARTS * (row * n + column)
+    tl.store(to, tl.gather(total, place, 0), mask=stored)
     if PARTS == 2:
-        zeros = tl.zeros([ROW], tl.float64)
-        tl.store(out + 2 * place + 1, zeros, mask=place >= 0)
-        tl.store(out + 2 * mirrored + 1, zeros, mask=off_diagonal)
+        tl.store(to + 1, tl.zeros([SIZE * SIZE], tl.float64), mask=stored)
 
 
 @jit
@@ -147,20 +140,22 @@ def finish(
     partials,
     arrivals,
     out,
-    places,
-    n,
+    table,
     chunk,
     chunks,
-    segment,
-    share,
-    PAIRS: tl.constexpr,
-    ROW: tl.constexpr,
+    mine,
+    n,
+    COUNT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Add up the partials of a set of chunks once all have arrived, then the segment's sets.
 
-    Returns whether this program has stored the segment's entries.
+    Returns whether this program has stored the entries of the chunk's segment in range `mine`.
     """
+    PAIRS: tl.constexpr = COUNT * (COUNT + 1) // 2
+    ROW: tl.constexpr = triton.next_power_of_2(PAIRS)
+    segment = chunk_at(table, chunk)[2]
+    share = table + 3 * chunks + 2 * segment
     first, count = tl.load(share), tl.load(share + 1)
     # The set's sums replace the partials of its first chunk.
     head = first + (chunk - first) // SET * SET
@@ -178,7 +173,7 @@ def finish(
             if complete:
                 total = _add_rows(partials + first * PAIRS, SET, sets, PAIRS, ROW)
         if complete:
-            _store_entries(out + segment * n * n * PARTS, total, places, n, ROW, PARTS)
+            _store_entries(out + segment * n * n * PARTS, total, mine, n, COUNT, PARTS)
     return complete
 
 
@@ -195,34 +190,27 @@ def chunk_sums(
     VECTOR: tl.constexpr = 16 // BYTES
     PAIRS: tl.constexpr = COUNT * (COUNT + 1) // 2
     before, inner = whole_vectors(start, length, VECTOR)
-    wide = no_tiles()
+    sums = no_tiles()
     for _ in tl.static_range(PAIRS):
-        wide += (tl.zeros([BLOCK // VECTOR], tl.float64),)
+        sums += (tl.zeros([BLOCK // VECTOR], tl.float64),)
     for done in range(0, inner, BLOCK):
-        tiles = no_tiles()
-        for i in tl.static_range(COUNT):
-            here = at[i] + (before + done) * BYTES
-            tiles += (load_tile(here, inner - done, DTYPE, True, BLOCK),)
+        offset, count = (before + done) * BYTES, inner - done
+        tiles = [load_tile(place + offset, count, DTYPE, True, BLOCK) for place in at]
         if copies is not None:
             for i in tl.static_range(COUNT):
-                to = copies[0] + i * copies[1] + (before + done) * BYTES
-                count = tl.where(i == copies[2], 0, inner - done)
-                store_tile(to, count, tiles[i], True)
-        wide = _add_products(wide, tiles, VECTOR, COUNT)
-    sums = no_tiles()
-    for k in tl.static_range(PAIRS):
-        by_thread = tl.reshape(wide[k], [BLOCK // VECTOR // THREADS, THREADS])
-        sums += (tl.sum(by_thread, axis=0),)
+                to = copies[0] + i * copies[1] + offset
+                store_tile(to, tl.where(i == copies[2], 0, count), tiles[i], True)
+        sums = _add_products(sums, tiles, VECTOR)
+    SHAPE: tl.constexpr = [BLOCK // VECTOR // THREADS, THREADS]
+    sums = [tl.sum(tl.reshape(wide, SHAPE), axis=0) for wide in sums]
     if inner != length:
-        edges = no_tiles()
-        for i in tl.static_range(COUNT):
-            edges += (load_edges(at[i], before, inner, length, DTYPE),)
+        edges = [load_edges(place, before, inner, length, DTYPE) for place in at]
         if copies is not None:
             inside = tl.arange(0, THREADS) < length - inner
             for i in tl.static_range(COUNT):
                 to = edge_pointer(copies[0] + i * copies[1], before, inner, DTYPE)
                 tl.store(to, edges[i], mask=inside & (i != copies[2]))
-        sums = _add_products(sums, edges, 1, COUNT)
+        sums = _add_products(sums, edges, 1)
     return sums
 
 
@@ -232,14 +220,12 @@ def _gram_kernel(
     arrivals,
     addresses,
     table,
-    places,
     matrices,
     n: tl.int32,
     ranges: tl.int32,
     segments: tl.int32,
     DTYPE: tl.constexpr,
     COUNT: tl.constexpr,
-    ROW: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -249,51 +235,17 @@ def _gram_kernel(
     chunks = tl.num_programs(0) // ranges
     # The ranges of a chunk run side by side.
     chunk = (tl.program_id(0) // ranges).to(tl.int64)
-    mine = (tl.program_id(0) % ranges).to(tl.int64)
-    start = tl.load(table + 3 * chunk)
-    length = tl.load(table + 3 * chunk + 1)
-    segment = tl.load(table + 3 * chunk + 2)
+    mine = tl.program_id(0) % ranges
+    start, length, _ = chunk_at(table, chunk)
     at = no_tiles()
-    for i in tl.static_range(COUNT):
-        at += (tl.load(addresses + mine * COUNT + i) + start * BYTES,)
+    for k in tl.static_range(COUNT):
+        tensor = tl.minimum(_tensor(k, mine, n), n - 1)
+        at += (tl.load(addresses + tensor) + start * BYTES,)
     sums = chunk_sums(at, None, start, length, DTYPE, COUNT, BLOCK)
-    partials += mine * chunks * PAIRS
+    partials += mine.to(tl.int64) * chunks * PAIRS
     store_sums(partials + chunk * PAIRS, sums, PAIRS)
-    share = table + 3 * chunks + 2 * segment
-    arrivals += mine * (chunks + segments)
-    places += mine * ROW
-    finish(
-        partials, arrivals, matrices, places, n, chunk, chunks, segment, share, PAIRS, ROW, PARTS
-    )
-
-
-def _ranges(n: int) -> list[list[int]]:
-    """Return the tensors' numbers in each range, filled up with numbers that are not below `n`."""
-    if n <= _MOST:
-        return [[*range(n)]]
-    groups = [[*range(k, k + _GROUP)] for k in range(0, n, _GROUP)]
-    return [first + second for first, second in itertools.combinations(groups, 2)]
-
-
-def places_of(n: int, row: int, device: torch.device) -> Tensor:
-    """Return int64 [ranges, row] on the device: the entry that each sum is stored to, or -1.
-
-    Several ranges compute the entries of one group, with equal bits; only one range stores them.
-    """
-
-    def make(pinned: Tensor | None) -> tuple[Tensor, Tensor]:
-        ranges, stored = _ranges(n), set[int]()
-        places = np.full((len(ranges), row), -1)
-        for mine, tensors in enumerate(ranges):
-            pairs = ((i, j) for k, i in enumerate(tensors) for j in tensors[: k + 1])
-            for column, (i, j) in enumerate(pairs):
-                if max(i, j) < n and i * n + j not in stored:
-                    stored.add(i * n + j)
-                    places[mine, column] = i * n + j
-        return upload(places.ravel(), device, pinned)
-
-    found: tuple[Tensor, Tensor] = TABLES.fetch(("gram", n), device, make)
-    return found[0]
+    arrivals += mine.to(tl.int64) * (chunks + segments)
+    finish(partials, arrivals, matrices, table, chunk, chunks, mine, n, COUNT, PARTS)
 
 
 def tile_of(count: int, numel: int, itemsize: int) -> tuple[int, int]:
@@ -310,15 +262,12 @@ def tile_of(count: int, numel: int, itemsize: int) -> tuple[int, int]:
 def options_of(count: int, capability: int) -> dict[str, int]:
     """Triton's options of a program for `count` tensors, by the compute capability times ten.
 
-    On sm_120, with five float32 tensors, ptxas spills 8 bytes to get by with 96 registers, unless
-    it is given a limit; elsewhere a limit makes it use half as many registers again.
+    To get by with fewer registers, ptxas would keep fewer loads under way with two tensors, and
+    with five of float32 spill 8 bytes on sm_120. Given a limit, it uses half as many again.
     """
+    if count == 2:
+        return {"maxnreg": 128}
     return {"maxnreg": 112} if (count, capability // 10) == (5, 12) else {}
-
-
-def row_of(count: int) -> int:
-    """Number of pairs of `count` tensors, rounded up to a power of two."""
-    return launcher.power_of_two_above(count * (count + 1) // 2)
 
 
 def gram(call: Call, table: AddressTable) -> Callable[[], None]:
@@ -330,33 +279,28 @@ def gram(call: Call, table: AddressTable) -> Callable[[], None]:
     if segments == 0:
         return launcher.nothing
     aligned, chunks = Aligned(*call.inputs), chunks_of(call.inputs[0], call.bounds)
-    ranges, dtype = _ranges(n), call.inputs[0].dtype
-    places = [tensor.data_ptr() for tensor in aligned.tensors]
-    count = len(ranges[0])
-    pairs, row = count * (count + 1) // 2, row_of(count)
+    groups, dtype = -(-n // 4), call.inputs[0].dtype
+    ranges, count = (1, n) if n <= 8 else (groups * (groups - 1) // 2, 8)
     block, warps = tile_of(count, call.inputs[0].numel(), dtype.itemsize)
-    listed = [min(i, n - 1) for i in itertools.chain(*ranges)] if len(ranges) > 1 else []
-    addresses = table.write(array("Q", [places[i] for i in (*listed, *range(n))]), device)
+    addresses = table.write(array("Q", [one.data_ptr() for one in aligned.tensors]), device)
     launch = _gram_kernel.bind(
-        chunks.chunks * len(ranges),
+        chunks.chunks * ranges,
         (call.out, chunks.table),
         addresses,
         chunks.table,
-        places_of(n, row, device),
         call.out,
         n,
-        len(ranges),
+        ranges,
         segments,
         DTYPE=dtype,
         COUNT=count,
-        ROW=row,
         PARTS=2 if call.precise else 1,
         BLOCK=block,
         num_warps=warps,
         **options_of(count, launcher.chip_of(device).capability),
     )
-    floats = len(ranges) * chunks.chunks * pairs
-    counters = len(ranges) * (chunks.chunks + segments)
+    floats = ranges * chunks.chunks * (count * (count + 1) // 2)
+    counters = ranges * (chunks.chunks + segments)
     scratch = partial(_SCRATCH.fetch, "gram", device, floats, counters)
     then = made_precise(call, chunks, addresses) if call.precise else launcher.nothing
 

@@ -24,47 +24,41 @@ launch has ended everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.call import Tree
-from kernels.gpu import launcher
-from kernels.gpu.chunking import chunk_count, chunks_on
+from kernels.gpu import double_double, launcher
+from kernels.gpu.chunking import chunks_on, tile_of
 from kernels.gpu.device_tables import upload
 from kernels.gpu.dot_products import is_last
 from kernels.gpu.double_double_kernels import (
-    add_table,
+    load_matrix,
     may_cancel,
     precise_chunk,
     precise_matrix,
     replay,
     tree_table,
 )
-from kernels.gpu.gram_kernels import (
-    chunk_sums,
-    finish,
-    no_tiles,
-    places_of,
-    row_of,
-    store_sums,
-    tile_of,
-)
-from kernels.gpu.launcher import Kernel, jit, tl
+from kernels.gpu.gram_kernels import chunk_sums, finish, store_sums
+from kernels.gpu.gram_kernels import tile_of as gram_tile_of
+from kernels.gpu.launcher import Kernel, jit, tl, triton
 from kernels.gpu.node_slices import Slice
 from kernels.gpu.signals import (
     MAILBOX_BYTES,
     MAX_PROGRAMS,
+    Peers,
     end_turn,
     grid_barrier,
     mailboxes_at,
-    signal,
+    rank_barrier,
     turn_of,
-    wait,
 )
 from kernels.gpu.sum_kernels import weighted_tile_of, weighted_total
-from kernels.gpu.tiles import part_of, store_to_all
+from kernels.gpu.tiles import chunk_at, no_tiles, part_of, store_to_all
 
 # Maximum number of ranks: a program keeps all their products in its registers.
 MAX_RANKS = 8
@@ -73,52 +67,48 @@ assert MAILBOX_BYTES >= 2 * MAX_RANKS * MAX_RANKS**2 * 16
 OPTIONS = {"launch_cooperative_grid": True, "maxnreg": 255}
 
 
+class _Part(NamedTuple):
+    """The slice of a rank, with the matrices [segments, n, n, 2] of its segments."""
+
+    table: Any
+    chunks: Any
+    segments: Any
+    before: Any
+    after: Any
+    matrices: Any
+
+
 @jit
-def _holders(segment, segments, rank, before, after):
+def _holders(segment, part, rank):
     """The first and the last rank with a part of one of this slice's segments."""
-    return tl.where(segment == 0, before, rank), tl.where(segment == segments - 1, after, rank)
+    first = tl.where(segment == 0, part.before, rank)
+    return first, tl.where(segment == part.segments - 1, part.after, rank)
 
 
 @jit
 def _mailbox(pad, sender, last, n):
-    """Address in a pad for a matrix from `sender`, which has two mailboxes there.
+    """Place in a pad for a matrix from `sender`, which has two mailboxes there.
 
     One is for the segment that ends in its slice, one for the segment that goes on. last: The last
     rank with a part of the segment.
     """
     behind = tl.where(sender == last, 0, 1)
-    return pad + mailboxes_at(n) + (behind * n + sender) * n * n * 16
+    at = pad + mailboxes_at(n) + (behind * n + sender) * n * n * 16
+    return at.to(tl.pointer_type(tl.float64))
 
 
 @jit
-def _publish(matrix, pads, segment, segments, rank, before, after, n, SIZE: tl.constexpr):
+def _publish(segment, part, peers, SIZE: tl.constexpr):
     """Write a segment's matrix to the mailboxes of all ranks, if other slices share the segment."""
-    first, last = _holders(segment, segments, rank, before, after)
+    first, last = _holders(segment, part, peers.rank)
+    n = peers.n
     if first != last:
         k = tl.arange(0, 2 * SIZE * SIZE)
         inside = k < 2 * n * n
-        x = tl.load(matrix + k, mask=inside)
+        x = tl.load(part.matrices + segment * n * n * 2 + k, mask=inside)
         for q in range(n):
-            pad = tl.load(pads + (rank + 1 + q) % n)
-            to = _mailbox(pad, rank, last, n).to(tl.pointer_type(tl.float64))
-            tl.store(to + k, x, mask=inside)
-
-
-@jit
-def _coefficients(
-    matrices, pads, tree, segment, segments, rank, before, after, n, SIZE: tl.constexpr
-):
-    """One segment's coefficients [SIZE], from the matrices of all ranks with a part of it."""
-    first, last = _holders(segment, segments, rank, before, after)
-    pad = tl.load(pads + rank)
-    high = tl.zeros([SIZE, SIZE], tl.float64)
-    low = tl.zeros([SIZE, SIZE], tl.float64)
-    for sender in range(first, last + 1):
-        alone = (matrices + segment * n * n * 2).to(tl.int64)
-        at = tl.where(first == last, alone, _mailbox(pad, sender, last, n))
-        high, low = add_table(high, low, at.to(tl.pointer_type(tl.float64)), n, True)
-    found, _ = replay(high, low, tree, n, True)
-    return found
+            pad = tl.load(peers.pads + (peers.rank + 1 + q) % n)
+            tl.store(_mailbox(pad, peers.rank, last, n) + k, x, mask=inside)
 
 
 @jit
@@ -150,33 +140,23 @@ def _blend(
 
 
 @jit
-def _run(runs):
+def _run(chunks):
     """The first chunk of this program, and the end of its run of chunks."""
-    at = runs + tl.program_id(0)
-    return tl.load(at), tl.load(at + 1)
-
-
-@jit
-def _chunk(table, chunk):
-    """(start, length, segment) of a chunk."""
-    return (
-        tl.load(table + 3 * chunk),
-        tl.load(table + 3 * chunk + 1),
-        tl.load(table + 3 * chunk + 2),
-    )
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    return program * chunks // programs, (program + 1) * chunks // programs
 
 
 @jit
 def _multiply(
-    sources, copies, stride, runs, table, partials, rank,
+    sources, copies, stride, part, partials, rank,
     DTYPE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the sums of products of this program's chunks, and copies of the peers' elements."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     PAIRS: tl.constexpr = COUNT * (COUNT + 1) // 2
-    low, high = _run(runs)
+    low, high = _run(part.chunks)
     for chunk in range(low, high):
-        start, length, _ = _chunk(table, chunk)
+        start, length, _ = chunk_at(part.table, chunk)
         at = no_tiles()
         for i in tl.static_range(COUNT):
             at += (tl.load(sources + i) + start * BYTES,)
@@ -186,84 +166,91 @@ def _multiply(
 
 
 @jit
-def _add_up(
-    runs, table, shares, places, partials, arrivals, matrices, flags, flagged, pads, rank, n,
-    before, after, chunks, segments, PAIRS: tl.constexpr, ROW: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
+def _add_up(part, partials, arrivals, flags, peers, COUNT: tl.constexpr, SIZE: tl.constexpr):
     """Count this program's chunks as done; on completing a segment, check and publish its matrix.
 
     In a loop separate from `_multiply`'s, so that its values take no registers from that one.
     """
-    low, high = _run(runs)
+    n, chunks = peers.n, part.chunks
+    low, high = _run(chunks)
     for chunk in range(low, high):
-        segment = _chunk(table, chunk)[2]
-        share = shares + 2 * segment
         complete = finish(
-            partials, arrivals, matrices, places, n, chunk, chunks, segment, share, PAIRS, ROW, 2
+            partials, arrivals, part.matrices, part.table, chunk, chunks, 0, n, COUNT, 2
         )
         if complete:
+            segment = chunk_at(part.table, chunk)[2]
             # Other threads have stored the matrix.
             tl.debug_barrier()
-            matrix = matrices + segment * n * n * 2
-            again = may_cancel(matrix, n, SIZE)
+            again = may_cancel(part.matrices + segment * n * n * 2, n, SIZE)
             tl.store(flags + segment, again.to(tl.int64))
             if again:
-                tl.atomic_add(flagged, 1, sem="relaxed")
+                tl.atomic_add(flags + part.segments, 1, sem="relaxed")
             else:
-                _publish(matrix, pads, segment, segments, rank, before, after, n, SIZE)
+                _publish(segment, part, peers, SIZE)
 
 
 @jit
 def _multiply_precisely(
-    held, runs, table, shares, partials, arrivals, matrices, flags, flagged, pads, state,
-    rank, n, before, after, chunks, segments, limit,
+    held, part, partials, arrivals, flags, peers,
     DTYPE: tl.constexpr, SIZE: tl.constexpr, SPINS: tl.constexpr,
 ):  # fmt: skip
     """Recompute flagged segments' matrices in double-double; return False if a wait has failed."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    n, chunks = peers.n, part.chunks
     going = tl.full([], 1, tl.int1)
-    if tl.load(flagged) != 0:
-        low, high = _run(runs)
+    if tl.load(flags + part.segments) != 0:
+        low, high = _run(chunks)
         for chunk in range(low, high):
-            start, length, segment = _chunk(table, chunk)
+            start, length, segment = chunk_at(part.table, chunk)
             if tl.load(flags + segment) != 0:
                 precise_chunk(partials, held, start * BYTES, length, chunk, chunks, n, DTYPE)
-                first = tl.load(shares + 2 * segment)
-                count = tl.load(shares + 2 * segment + 1)
+                share = part.table + 3 * chunks + 2 * segment
+                first, count = tl.load(share), tl.load(share + 1)
                 if is_last(arrivals + segment, count):
-                    matrix = matrices + segment * n * n * 2
+                    matrix = part.matrices + segment * n * n * 2
                     precise_matrix(partials, matrix, first, count, chunks, n)
                     # Other threads have stored the matrix.
                     tl.debug_barrier()
-                    _publish(matrix, pads, segment, segments, rank, before, after, n, SIZE)
-        going = grid_barrier(state, rank, limit, SPINS)
-        # All programs have read the flag.
+                    _publish(segment, part, peers, SIZE)
+        going = grid_barrier(peers, SPINS)
+        # All programs have read the number of flagged segments.
         if tl.program_id(0) == 0:
-            tl.store(flagged, tl.full([], 0, tl.int64))
+            tl.store(flags + part.segments, tl.full([], 0, tl.int64))
     return going
 
 
 @jit
+def _coefficients(segment, part, peers, tree, SIZE: tl.constexpr):
+    """One segment's coefficients [SIZE], from the matrices of all ranks with a part of it."""
+    first, last = _holders(segment, part, peers.rank)
+    pad, n = tl.load(peers.pads + peers.rank), peers.n
+    g = double_double.zeros([SIZE, SIZE])
+    for sender in range(first, last + 1):
+        own = part.matrices + segment * n * n * 2
+        at = tl.where(first == last, own, _mailbox(pad, sender, last, n))
+        g = double_double.add(g, load_matrix(at, n, SIZE, True))
+    return replay(g, tree, n, True)[0]
+
+
+@jit
 def _blend_chunks(
-    targets, written, held, row, runs, table, matrices, pads, tree, rank, n, before, after,
-    segments, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    targets, written, held, row, part, peers, tree,
+    DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write this program's chunks of the result, the last ones first: L2 still holds them."""
     known = tl.full([], -1, tl.int64)
-    low, high = _run(runs)
+    low, high = _run(part.chunks)
     for k in range(high - low):
-        start, length, segment = _chunk(table, high - 1 - k)
+        start, length, segment = chunk_at(part.table, high - 1 - k)
         if (segment != known) & (length > 0):
-            found = _coefficients(
-                matrices, pads, tree, segment, segments, rank, before, after, n, SIZE
-            )
+            found = _coefficients(segment, part, peers, tree, SIZE)
             i = tl.arange(0, SIZE)
             # Wait until all threads have read the previous segment's row.
             tl.debug_barrier()
-            tl.store(row + i, found, mask=i < n)
+            tl.store(row + i, found, mask=i < peers.n)
             tl.debug_barrier()
             known = segment
-        _blend(targets, written, held, row, start, length, rank, n, DTYPE, BLOCK)
+        _blend(targets, written, held, row, start, length, peers.rank, peers.n, DTYPE, BLOCK)
 
 
 @Kernel
@@ -276,8 +263,6 @@ def _adasum_kernel(
     pads,
     state,
     table,
-    runs,
-    places,
     tree,
     partials,
     matrices,
@@ -293,47 +278,34 @@ def _adasum_kernel(
     segments: tl.int32,
     DTYPE: tl.constexpr,
     COUNT: tl.constexpr,
-    ROW: tl.constexpr,
-    SIZE: tl.constexpr,
     SPINS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLEND: tl.constexpr,
 ):
     """Write the Adasum of this rank's slice of all vectors to all targets."""
-    shares = table + 3 * chunks.to(tl.int64)
+    SIZE: tl.constexpr = triton.next_power_of_2(COUNT)
+    peers = Peers(pads, state, limit, rank, n)
+    part = _Part(table, chunks.to(tl.int64), segments, before, after, matrices)
     # After the counters of chunks and sets: for each segment a counter of its precise matrix, and a
     # flag; then the number of flagged segments.
     again = arrivals + chunks + segments
     flags = again + segments
-    flagged = flags + segments
     turn = turn_of(state)
     going = turn >= 0
     if going:
-        signal(pads, rank, n, turn + 1, SIZE)
-        going = wait(pads, state, rank, n, turn, limit, 1, SPINS)
+        going = rank_barrier(peers, turn, 1, SIZE, SPINS)
     if going:
-        _multiply(sources, copies, stride, runs, table, partials, rank, DTYPE, COUNT, BLOCK)
-        _add_up(
-            runs, table, shares, places, partials, arrivals, matrices, flags, flagged, pads,
-            rank, n, before, after, chunks, segments, COUNT * (COUNT + 1) // 2, ROW, SIZE,
-        )  # fmt: skip
-        going = grid_barrier(state, rank, limit, SPINS)
+        _multiply(sources, copies, stride, part, partials, rank, DTYPE, COUNT, BLOCK)
+        _add_up(part, partials, arrivals, flags, peers, COUNT, SIZE)
+        going = grid_barrier(peers, SPINS)
     if going:
-        going = _multiply_precisely(
-            held, runs, table, shares, partials, again, matrices, flags, flagged, pads,
-            state, rank, n, before, after, chunks, segments, limit, DTYPE, SIZE, SPINS,
-        )  # fmt: skip
+        going = _multiply_precisely(held, part, partials, again, flags, peers, DTYPE, SIZE, SPINS)
     if going:
-        signal(pads, rank, n, turn + 2, SIZE)
-        going = wait(pads, state, rank, n, turn + 1, limit, 2, SPINS)
+        going = rank_barrier(peers, turn + 1, 2, SIZE, SPINS)
     if going:
         row = coefficients + tl.program_id(0).to(tl.int64) * n
-        _blend_chunks(
-            targets, written, held, row, runs, table, matrices, pads, tree, rank, n, before,
-            after, segments, DTYPE, SIZE, BLEND,
-        )  # fmt: skip
-        signal(pads, rank, n, turn + 3, SIZE)
-        going = wait(pads, state, rank, n, turn + 2, limit, 3, SPINS)
+        _blend_chunks(targets, written, held, row, part, peers, tree, DTYPE, SIZE, BLEND)
+        going = rank_barrier(peers, turn + 2, 3, SIZE, SPINS)
     if going:
         end_turn(state, turn + 3)
 
@@ -365,20 +337,22 @@ def bind(
     """
     (pads, state, limit), n, mine = shared, len(slices), slices[rank]
     device, length, itemsize = state.device, mine.bounds[-1], dtype.itemsize
-    chunks, row = chunks_on(device, itemsize, mine.bounds), row_of(n)
-    programs = min(MAX_PROGRAMS, max(chunk_count(itemsize, one.bounds) for one in slices))
+    chunks = chunks_on(device, itemsize, mine.bounds)
+    # No fewer than the longest slice's chunks, unless there are many.
+    tiles = [one.bounds[-1] // tile_of(one.bounds[-1], itemsize)[0] for one in slices]
+    parts = [k + len(one.bounds) - 1 for k, one in zip(tiles, slices, strict=True)]
+    programs = min(MAX_PROGRAMS, max(parts))
     # Each copy is aligned to 16 bytes.
     stride = -(-length * itemsize // 16) * 16
     memory = copies(n * stride)
     held = [memory.data_ptr() + i * stride for i in range(n)]
     held[rank] = sources[rank]
-    runs = np.arange(programs + 1, dtype=np.int64) * chunks.chunks // programs
-    addresses, _ = upload(np.array([*sources, *held, *runs], np.int64), device)
+    addresses, _ = upload(np.array([*sources, *held], np.int64), device)
     # Precise partials, two numbers each, reuse the memory of the float64 ones.
     sizes = [n * (n + 1) * chunks.chunks, 2 * n * n * chunks.segments, n * programs]
     floats = torch.empty(sum(sizes), dtype=torch.float64, device=device).split(sizes)
     counters = chunks.chunks + 3 * chunks.segments + 1
-    block, warps = tile_of(n, length, itemsize)
+    block, warps = gram_tile_of(n, length, itemsize)
     return _adasum_kernel.bind(
         programs,
         (),
@@ -390,8 +364,6 @@ def bind(
         pads,
         state,
         chunks.table,
-        addresses[2 * n :],
-        places_of(n, row, device),
         tree_table(tree, device),
         *floats,
         torch.zeros(counters, dtype=torch.int64, device=device),
@@ -405,8 +377,6 @@ def bind(
         chunks.segments,
         DTYPE=dtype,
         COUNT=n,
-        ROW=row,
-        SIZE=launcher.power_of_two_above(n),
         SPINS=spins,
         BLOCK=block,
         BLEND=weighted_tile_of(length, itemsize)[0],

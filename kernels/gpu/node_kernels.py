@@ -34,21 +34,28 @@ from kernels.arithmetic import compute_dtype
 from kernels.call import check_tree
 from kernels.gpu import launcher, node_adasum
 from kernels.gpu.device_tables import upload
-from kernels.gpu.gram_kernels import no_tiles
 from kernels.gpu.launcher import Kernel, jit, tl, triton
 from kernels.gpu.node_slices import slice_of, slice_with
 from kernels.gpu.signals import (
     MAILBOX_BYTES,
     MAX_PROGRAMS,
     STATE_WORDS,
+    Peers,
     end_turn,
     places_at,
-    signal,
+    rank_barrier,
     turn_of,
-    wait,
 )
 from kernels.gpu.sum_kernels import in_order
-from kernels.gpu.tiles import convert, float_of, load_tile, part_of, store_tile, store_to_all
+from kernels.gpu.tiles import (
+    convert,
+    float_of,
+    load_tile,
+    no_tiles,
+    part_of,
+    store_tile,
+    store_to_all,
+)
 from kernels.validation import check_segments
 
 # Maximum bytes of a program's tile in a one-shot sum, which are the bytes of its place.
@@ -130,11 +137,11 @@ def _two_shot_kernel(
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
     scale = float_of(scale_bits).to(WIDE)
+    peers = Peers(pads, state, limit, rank, n)
     turn = turn_of(state)
     going = turn >= 0
     if going:
-        signal(pads, rank, n, turn + 1, SIZE)
-        going = wait(pads, state, rank, n, turn, limit, 1, SPINS)
+        going = rank_barrier(peers, turn, 1, SIZE, SPINS)
     if going:
         for tile in range(tl.program_id(0), tl.cdiv(length, BLOCK), tl.num_programs(0)):
             first = tl.cast(tile, tl.int64) * BLOCK
@@ -154,8 +161,7 @@ def _two_shot_kernel(
                     y = in_order(sources, here, left, vectors, DTYPE, WIDE, False, False, PART)
                     y = convert(y * scale, DTYPE)
                     store_to_all(targets, here, left, y, rank, written, False)
-        signal(pads, rank, n, turn + 2, SIZE)
-        going = wait(pads, state, rank, n, turn + 1, limit, 3, SPINS)
+        going = rank_barrier(peers, turn + 1, 3, SIZE, SPINS)
     if going:
         end_turn(state, turn + 2)
 
@@ -201,8 +207,7 @@ def _one_shot_kernel(
                 from_x = x.to(tl.int64) + offset + done * BYTES
                 few = load_tile(from_x, count - done, DTYPE, False, PART)
                 store_tile(mine + done * BYTES, count - done, few, False)
-        signal(pads, rank, n, turn + 1, SIZE)
-        going = wait(pads, state, rank, n, turn, limit, 1, SPINS)
+        going = rank_barrier(Peers(pads, state, limit, rank, n), turn, 1, SIZE, SPINS)
     if going:
         to = out.to(tl.int64) + offset
         if vectors:

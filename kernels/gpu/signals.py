@@ -16,6 +16,8 @@ otherwise. If the host writes to that word, all waits end.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from kernels.gpu.launcher import jit, tl, triton
 from kernels.gpu.tiles import THREADS
 
@@ -28,6 +30,24 @@ _MAILBOXES = MAILBOX_BYTES if triton is None else tl.constexpr(MAILBOX_BYTES)
 # Words in a rank's own memory: each program's turn, each program's clock, the error word, the
 # barrier's counter, and the address of the host's word.
 STATE_WORDS = 2 * MAX_PROGRAMS + 3
+
+
+class Peers(NamedTuple):
+    """The arguments of a kernel that its waits need.
+
+    Attributes:
+        pads: The addresses of all ranks' pads.
+        state: STATE_WORDS in this GPU's memory.
+        limit: Maximum nanoseconds of a wait.
+        rank: This rank.
+        n: Number of ranks.
+    """
+
+    pads: Any
+    state: Any
+    limit: Any
+    rank: Any
+    n: Any
 
 
 @jit
@@ -66,12 +86,12 @@ def _store_release(at, value):
 
 
 @jit
-def signal(pads, rank, n, count, SIZE: tl.constexpr):
+def _signal(peers, count, SIZE: tl.constexpr):
     """Set this program's counters at all peers, itself included, to `count` signals so far."""
     # Elements beyond the last rank repeat its store: several stores of one value to a counter.
-    q = tl.minimum(tl.arange(0, SIZE), n - 1)
-    mine = tl.program_id(0).to(tl.int64) * n + rank
-    at = tl.load(pads + q) + 8 * mine
+    q = tl.minimum(tl.arange(0, SIZE), peers.n - 1)
+    mine = tl.program_id(0).to(tl.int64) * peers.n + peers.rank
+    at = tl.load(peers.pads + q) + 8 * mine
     tl.debug_barrier()
     _store_release(at, tl.zeros([SIZE], tl.int64) + count)
 
@@ -90,7 +110,7 @@ def _load_acquire(at):
 
 
 @jit
-def _missing(row, n, turn):
+def _late_peers(row, turn, n):
     """The peers whose counters in `row` are not above `turn`, as bits.
 
     There is an element for each thread, so that the sum is made in shared memory and all threads
@@ -100,6 +120,13 @@ def _missing(row, n, turn):
     q = tl.minimum(i, n - 1)
     bit = tl.full([THREADS], 1, tl.int64) << q
     return tl.sum(tl.where((i < n) & (_load_acquire(row + 8 * q) <= turn), bit, 0), axis=0)
+
+
+@jit
+def _own_bit_until_full(counter, before, rank):
+    """This rank's bit while programs of this launch are missing at `grid_barrier`, then 0."""
+    missing = tl.atomic_add(counter, 0, sem="acquire") >> 32 == before
+    return missing.to(tl.int64) << rank
 
 
 @jit
@@ -133,60 +160,58 @@ def _fail(state, error):
 
 
 @jit
-def wait(pads, state, rank, n, turn, limit, PHASE: tl.constexpr, SPINS: tl.constexpr):
-    """Wait until all peers have signalled more than `turn` times; return whether they have.
+def _wait(
+    MISSING: tl.constexpr, at, before, number, peers, PHASE: tl.constexpr, SPINS: tl.constexpr
+):
+    """Wait until MISSING(at, before, number) is 0; return whether it is.
 
-    After `limit` nanoseconds, PHASE and the missing peers are written to the error word. The wait
-    also ends if another program has set the word or the host has given up. The clock and the words
-    are checked once in SPINS checks of the counters.
+    After the limit, PHASE and the missing ranks are written to the error word. The wait also ends
+    if another program has set the word or the host has given up. The clock and the words are
+    checked once in SPINS checks of the counters: another program may have ended without its peer.
     """
-    row = tl.load(pads + rank) + 8 * tl.program_id(0).to(tl.int64) * n
-    missing = _missing(row, n, turn)
+    missing = MISSING(at, before, number)
     begun = tl.full([], -1, tl.int64)
     waited = tl.full([], 0, tl.int64)
-    while (missing != 0) & (waited < limit):
+    while (missing != 0) & (waited < peers.limit):
         spins = tl.full([], 0, tl.int32)
         while (missing != 0) & (spins < SPINS):
-            missing = _missing(row, n, turn)
+            missing = MISSING(at, before, number)
             spins += 1
         if missing != 0:
-            now = _now(state + PROGRAMS + tl.program_id(0))
+            now = _now(peers.state + PROGRAMS + tl.program_id(0))
             begun = tl.where(begun < 0, now, begun)
-            waited = tl.where(_ended(state), limit, now - begun)
+            waited = tl.where(_ended(peers.state), peers.limit, now - begun)
     if missing != 0:
-        _fail(state, (tl.full([], PHASE, tl.int64) << 32) | missing)
+        _fail(peers.state, (tl.full([], PHASE, tl.int64) << 32) | missing)
     return missing == 0
 
 
 @jit
-def grid_barrier(state, rank, limit, SPINS: tl.constexpr):
+def rank_barrier(peers, turn, PHASE: tl.constexpr, SIZE: tl.constexpr, SPINS: tl.constexpr):
+    """Wait until this program of all ranks has arrived here; return whether it has.
+
+    turn: Each peer's number of signals so far. PHASE: What a missing rank has not done, in errors.
+    """
+    _signal(peers, turn + 1, SIZE)
+    program = tl.program_id(0).to(tl.int64)
+    row = tl.load(peers.pads + peers.rank) + 8 * program * peers.n
+    return _wait(_late_peers, row, turn, peers.n, peers, PHASE, SPINS)
+
+
+@jit
+def grid_barrier(peers, SPINS: tl.constexpr):
     """Wait until all programs of this launch have arrived here; return whether they have.
 
     Afterwards all programs may read what each has stored before. All programs together add 2**32 to
-    the counter, whatever their number, so its upper half changes when the last one arrives. The
-    error word is checked as often as the clock, since a program may have ended without its peer.
+    the counter, whatever their number, so its upper half changes when the last one arrives.
     """
-    counter = state + 2 * PROGRAMS + 1
+    counter = peers.state + 2 * PROGRAMS + 1
     others = tl.num_programs(0).to(tl.int64) - 1
     share = tl.where(tl.program_id(0) == 0, (1 << 32) - others, 1)
     tl.debug_barrier()
     before = tl.atomic_add(counter, share, sem="release") >> 32
-    missing = tl.atomic_add(counter, 0, sem="acquire") >> 32 == before
-    begun = tl.full([], -1, tl.int64)
-    waited = tl.full([], 0, tl.int64)
-    while missing & (waited < limit):
-        spins = tl.full([], 0, tl.int32)
-        while missing & (spins < SPINS):
-            missing = tl.atomic_add(counter, 0, sem="acquire") >> 32 == before
-            spins += 1
-        if missing:
-            now = _now(state + PROGRAMS + tl.program_id(0))
-            begun = tl.where(begun < 0, now, begun)
-            waited = tl.where(_ended(state), limit, now - begun)
-    if missing:
-        # Smaller than the error of a program that misses a peer.
-        _fail(state, tl.full([], 1, tl.int64) << rank)
-    return missing == 0
+    # Phase 0: this error is smaller than that of a program that misses a peer.
+    return _wait(_own_bit_until_full, counter, before, peers.rank, peers, 0, SPINS)
 
 
 @jit

@@ -102,6 +102,19 @@ def store_to_all(addresses, offset, count, x, rank, n, VECTORS: tl.constexpr):
 
 
 @jit
+def no_tiles():
+    """An empty tuple, to add tiles of any kind to."""
+    return ()
+
+
+@jit
+def chunk_at(table, chunk):
+    """(start, length, segment) of a chunk: a row of the table of `Chunks`."""
+    row = table + 3 * chunk
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2)
+
+
+@jit
 def whole_vectors(start, length, VECTOR: tl.constexpr):
     """(elements before the first whole vector, elements in whole vectors) of a run of elements."""
     before = tl.minimum((VECTOR - start % VECTOR) % VECTOR, length)
