@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from kernels.arithmetic import CANCELLED, TINY
 from kernels.gpu.launcher import jit, tl, triton
 from kernels.gpu.tiles import THREADS, double_power_of_two, load_edges, power_of_two
@@ -9,6 +11,14 @@ from kernels.gpu.tiles import THREADS, double_power_of_two, load_edges, power_of
 _TINY = TINY if triton is None else tl.constexpr(TINY)
 _CANCELLED = CANCELLED if triton is None else tl.constexpr(CANCELLED)
 _SUM_BLOCK = 256 if triton is None else tl.constexpr(256)
+
+
+class Dots(NamedTuple):
+    """float64 a.b, |a|^2 and |b|^2, or tiles of their partial sums."""
+
+    dot: Any
+    norm_a: Any
+    norm_b: Any
 
 
 @jit
@@ -61,7 +71,20 @@ def thread_dots(x, y, VECTOR: tl.constexpr, WIDE: tl.constexpr):
         dot = _thread_sums(u, v) * double_power_of_two(p + q)
         norm_a = _thread_sums(u, u) * double_power_of_two(2 * p)
         norm_b = _thread_sums(v, v) * double_power_of_two(2 * q)
-    return dot, norm_a, norm_b
+    return Dots(dot, norm_a, norm_b)
+
+
+@jit
+def zero_dots(SIZE: tl.constexpr):
+    """Tiles of zeros."""
+    zeros = tl.zeros([SIZE], tl.float64)
+    return Dots(zeros, zeros, zeros)
+
+
+@jit
+def add_dots(x, y):
+    """The sums of the tiles."""
+    return Dots(x.dot + y.dot, x.norm_a + y.norm_a, x.norm_b + y.norm_b)
 
 
 @jit
@@ -70,13 +93,14 @@ def _add_three(d, p, q, e, r, s):
 
 
 @jit
-def over_threads(dot, norm_a, norm_b):
-    """The sums of three tensors over the threads, with common barriers."""
-    return tl.reduce((dot, norm_a, norm_b), 0, _add_three)
+def over_threads(x):
+    """The sums over the elements of the tiles, with common barriers."""
+    dot, norm_a, norm_b = tl.reduce(x, 0, _add_three)
+    return Dots(dot, norm_a, norm_b)
 
 
 @jit
-def coefficient(dot, factor, norm):
+def _coefficient(dot, factor, norm):
     """1 - dot / (factor * norm); 1 for a tiny norm, and NaN for a norm of NaN.
 
     It is NaN, too, if factor * norm overflows float64, since a division by Inf would lose `dot`.
@@ -89,36 +113,44 @@ def coefficient(dot, factor, norm):
 
 
 @jit
-def cancels(dot, norm_a, norm_b, alpha, beta):
-    """Whether alpha a + beta b is NaN, or so much shorter than both that float32 would lose it."""
+def weights(row, factor_a, factor_b, CACHE: tl.constexpr):
+    """(alpha, beta, whether they cancel) from a segment's row of dots.
+
+    They cancel if alpha a + beta b is NaN, or so much shorter than both that float32 would lose it.
+    CACHE: How to read the row.
+    """
+    dot = tl.load(row, cache_modifier=CACHE)
+    norm_a = tl.load(row + 1, cache_modifier=CACHE)
+    norm_b = tl.load(row + 2, cache_modifier=CACHE)
+    alpha, beta = _coefficient(dot, factor_a, norm_a), _coefficient(dot, factor_b, norm_b)
     # Fused explicitly, so that all kernels get the same result.
     apart = tl.fma(alpha * alpha, norm_a, beta * beta * norm_b)
     # A comparison with NaN is false.
-    return (tl.fma(2 * alpha * beta, dot, apart) >= _CANCELLED * apart) == 0
+    cancelling = (tl.fma(2 * alpha * beta, dot, apart) >= _CANCELLED * apart) == 0
+    return alpha, beta, cancelling
 
 
 @jit
 def add_partials(partials, first, chunk_count):
     """The sums, in chunk order, of one segment's partials, which are read past the L1 cache."""
     k = tl.arange(0, _SUM_BLOCK)
-    dot = tl.zeros([_SUM_BLOCK], tl.float64)
-    norm_a = tl.zeros([_SUM_BLOCK], tl.float64)
-    norm_b = tl.zeros([_SUM_BLOCK], tl.float64)
+    sums = zero_dots(_SUM_BLOCK)
     for done in range(0, chunk_count, _SUM_BLOCK):
         inside = done + k < chunk_count
         row = partials + 3 * (first + done + k)
-        dot += tl.load(row, mask=inside, other=0.0, cache_modifier=".cg")
-        norm_a += tl.load(row + 1, mask=inside, other=0.0, cache_modifier=".cg")
-        norm_b += tl.load(row + 2, mask=inside, other=0.0, cache_modifier=".cg")
-    return over_threads(dot, norm_a, norm_b)
+        dot = tl.load(row, mask=inside, other=0.0, cache_modifier=".cg")
+        norm_a = tl.load(row + 1, mask=inside, other=0.0, cache_modifier=".cg")
+        norm_b = tl.load(row + 2, mask=inside, other=0.0, cache_modifier=".cg")
+        sums = add_dots(sums, Dots(dot, norm_a, norm_b))
+    return over_threads(sums)
 
 
 @jit
-def store_row(row, dot, norm_a, norm_b):
+def store_row(row, dots):
     """Store one row of dot products and squared norms."""
-    tl.store(row, dot)
-    tl.store(row + 1, norm_a)
-    tl.store(row + 2, norm_b)
+    tl.store(row, dots.dot)
+    tl.store(row + 1, dots.norm_a)
+    tl.store(row + 2, dots.norm_b)
 
 
 @jit
@@ -134,24 +166,6 @@ def is_last(arrivals, expected):
     if last:
         tl.store(arrivals, tl.full([], 0, tl.int64))
     return last
-
-
-@jit
-def arrive(partials, arrivals, dots, share, segment, count, mask):
-    """Add `count` chunks to their segment's counter; return (the old counter, whether complete).
-
-    Protocol: each program stores its partials, then counts them in `arrivals[segment]` (release).
-    The program that completes the count (acquire) sees all partials, and stores the segment's row.
-    mask: The bits of the counter that count chunks.
-    """
-    chunk_count = tl.load(share + 1)
-    tl.debug_barrier()
-    before = tl.atomic_add(arrivals + segment, count, sem="acq_rel")
-    last = (before & mask) + count == chunk_count
-    if last:
-        dot, norm_a, norm_b = add_partials(partials, tl.load(share), chunk_count)
-        store_row(dots + 3 * segment, dot, norm_a, norm_b)
-    return before, last
 
 
 @jit

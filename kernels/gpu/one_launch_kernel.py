@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from kernels.gpu.dot_products import (
-    arrive,
-    cancels,
-    coefficient,
+    add_dots,
+    add_partials,
     edge_dots,
     over_threads,
     store_row,
     thread_dots,
+    weights,
 )
 from kernels.gpu.launcher import Kernel, jit, tl
 from kernels.gpu.tiles import (
     THREADS,
+    chunk_at,
     edge_pointer,
     float_of,
     load_edges,
@@ -58,14 +59,8 @@ def _finish_chunk(
     The row is read past the L1 cache.
     """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    start = tl.load(table + 3 * chunk)
-    length = tl.load(table + 3 * chunk + 1)
-    row = dots + 3 * tl.load(table + 3 * chunk + 2)
-    dot = tl.load(row, cache_modifier=".cg")
-    norm_a = tl.load(row + 1, cache_modifier=".cg")
-    norm_b = tl.load(row + 2, cache_modifier=".cg")
-    alpha, beta = coefficient(dot, factor_a, norm_a), coefficient(dot, factor_b, norm_b)
-    cancelling = cancels(dot, norm_a, norm_b, alpha, beta)
+    start, length, segment = chunk_at(table, chunk)
+    alpha, beta, cancelling = weights(dots + 3 * segment, factor_a, factor_b, ".cg")
     before, inner = whole_vectors(start, length, 16 // BYTES)
     z = weigh(x, y, alpha, beta, cancelling, WIDE).to(DTYPE)
     report(z, found_inf)
@@ -102,7 +97,7 @@ def _one_launch_kernel(
     Program p computes the chunks p, p + programs, ... Its last chunk stays in its registers;
     earlier ones, if any, are read again from L2 afterwards, in reverse order.
 
-    Protocol: as in `arrive`, a program adds its chunks to their segment's counter, with one
+    Protocol: as in `is_last`, a program adds its chunks to their segment's counter, with one
     addition for successive chunks of one segment. The program that completes a segment stores the
     segment's row behind the partials. It then adds one (release) to the counter of complete
     segments, which lies behind the segments' counters. All programs wait until this counter
@@ -122,32 +117,29 @@ def _one_launch_kernel(
     launches = tl.full([], 0, tl.int64)
     uncounted = tl.full([], 0, tl.int64)
     for current in range(chunk, chunk_count, programs):
-        start = tl.load(table + 3 * current)
-        length = tl.load(table + 3 * current + 1)
-        segment = tl.load(table + 3 * current + 2)
+        start, length, segment = chunk_at(table, current)
         before, inner = whole_vectors(start, length, VECTOR)
         offset = (start + before) * BYTES
         x = load_tile(a.to(tl.int64) + offset, inner, DTYPE, True, BLOCK)
         y = load_tile(b.to(tl.int64) + offset, inner, DTYPE, True, BLOCK)
-        dot, norm_a, norm_b = thread_dots(x, y, VECTOR, WIDE)
+        sums = thread_dots(x, y, VECTOR, WIDE)
         if inner != length:
-            d, p, q = edge_dots(a, b, start, length, before, inner, DTYPE, WIDE)
-            dot += d
-            norm_a += p
-            norm_b += q
-        d, p, q = over_threads(dot, norm_a, norm_b)
-        store_row(partials + 3 * current, d, p, q)
+            sums = add_dots(sums, edge_dots(a, b, start, length, before, inner, DTYPE, WIDE))
+        store_row(partials + 3 * current, over_threads(sums))
         uncounted += 1
         following = tl.minimum(current + programs, chunk_count - 1)
         if (current + programs >= chunk_count) | (tl.load(table + 3 * following + 2) != segment):
             share = table + 3 * chunk_count + 2 * segment
-            seen, last = arrive(partials, arrivals, dots, share, segment, uncounted, CHUNKS_COUNTED)
+            first, count = tl.load(share), tl.load(share + 1)
+            tl.debug_barrier()
+            seen = tl.atomic_add(arrivals + segment, uncounted, sem="acq_rel")
             launches = seen // (CHUNKS_COUNTED + 1)
-            uncounted = tl.full([], 0, tl.int64)
-            if last:
+            if (seen & CHUNKS_COUNTED) + uncounted == count:
+                store_row(dots + 3 * segment, add_partials(partials, first, count))
                 tl.store(arrivals + segment, (launches + 1) * (CHUNKS_COUNTED + 1))
                 tl.debug_barrier()
                 tl.atomic_add(arrivals + segment_count, 1, sem="release")
+            uncounted = tl.full([], 0, tl.int64)
     complete = (launches + 1) * segment_count
     while tl.atomic_add(arrivals + segment_count, 0, sem="acquire") < complete:
         pass

@@ -20,18 +20,21 @@ from kernels.gpu import launcher
 from kernels.gpu.chunking import Aligned, Chunks, chunks_of
 from kernels.gpu.device_tables import Scratch
 from kernels.gpu.dot_products import (
-    arrive,
-    cancels,
-    coefficient,
+    add_dots,
+    add_partials,
     edge_dots,
+    is_last,
     over_threads,
     store_row,
     thread_dots,
+    weights,
+    zero_dots,
 )
 from kernels.gpu.launcher import Kernel, jit, tl
 from kernels.gpu.one_launch_kernel import _one_launch_kernel, registers_of
 from kernels.gpu.tiles import (
     THREADS,
+    chunk_at,
     float_of,
     load_tile,
     part_of,
@@ -58,41 +61,27 @@ def _dots_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store one chunk's partial; the last program of a segment to arrive writes the segment's row.
-
-    It sets the counter back to zero, ready for the next launch on this scratch memory.
-    """
+    """Store one chunk's partial; a segment's last program writes the segment's row."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
     chunk = tl.program_id(0)
-    start = tl.load(table + 3 * chunk)
-    length = tl.load(table + 3 * chunk + 1)
-    segment = tl.load(table + 3 * chunk + 2)
+    start, length, segment = chunk_at(table, chunk)
     before, inner = whole_vectors(start, length, VECTOR)
     from_a = a.to(tl.int64) + (start + before) * BYTES
     from_b = b.to(tl.int64) + (start + before) * BYTES
-    dot = tl.zeros([THREADS], tl.float64)
-    norm_a = tl.zeros([THREADS], tl.float64)
-    norm_b = tl.zeros([THREADS], tl.float64)
+    sums = zero_dots(THREADS)
     for done in range(0, inner, BLOCK):
         count = tl.minimum(inner - done, BLOCK)
         x = load_tile(from_a + done * BYTES, count, DTYPE, True, BLOCK)
         y = load_tile(from_b + done * BYTES, count, DTYPE, True, BLOCK)
-        d, p, q = thread_dots(x, y, VECTOR, WIDE)
-        dot += d
-        norm_a += p
-        norm_b += q
+        sums = add_dots(sums, thread_dots(x, y, VECTOR, WIDE))
     if inner != length:
-        d, p, q = edge_dots(a, b, start, length, before, inner, DTYPE, WIDE)
-        dot += d
-        norm_a += p
-        norm_b += q
-    d, p, q = over_threads(dot, norm_a, norm_b)
-    store_row(partials + 3 * chunk, d, p, q)
+        sums = add_dots(sums, edge_dots(a, b, start, length, before, inner, DTYPE, WIDE))
+    store_row(partials + 3 * chunk, over_threads(sums))
     share = table + 3 * tl.num_programs(0) + 2 * segment
-    _, last = arrive(partials, arrivals, dots, share, segment, 1, -1)
-    if last:
-        tl.store(arrivals + segment, tl.full([], 0, tl.int64))
+    first, count = tl.load(share), tl.load(share + 1)
+    if is_last(arrivals + segment, count):
+        store_row(dots + 3 * segment, add_partials(partials, first, count))
 
 
 @jit
@@ -103,21 +92,21 @@ def _blend_parts(
     count,
     alpha,
     beta,
-    cancelling,
     found_inf,
+    CANCELLING: tl.constexpr,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PART: tl.constexpr,
 ):
     """Write a tile of the result at `to` in parts, in a loop: see scalar_pointer."""
+    PART: tl.constexpr = part_of(BLOCK, 8 if CANCELLING else 4)
     ONCE: tl.constexpr = "evict_first"
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
         before = part * PART
         u = load_tile(at_a + before * BYTES, count - before, DTYPE, False, PART, ONCE)
         v = load_tile(at_b + before * BYTES, count - before, DTYPE, False, PART, ONCE)
-        w = weigh(u, v, alpha, beta, cancelling, WIDE).to(DTYPE)
+        w = weigh(u, v, alpha, beta, CANCELLING, WIDE).to(DTYPE)
         report(w, found_inf)
         store_tile(to + before * BYTES, count - before, w, False, ONCE)
 
@@ -149,9 +138,7 @@ def _combine_kernel(
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
-    start = tl.load(table + 3 * chunk)
-    length = tl.load(table + 3 * chunk + 1)
-    segment = tl.load(table + 3 * chunk + 2)
+    start, length, segment = chunk_at(table, chunk)
     tiles = (length + BLOCK - 1) // BLOCK
     for k in range(tiles):
         done = (tiles - 1 - k) * BLOCK
@@ -164,27 +151,18 @@ def _combine_kernel(
         # Load while the coefficients are computed: most chunks are one tile.
         x = load_tile(at_a, tl.where(vectors, count, 0), DTYPE, True, BLOCK, ONCE)
         y = load_tile(at_b, tl.where(vectors, count, 0), DTYPE, True, BLOCK, ONCE)
-        dot = tl.load(dots + 3 * segment)
-        norm_a, norm_b = tl.load(dots + 3 * segment + 1), tl.load(dots + 3 * segment + 2)
-        alpha = coefficient(dot, float_of(factor_a_bits), norm_a)
-        beta = coefficient(dot, float_of(factor_b_bits), norm_b)
-        cancelling = cancels(dot, norm_a, norm_b, alpha, beta)
+        f, g = float_of(factor_a_bits), float_of(factor_b_bits)
+        alpha, beta, cancelling = weights(dots + 3 * segment, f, g, "")
         whole = (tl.float64 == WIDE) | (cancelling == 0)
         if vectors and whole:
             z = weigh(x, y, alpha, beta, False, WIDE).to(DTYPE)
             report(z, found_inf)
             store_tile(to, count, z, True, ONCE)
         elif whole:
-            PART: tl.constexpr = part_of(BLOCK, 4)
-            _blend_parts(
-                at_a, at_b, to, count, alpha, beta, False, found_inf, DTYPE, WIDE, BLOCK, PART
-            )
+            _blend_parts(at_a, at_b, to, count, alpha, beta, found_inf, False, DTYPE, WIDE, BLOCK)
         else:
             # For any alignment: this is rare, and must take no registers from the paths above.
-            SMALL: tl.constexpr = part_of(BLOCK, 8)
-            _blend_parts(
-                at_a, at_b, to, count, alpha, beta, True, found_inf, DTYPE, WIDE, BLOCK, SMALL
-            )
+            _blend_parts(at_a, at_b, to, count, alpha, beta, found_inf, True, DTYPE, WIDE, BLOCK)
 
 
 def _meta(a: Tensor, chunks: Chunks) -> dict[str, Hashable]:
