@@ -23,35 +23,6 @@ def join(x, y):
 
 
 @jit
-def _leaf(
-    addresses,
-    offset,
-    count,
-    j,
-    extra,
-    DTYPE: tl.constexpr,
-    SUM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    VECTORS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Tile of a leaf of the tree: the sum of a pair if it is one of the first `extra`."""
-    if PAIRS:
-        paired = j < extra
-        at = addresses + tl.where(paired, 2 * j, j + extra)
-        x = convert(load_tile(tl.load(at) + offset, count, DTYPE, VECTORS, BLOCK), SUM)
-        # If there is no second tensor, nothing is read.
-        at += paired.to(tl.int32)
-        count = tl.where(paired, count, 0)
-        y = convert(load_tile(tl.load(at) + offset, count, DTYPE, VECTORS, BLOCK), SUM)
-        x = tl.where(paired, join(x, y), x)
-    else:
-        at = tl.load(addresses + j) + offset
-        x = convert(load_tile(at, count, DTYPE, VECTORS, BLOCK), SUM)
-    return x
-
-
-@jit
 def branch(
     addresses,
     offset,
@@ -70,23 +41,25 @@ def branch(
     kernels/arithmetic.py defines the tensors of a leaf. Registers hold one half of each level.
     """
     HALF: tl.constexpr = 1 << LEVELS >> 1
-    # Every call writes its arguments out: Triton's functions take no tuple of constants.
     if LEVELS == 0:
-        x = _leaf(addresses, offset, count, j, extra, DTYPE, SUM, PAIRS, VECTORS, BLOCK)
-    elif LEVELS <= _TOGETHER:
-        left = branch(
-            addresses, offset, count, j, extra, DTYPE, SUM, LEVELS - 1, PAIRS, VECTORS, BLOCK
-        )
-        right = branch(
-            addresses, offset, count, j + HALF, extra, DTYPE, SUM, LEVELS - 1, PAIRS, VECTORS, BLOCK
-        )
-        x = join(left, right)
+        at = addresses + j
+        if PAIRS:
+            # Each of the first `extra` leaves is the sum of a pair.
+            paired = j < extra
+            at = addresses + tl.where(paired, 2 * j, j + extra)
+        x = convert(load_tile(tl.load(at) + offset, count, DTYPE, VECTORS, BLOCK), SUM)
+        if PAIRS:
+            # If there is no second tensor, nothing is read.
+            at += paired.to(tl.int32)
+            few = tl.where(paired, count, 0)
+            y = convert(load_tile(tl.load(at) + offset, few, DTYPE, VECTORS, BLOCK), SUM)
+            x = tl.where(paired, join(x, y), x)
     else:
         # A loop, so that the code grows with the levels, not with the leaves. Two separate zeros,
         # since Triton cannot carry one value through a loop under two names.
         left = tl.zeros([BLOCK], SUM)
         right = tl.zeros([BLOCK], SUM)
-        for half in tl.range(0, 2, loop_unroll_factor=1):
+        for half in tl.range(0, 2, loop_unroll_factor=2 if LEVELS <= _TOGETHER else 1):
             k = j + half * HALF
             left = right
             right = branch(
