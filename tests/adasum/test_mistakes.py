@@ -38,7 +38,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "cat": (lambda g, m, o: kernels.unpack(torch.cat(two()), two()), "pack makes it"),
     "get_kernel": (lambda g, m, o: kernels.get_kernel, "Hugging Face"),
     "allreduce": (lambda g, m, o: collectives.allreduce, "did you mean all_reduce?"),
-    "all_reduce": (lambda g, m, o: collectives.all_reduce, r"Group.*group\.all_reduce"),
+    "collectives.all_reduce": (lambda g, m, o: collectives.all_reduce, r"Group.*group\.all_reduce"),
     "Reducers": (lambda g, m, o: collectives.Reducers, "did you mean Reducer?"),
     "AdaSum": (lambda g, m, o: hvd.AdaSum, r"'AdaSum': did you mean Adasum\?"),
     "adasum_": (lambda g, m, o: hvd.adasum_, r"did you mean Adasum\?"),
