@@ -194,7 +194,7 @@ class Reducer:
     def bind(self, operands: Operands) -> Callable[[], None]:
         """Return a function that does `reduce(operands)` any number of times.
 
-        The tensors have other values each time, and all have arrived. By default it calls `reduce`.
+        The values differ each time, and all tensors have arrived. By default it calls `reduce`.
         An override that plans the work must fall back to `reduce` if a subclass overrides that, as
         Adasum's does. The caller tells autograd of the written tensors.
         """

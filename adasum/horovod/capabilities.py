@@ -1,4 +1,4 @@
-"""Horovod's questions on capabilities, answered for this library and machine."""
+"""Horovod's functions that ask for capabilities, answered for this library and machine."""
 
 from __future__ import annotations
 

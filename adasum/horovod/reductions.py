@@ -57,7 +57,7 @@ def allreduce(
             ValueError while an earlier call of the same function and name is under way.
         compression: Casts the tensors that are sent.
         op: Sum, Average (the default), Min, Max, Product, or Adasum, with the whole tensor as one
-            segment. Averages of integers lose fractions, and sums overflow: convert uint8 before.
+            segment. Averages of integers lose fractions, and sums overflow: convert uint8 first.
         prescale_factor: Multiplies the tensor before the reduction; equal on all ranks. Integers
             are multiplied in float64 and lose their fraction.
         postscale_factor: Multiplies the result in the same way.

@@ -268,9 +268,9 @@ def tensors_to_pack(
 ) -> tuple[list[Tensor], dict[int, Tensor]]:
     """Return the tensor to pack for each gradient, and copies to install as `p.grad`, by index.
 
-    A copy, or zeros, is packed in place of a gradient that is missing, has other strides than its
-    parameter, or cannot be written to; with `copies`, in place of every gradient. Raises ValueError
-    if a gradient's shape differs from its parameter's.
+    A copy, or zeros, is packed in place of a gradient that is missing, has strides that differ from
+    its parameter's, or cannot be written to; with `copies`, in place of every gradient. Raises
+    ValueError if a gradient's shape differs from its parameter's.
     """
     tensors: list[Tensor] = []
     apart: dict[int, Tensor] = {}

@@ -98,9 +98,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             its difference while backward runs; gradients cannot be changed before step() then.
         memory_size: Largest size of buckets in MiB; 25 unless this or `groups_size` is given.
         groups_size: Largest number of parameters in buckets by size.
-        check_every: After this number of steps, each time, ranks compare the hyperparameters and a
-            part of the parameters in turn (16 MiB, at least one parameter), and raise
-            CollectiveMismatchError if they differ; 0 for never.
+        check_every: The number of steps between comparisons; 0 for never. Ranks compare the
+            hyperparameters and the next part of the parameters (16 MiB, at least one parameter),
+            and raise CollectiveMismatchError if they differ.
         order: "tree", with Sum and Average of gradients: every element is summed by one balanced
             tree, whose leaves are the passes of all ranks, rank by rank. So 8 ranks with one pass,
             4 with 2 and 1 with 8 get the same bits, for all buckets, algorithms and transports.

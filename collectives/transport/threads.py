@@ -48,7 +48,7 @@ class ThreadWorld:
         with self._lock:
             world, asked = self._parts.pop(key, (None, 0))
             world = world or ThreadWorld(len(ranks))
-            # Removed when the last rank has asked, so that closed groups do not stay in memory.
+            # The last rank to ask removes it, so that closed groups do not stay in memory.
             if asked + 1 < len(ranks):
                 self._parts[key] = world, asked + 1
             return world
