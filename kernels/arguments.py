@@ -22,13 +22,14 @@ from kernels.validation import (
     check_found_inf,
     check_like,
     check_segments,
+    check_sized,
     check_tensor,
     check_writable,
     read_list,
     tracing,
 )
 
-EMPTY = "tensors is empty: pass at least one tensor"
+_EMPTY = "tensors is empty: pass at least one tensor"
 
 
 class Takes(NamedTuple):
@@ -209,11 +210,19 @@ def check_equals(tensors: object) -> list[Tensor]:
     """Return a list's tensors, at least one, if they are equal in shape, dtype and device."""
     given = read_list("tensors", tensors)
     if not given:
-        raise ValueError(EMPTY)
+        raise ValueError(_EMPTY)
     first = check_tensor("tensors[0]", given[0], any_order=True)
     for i, tensor in enumerate(given[1:], 1):
         check_like(f"tensors[{i}]", tensor, "tensors[0]", first)
     return given
+
+
+def check_all_sized(tensors: object) -> list[Tensor]:
+    """Return a list's tensors, at least one, if `check_sized` accepts each."""
+    given = read_list("tensors", tensors)
+    if not given:
+        raise ValueError(_EMPTY)
+    return [check_sized(f"tensors[{i}]", tensor) for i, tensor in enumerate(given)]
 
 
 def check_target(

@@ -50,7 +50,8 @@ class Call:
             checked; empty before.
         aligned: Whether these and the address of `out` are multiples of 16, the bytes of the widest
             access.
-        codes: The numbers of the inputs' dtypes in `DTYPES`, for packed buffers.
+        codes: The numbers of the inputs' dtypes in `DTYPES`, for packed buffers or if C has checked
+            the call.
         found_inf: An output, set to 1 if a value written is Inf or NaN; None if not wanted.
         table: The dots of `combine`, the coefficients of `weighted_sum`.
         kind: The order of `sum_n`, "list" or "tree"; whether the matrices are precise for `gram`;
@@ -118,10 +119,8 @@ class Call:
     @property
     def dtypes(self) -> list[torch.dtype]:
         """The inputs' dtypes."""
-        if self.layout is not None:
+        if self.codes:
             return [DTYPES[code] for code in self.codes]
-        if self.function in _OF_EQUALS:
-            return [self.inputs[0].dtype] * len(self.inputs)
         return [one.dtype for one in self.inputs]
 
     @property

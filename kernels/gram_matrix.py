@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import (
-    EMPTY,
     check,
     check_adasum_coefficients,
+    check_all_sized,
     check_equals,
     check_partials,
     check_table,
@@ -41,7 +41,6 @@ from kernels.validation import (
     check_segments,
     check_sized,
     check_tensor,
-    read_list,
 )
 
 Rows = Sequence[tuple[int, int, float, float]]
@@ -205,7 +204,7 @@ def gram_bytes(
         >>> kernels.gram_bytes([torch.ones(2), torch.ones(2)])  # 16 read, 4 entries of 8 written
         48
     """
-    sized = _sized(tensors)
+    sized = check_all_sized(tensors)
     count = len(check_segments(segments, sized[0].numel())) - 1
     entries = count * len(sized) ** 2 * (2 if check_flag("precise", precise) else 1)
     return sum(tensor.nbytes for tensor in sized) + 8 * entries
@@ -229,16 +228,9 @@ def weighted_sum_bytes(tensors: Iterable[Tensor], segments: Sequence[int] | None
         >>> kernels.weighted_sum_bytes([torch.ones(2), torch.ones(2)])  # 16 and 16 read, 8 written
         40
     """
-    sized = _sized(tensors)
+    sized = check_all_sized(tensors)
     count = len(check_segments(segments, sized[0].numel())) - 1
     return sum(tensor.nbytes for tensor in sized) + 8 * count * len(sized) + sized[0].nbytes
-
-
-def _sized(tensors: Iterable[Tensor]) -> list[Tensor]:
-    given = read_list("tensors", tensors)
-    if not given:
-        raise ValueError(EMPTY)
-    return [check_sized(f"tensors[{i}]", tensor) for i, tensor in enumerate(given)]
 
 
 def gram_reference(tensors: Iterable[Tensor], segments: Sequence[int] | None = None) -> Tensor:

@@ -52,20 +52,6 @@ class Layout:
         return (*self.offsets, self.numel)
 
     @cached_property
-    def slots(self) -> tuple[int, ...]:
-        """The elements of each slot: one tensor and the padding after it."""
-        return tuple(map(operator.sub, self.segments[1:], self.offsets))
-
-    @cached_property
-    def pieces(self) -> tuple[int, ...]:
-        """The elements of the first tensor, of its padding, of the next tensor, and so on."""
-        return tuple(
-            itertools.chain.from_iterable(
-                (numel, slot - numel) for numel, slot in zip(self.numels, self.slots, strict=True)
-            )
-        )
-
-    @cached_property
     def in_c(self) -> tuple[array[int], array[int]]:
         """The elements of each tensor, and the boundaries of the slots, as int64."""
         return array("q", self.numels), array("q", self.segments)
@@ -102,7 +88,9 @@ class Layout:
         return (
             self.dtype in DTYPES
             and self.segments[0] == 0
-            and all(map(operator.le, self.numels, self.slots))
+            and all(
+                map(operator.le, map(operator.add, self.offsets, self.numels), self.segments[1:])
+            )
             and self.numels == tuple(map(math.prod, self.shapes))
         )
 

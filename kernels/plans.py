@@ -23,6 +23,7 @@ from kernels.binding import Run, bind
 from kernels.call import UNREAD, Call
 from kernels.gpu.device_tables import AddressTable
 from kernels.gradients import refuse_followed
+from kernels.layout import codes_of
 from kernels.validation import (
     EQUAL,
     check_all_writable,
@@ -99,6 +100,7 @@ class Plan(Generic[Result]):
         _refuse_followed(call)
         if call.inputs and not call.inputs[0].is_contiguous():
             raise ValueError(f"{call.name(0)} is not contiguous, in a plan: pass .contiguous()")
+        self._codes = call.codes or codes_of(call.inputs)
         self._dtypes, self._shapes = call.dtypes, call.shapes
         self._device, self._table = call.out.device, AddressTable()
         # The index of the input that is also `out`, if any.
@@ -176,13 +178,9 @@ class Plan(Generic[Result]):
 
     def _is_like(self, fresh: Call) -> bool:
         """Whether dtypes, device and the first tensor's shape are as the plan was made for."""
-        call, first = self._call, fresh.inputs[0]
-        return (
-            (fresh.dtypes == self._dtypes if call.layout is None else fresh.codes == call.codes)
-            and first.shape == self._shapes[0]
-            and first.device == self._device
-            and first.is_contiguous()
-        )
+        first = fresh.inputs[0]
+        found = fresh.codes, first.shape, first.device, first.is_contiguous()
+        return found == (self._codes, self._shapes[0], self._device, True)
 
     def _check_equal(self, inputs: list[Tensor]) -> None:
         rows = zip(inputs, self._dtypes, self._shapes, strict=True)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import (
-    EMPTY,
     check,
     check_accumulate,
+    check_all_sized,
     check_equals,
     check_order,
 )
@@ -25,7 +25,6 @@ from kernels.validation import (
     check_like,
     check_sized,
     check_tensor,
-    read_list,
 )
 
 
@@ -154,10 +153,7 @@ def sum_n_bytes(tensors: Iterable[Tensor], *, dtype: torch.dtype | None = None) 
         >>> kernels.sum_n_bytes([torch.ones(2), torch.ones(2), torch.ones(2)])  # 24 read, 8 written
         32
     """
-    given = read_list("tensors", tensors)
-    sized = [check_sized(f"tensors[{i}]", tensor) for i, tensor in enumerate(given)]
-    if not sized:
-        raise ValueError(EMPTY)
+    sized = check_all_sized(tensors)
     written = sized[0].numel() * _written(sized[0], dtype).itemsize
     return sum(tensor.nbytes for tensor in sized) + written
 

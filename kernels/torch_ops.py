@@ -23,9 +23,9 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.compiler import is_dynamo_compiling as is_compiling
 
 from kernels.arguments import TAKES, check
-from kernels.arithmetic import compute_dtype
 from kernels.binding import locate, run_at_once, run_direct
 from kernels.call import SCALARS, UNREAD, Call
+from kernels.cpu import torch_fallback
 from kernels.gradients import is_followed, refuse_followed
 from kernels.layout import codes_of, layout_within
 from kernels.validation import check_segments, tracing
@@ -85,10 +85,8 @@ def run(call: Call, *scalars: Scalar) -> Any:
     if followed and call.function != "unpack":
         return cast("Any", _Linear).apply(call, scalars, *call.inputs)
     if followed:
-        assert call.layout is not None
-        # With torch's copies, which autograd records.
-        for tensor, slot in zip(call.inputs, call.layout.views(call.out), strict=True):
-            tensor.copy_(slot.to(compute_dtype(slot.dtype, tensor.dtype)) * scalars[0])
+        # By torch's copies, which autograd records.
+        torch_fallback.unpack(call, *scalars)
     elif tracing():
         _trace(call, *scalars)
     else:

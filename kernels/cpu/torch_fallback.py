@@ -33,15 +33,14 @@ def _report(call: Call, written: Sequence[Tensor]) -> None:
         call.found_inf.fill_(1.0)
 
 
-def copy(call: Call, scale: float) -> None:
+def copy(call: Call, scale: float | Tensor) -> None:
     """Copy between tensors and their slots of the buffer; packing zeroes the padding."""
     assert call.layout is not None
-    pieces = call.out.split_with_sizes(call.layout.pieces)
-    for tensor, slot, padding in zip(call.inputs, pieces[::2], pieces[1::2], strict=True):
-        target, source = (slot, tensor.view(-1)) if call.packing else (tensor.view(-1), slot)
+    if call.packing:
+        call.out.zero_()
+    for tensor, slot in zip(call.inputs, call.layout.views(call.out), strict=True):
+        target, source = (slot, tensor) if call.packing else (tensor, slot)
         target.copy_(source.to(compute_dtype(source.dtype, target.dtype)) * scale)
-        if call.packing:
-            padding.zero_()
     _report(call, (call.out,) if call.packing else call.inputs)
 
 
