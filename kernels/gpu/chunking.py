@@ -81,27 +81,21 @@ def tile_of(numel: int, itemsize: int) -> tuple[int, int]:
 
 
 def chunks_of(a: Tensor, bounds: tuple[int, ...], summed: bool = True) -> Chunks:
-    """Return the chunks of buffers like `a`, their table in device memory.
+    """Return the chunks of buffers of bounds[-1] elements of the dtype of `a`, on its device.
 
     summed: Whether the chunks' partials are added up.
     """
-    return chunks_on(a.device, a.element_size(), bounds, summed)
-
-
-def chunks_on(
-    device: torch.device, itemsize: int, bounds: tuple[int, ...], summed: bool = True
-) -> Chunks:
-    """Return the chunks of buffers of bounds[-1] elements, their table on `device`."""
+    itemsize = a.element_size()
     block, warps = tile_of(bounds[-1], itemsize)
     tiles = _tiles(bounds, block, _MAX_CHUNKS if summed else _MAX_UNSUMMED)
 
     def make(pinned: Tensor | None) -> Chunks:
         rows, shares = cut(bounds, block, 16 // itemsize, tiles)
-        table, host = upload(np.concatenate([rows.ravel(), shares.ravel()]), device, pinned)
+        table, host = upload(np.concatenate([rows.ravel(), shares.ravel()]), a.device, pinned)
         return Chunks(table, host, len(rows), len(shares), block, warps, tiles == 1)
 
     key = ("chunks", itemsize, block, tiles, bounds)
-    found: Chunks = TABLES.fetch(key, device, make)
+    found: Chunks = TABLES.fetch(key, a.device, make)
     return found
 
 

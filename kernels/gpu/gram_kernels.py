@@ -262,12 +262,12 @@ def tile_of(count: int, numel: int, itemsize: int) -> tuple[int, int]:
 def options_of(count: int, capability: int) -> dict[str, int]:
     """Triton's options of a program for `count` tensors, by the compute capability times ten.
 
-    To get by with fewer registers, ptxas would keep fewer loads under way with two tensors, and
-    with five of float32 spill 8 bytes on sm_120. Given a limit, it uses half as many again.
+    To get by with fewer registers, ptxas would keep fewer loads under way with two tensors, and on
+    sm_120 spill 8 bytes with five of float32. Given a limit, it uses half as many again.
     """
-    if count == 2:
-        return {"maxnreg": 128}
-    return {"maxnreg": 112} if (count, capability // 10) == (5, 12) else {}
+    if capability // 10 == 12:
+        return {"maxnreg": 112} if count == 5 else {}
+    return {"maxnreg": 128} if count == 2 else {}
 
 
 def gram(call: Call, table: AddressTable) -> Callable[[], None]:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kernels.call import Tree
 from kernels.gpu import double_double, launcher
-from kernels.gpu.chunking import chunks_on, tile_of
+from kernels.gpu.chunking import chunks_of, tile_of
 from kernels.gpu.device_tables import upload
 from kernels.gpu.dot_products import is_last
 from kernels.gpu.double_double_kernels import (
@@ -337,7 +337,6 @@ def bind(
     """
     (pads, state, limit), n, mine = shared, len(slices), slices[rank]
     device, length, itemsize = state.device, mine.bounds[-1], dtype.itemsize
-    chunks = chunks_on(device, itemsize, mine.bounds)
     # No fewer than the longest slice's chunks, unless there are many.
     tiles = [one.bounds[-1] // tile_of(one.bounds[-1], itemsize)[0] for one in slices]
     parts = [k + len(one.bounds) - 1 for k, one in zip(tiles, slices, strict=True)]
@@ -345,6 +344,7 @@ def bind(
     # Each copy is aligned to 16 bytes.
     stride = -(-length * itemsize // 16) * 16
     memory = copies(n * stride)
+    chunks = chunks_of(memory.view(dtype), mine.bounds)
     held = [memory.data_ptr() + i * stride for i in range(n)]
     held[rank] = sources[rank]
     addresses, _ = upload(np.array([*sources, *held], np.int64), device)

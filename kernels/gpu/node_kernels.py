@@ -322,7 +322,7 @@ class Node:
         return self.bind_two_shot(x.numel(), x.dtype, offset)
 
     def bind_two_shot(
-        self, numel: int, dtype: torch.dtype, offset: int = 0
+        self, numel: int, dtype: torch.dtype, offset: int = 0, *, gather: bool = False
     ) -> Callable[[float], None]:
         """Bind the launch that replaces the vectors in the ranks' buffers by their sum.
 
@@ -332,24 +332,11 @@ class Node:
             numel: The length of each vector.
             dtype: The vectors' dtype.
             offset: The vector's start in each buffer, in bytes, a multiple of 16.
+            gather: Instead of the sum, write this rank's slice of its own buffer to all buffers.
 
         Raises:
             ValueError: `offset` is not a multiple of 16.
         """
-        return self._bind_slice(numel, dtype, offset, self._all, self._written)
-
-    def bind_gather(self, numel: int, dtype: torch.dtype, offset: int = 0) -> Callable[[], None]:
-        """Bind the launch that writes each rank's slice to all buffers; like `bind_two_shot`."""
-        return partial(self._bind_slice(numel, dtype, offset, self._own, self._all), 1.0)
-
-    def _bind_slice(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        offset: int,
-        sources: tuple[Tensor, int],
-        targets: tuple[Tensor, int],
-    ) -> Callable[[float], None]:
         if offset % 16:
             raise ValueError(f"offset is {offset}: vectors start at multiples of 16 bytes")
         start, length = self.slice(numel, dtype.itemsize)
@@ -359,14 +346,18 @@ class Node:
         launch = _two_shot_kernel.bind(
             max(1, min(MAX_PROGRAMS, -(-longest // block))),
             (0,),
-            *sources,
-            *targets,
+            *(self._own if gather else self._all),
+            *(self._all if gather else self._written),
             *self._shared(),
             offset // dtype.itemsize + start,
             length,
             **self._constants(dtype, block, warps),
         )
         return lambda scale: launch(*launcher.bits_of(scale))
+
+    def bind_gather(self, numel: int, dtype: torch.dtype, offset: int = 0) -> Callable[[], None]:
+        """Bind the launch that writes each rank's slice to all buffers; like `bind_two_shot`."""
+        return partial(self.bind_two_shot(numel, dtype, offset, gather=True), 1.0)
 
     def bind_one_shot(self, x: Tensor, out: Tensor) -> Callable[[float], None]:
         """Bind the launch that writes the sum of the ranks' x to each rank's `out`, which may be x.
