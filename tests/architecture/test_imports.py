@@ -47,8 +47,9 @@ def graph() -> dict[str, set[str]]:
     }
 
 
-# From the top down. A module belongs to the longest name here that its own name begins with;
-# "kernels.__init__" is kernels/__init__.py, "kernels" every module that no other name covers.
+# From the top down; those side by side do not import each other. A module belongs to the longest
+# name here that its own name begins with; "kernels.__init__" is kernels/__init__.py, "kernels"
+# every module that no other name covers.
 WINGS = {
     "kernels": (
         ("kernels.__init__",),
@@ -86,7 +87,8 @@ WINGS = {
         ("adasum.check", "adasum.demo", "adasum.__main__", "adasum.bits.__main__"),
         ("adasum.__init__",),
         ("adasum.integrations",),
-        ("adasum.ddp", "adasum.fsdp", "adasum.bits"),
+        ("adasum.fsdp",),
+        ("adasum.ddp", "adasum.bits"),
         ("adasum.optimizer",),
         ("adasum.horovod",),
         ("adasum",),
@@ -149,7 +151,7 @@ def arrows() -> set[tuple[str, str]]:
 
 def test_imports_of_the_packages_only_point_down() -> None:
     assert {wing_of(module) for module in MODULES} == set(LEVELS)
-    upward = {f"{here} -> {there}" for here, there in arrows() if LEVELS[here] > LEVELS[there]}
+    upward = {f"{here} -> {there}" for here, there in arrows() if LEVELS[here] >= LEVELS[there]}
     assert upward == set()
 
 
@@ -176,12 +178,6 @@ def test_import_of_adasum_takes_at_most_a_quarter_more_than_torchs() -> None:
         for module in least:
             least[module] = min(least[module], float(python("-c", code.format(module))))
     assert least["adasum"] <= 1.25 * least["torch"]
-
-
-def test_kernels_for_gpu_and_cpu_do_not_import_each_other() -> None:
-    wings = {"kernels.gpu", "kernels.cpu"}
-    between = {f"{here} -> {there}" for here, there in arrows() if {here, there} == wings}
-    assert between == set()
 
 
 def test_modules_of_the_packages_and_of_the_benches_form_no_cycle() -> None:
