@@ -108,7 +108,6 @@ FOR_CI = (
     "kernels/gpu/test_traffic.py::test_traffic_of_adasum_grows_with_the_data[2200064",
     "kernels/test_projection.py::test_more_chunks_than_one_partial_block[emulator",
     "network_namespaces/test_hosts.py::test_ranks_know",
-    "packaging/test_distributions.py::test_extras",
     "packaging/test_distributions.py::test_sdist",
     "packaging/test_distributions.py::test_wheel",
     "packaging/test_makefile.py::test_build_compiles_in_place",

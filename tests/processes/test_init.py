@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,6 @@ import collectives
 from tests.collectives.queues import hold
 from tests.processes.harness import free_port, on_one_node, run_ranks
 
-ROOT = Path(__file__).parents[2]
 PLACE = on_one_node(0, 2, 29500)
 
 
@@ -71,8 +66,8 @@ def test_torch_distributed_ended_first() -> None:
     assert run_ranks(2, _ended_first, free_port(), timeout=60.0) == [[2.0, 2.0]] * 2
 
 
-def _forked(rank: int) -> list[bytes]:
-    group = collectives.init(timeout=20.0)
+def _forked(rank: int, transport: str) -> list[bytes]:
+    group = collectives.init(timeout=20.0, transport=transport)
     done = group.all_reduce(torch.ones(1), async_op=True)
     done.wait()
     request = group.all_reduce_init(torch.ones(1))
@@ -120,16 +115,11 @@ def _forked(rank: int) -> list[bytes]:
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_a_forked_child_is_told(transport: str) -> None:
     """An asynchronous call waited without an end for a thread that the child does not have."""
-    for said in run_ranks(2, partial(_with, _forked, ADASUM_TRANSPORT=transport), timeout=60.0):
+    for said in run_ranks(2, _forked, transport, timeout=60.0):
         assert said.pop() == b"closed"
         started = said.pop(7)
         assert b"was started already" in started
         assert len(said) == 9 and all(b"forked from a rank" in line for line in said), said
-
-
-def _with(fn: Callable[[int], Any], rank: int, **variables: str) -> Any:
-    os.environ.update(variables)
-    return fn(rank)
 
 
 @pytest.mark.parametrize(

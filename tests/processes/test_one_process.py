@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.processes.commands import ROOT, python
 from tests.processes.nursery import nursery
-
-ROOT = Path(__file__).parents[2]
 
 INIT = "import adasum; adasum.init(); adasum.init()"
 
 
-def _run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-    )
-
-
 def _said(code: str, **variables: str) -> str:
     """Return what a program that ends well writes to stderr."""
-    done = _run(code, **variables)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    code = f"import sys; sys.stderr = sys.stdout; {code}"
+    return python("-c", code, PYTHONPATH=str(ROOT), **variables)
 
 
 def test_adasum_log_info_shows_one_line_at_init() -> None:
