@@ -23,18 +23,15 @@ from kernels.gpu import (
     projection_kernels,
     sum_kernels,
 )
-from kernels.gpu.device_tables import AddressTable
 from kernels.validation import check_memory_of, tracing
 
 Run = Callable[..., None]
-_LISTS_ON_TRITON: dict[str, Callable[[Call, AddressTable], Run]] = {
+_ON_TRITON: dict[str, Callable[[Call], Run]] = {
     "pack": copy_kernel.copies,
     "unpack": copy_kernel.copies,
     "sum_n": sum_kernels.sum_n,
     "weighted_sum": sum_kernels.weighted_sum,
     "gram": gram_kernels.gram,
-}
-_OTHERS_ON_TRITON: dict[str, Callable[[Call], Run]] = {
     "scaled_add": sum_kernels.scaled_add,
     "dot_and_norms": projection_kernels.dot_and_norms,
     "combine": projection_kernels.combine,
@@ -42,15 +39,12 @@ _OTHERS_ON_TRITON: dict[str, Callable[[Call], Run]] = {
     "adasum_coefficients": double_double_kernels.adasum_coefficients,
 }
 
-_OF_DIRECT_CALLS = AddressTable(planned=False)
 
-
-def bind(call: Call, table: AddressTable | None = None) -> Run:
+def bind(call: Call) -> Run:
     """Bind a call to the memory of its tensors.
 
     Args:
         call: The checked call. If it has no addresses yet, memory is checked, too.
-        table: A plan's table for these addresses in device memory; None for direct calls.
 
     Returns:
         A function of the call's scalars that runs it, any number of times.
@@ -61,7 +55,7 @@ def bind(call: Call, table: AddressTable | None = None) -> Run:
     """
     if call.addresses is UNREAD:
         locate(call)
-    return _bound(call, table)
+    return _bound(call)
 
 
 def run_direct(function: str, given: tuple[Any, ...]) -> Any:
@@ -111,13 +105,11 @@ def locate(call: Call) -> None:
     call.aligned = functools.reduce(operator.or_, call.addresses, call.out.data_ptr()) % 16 == 0
 
 
-def _bound(call: Call, table: AddressTable | None = None) -> Run:
+def _bound(call: Call) -> Run:
     if not launcher.on_triton(call.out):
         return dispatch.bind(call)
     with launcher.on_device_of(call.out):
-        if (launch_list := _LISTS_ON_TRITON.get(call.function)) is not None:
-            return launch_list(call, table or _OF_DIRECT_CALLS)
-        return _OTHERS_ON_TRITON[call.function](call)
+        return _ON_TRITON[call.function](call)
 
 
 def _check_overlap(call: Call, others: list[tuple[str, Tensor]]) -> None:

@@ -61,6 +61,7 @@ class Call:
         spread: For `adasum_coefficients`, an output: how far vectors cancel.
         tree: For `adasum_coefficients`, the rows (left, right, p, q).
         rebound: Whether the tensors come from `Plan.rebind`, as its `tensors` and `out`.
+        planned: Whether it is the first binding of a plan.
     """
 
     function: str
@@ -78,6 +79,7 @@ class Call:
     spread: Tensor | None = None
     tree: Tree = ()
     rebound: bool = False
+    planned: bool = False
 
     @property
     def layout(self) -> Layout | None:

@@ -21,7 +21,6 @@ from torch.compiler import is_dynamo_compiling as is_compiling
 from kernels.arguments import read_again
 from kernels.binding import Run, bind
 from kernels.call import UNREAD, Call
-from kernels.gpu.device_tables import AddressTable
 from kernels.gradients import refuse_followed
 from kernels.layout import codes_of
 from kernels.validation import (
@@ -61,8 +60,8 @@ class Plan(Generic[Result]):
     change: plan no tensor that a backward pass has saved. Tensors that require gradients are
     refused while grad mode is on. Only one thread may run a plan at a time, and on CUDA its runs
     must follow each other on their streams. Its own memory belongs to the stream that was current
-    when the plan was made. If it runs on another stream, wait for that stream before rebinding or
-    dropping the plan, as torch's allocator reuses the memory at once.
+    when the plan was made or last rebound. If it runs on another stream, wait for that stream
+    before rebinding or dropping the plan, as torch's allocator reuses the memory at once.
     torch.compile and dispatch modes do not see its runs, so no plan can be made under them or run
     in a compiled function. While a CUDA graph is captured, no plan can be made or bound, but runs
     can be captured.
@@ -102,7 +101,7 @@ class Plan(Generic[Result]):
             raise ValueError(f"{call.name(0)} is not contiguous, in a plan: pass .contiguous()")
         self._codes = call.codes or codes_of(call.inputs)
         self._dtypes, self._shapes = call.dtypes, call.shapes
-        self._device, self._table = call.out.device, AddressTable()
+        self._device, call.planned = call.out.device, True
         # The index of the input that is also `out`, if any.
         self._in_place = next((i for i, one in enumerate(call.inputs) if one is call.out), None)
         self._take(call)
@@ -195,8 +194,9 @@ class Plan(Generic[Result]):
                 )
 
     def _take(self, call: Call) -> None:
-        self._run = bind(call, self._table)
-        call.rebound, self._call = False, call
+        self._run = bind(call)
+        call.rebound = call.planned = False
+        self._call = call
         self.out = call.out
         others = [one for _, one in call.others()]
         self._others_seen = [_place(one) for one in others]

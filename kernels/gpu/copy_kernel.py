@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.arithmetic import compute_dtype
 from kernels.call import Call
 from kernels.gpu import launcher
-from kernels.gpu.device_tables import TABLES, AddressTable, upload
+from kernels.gpu.device_tables import TABLES, upload, write_addresses
 from kernels.gpu.launcher import Kernel, Launch, jit, tl
 from kernels.gpu.tiles import load_tile, part_of, report, rescale, store_tile
 from kernels.layout import Layout
@@ -148,7 +148,7 @@ class _Kind(NamedTuple):
     warps: int
 
 
-def copies(call: Call, table: AddressTable) -> Callable[[float | Tensor], None]:
+def copies(call: Call) -> Callable[[float | Tensor], None]:
     """Bind one launch for each dtype among the tensors."""
     layout, out = call.layout, call.out
     assert layout is not None
@@ -156,7 +156,7 @@ def copies(call: Call, table: AddressTable) -> Callable[[float | Tensor], None]:
         return launcher.nothing
     # Uploaded now: the first run may be captured, and only replays would fill a table that is
     # uploaded in a capture.
-    kinds, addresses = _kinds(call, layout), table.write(call.addresses, out.device)
+    kinds, addresses = _kinds(call, layout), write_addresses(call, call.addresses)
 
     def bind(
         scaled: bool, fits_float: bool, finite: bool, live: torch.dtype | None

@@ -1,10 +1,4 @@
-"""Device memory of kernels in addition to their tensors: tables and scratch memory.
-
-A table is looked up by its whole content, so that none is uploaded twice. When a device has its
-limit of tables, the device is synchronized and the least recently used half is dropped, except
-tables that a CUDA graph may read at each replay. Too many of those are an error. An event could not
-replace the synchronization, since plans run on streams that are not known here.
-"""
+"""Device memory of kernels in addition to their tensors: tables and scratch memory."""
 
 from __future__ import annotations
 
@@ -17,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from kernels.call import Call
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 # The driver copies pageable memory of up to so many bytes without waiting for earlier work.
@@ -61,7 +57,11 @@ def upload(
 
 
 class DeviceTables:
-    """Tables by their content.
+    """Tables by their whole content, so that none is uploaded twice.
+
+    When a device has its limit of tables, the device is synchronized and the least recently used
+    half is dropped, except tables that a CUDA graph may read at each replay. An event could not
+    replace the synchronization, since plans run on streams that are not known here.
 
     Args:
         limit: Maximum number of tables per device that no graph reads.
@@ -73,13 +73,15 @@ class DeviceTables:
 
     def __init__(self, limit: int = 512, graph_limit: int = 4096) -> None:
         self._limit, self._graph_limit = limit, graph_limit
+        # In order of last use.
         self._tables: defaultdict[torch.device, dict[Hashable, Any]] = defaultdict(dict)
-        self._pinned: defaultdict[torch.device, dict[Hashable, Tensor]] = defaultdict(dict)
-        self._seen: defaultdict[torch.device, dict[Hashable, Any]] = defaultdict(dict)
+        # Tables and host tensors that graphs read.
+        self._kept: defaultdict[torch.device, dict[Hashable, Any]] = defaultdict(dict)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return sum(map(len, (*self._tables.values(), *self._pinned.values())))
+        both = self._tables, self._kept
+        return len({(device, key) for each in both for device in each for key in each[device]})
 
     def fetch(
         self, key: Hashable, device: torch.device, make: Callable[[Tensor | None], Any]
@@ -95,39 +97,37 @@ class DeviceTables:
             RuntimeError: Graphs have read too many tables.
         """
         with self._lock:
-            tables = self._tables[device]
+            tables, kept = self._tables[device], self._kept[device]
             if not _is_capturing(device):
-                # Move the table to the end: the dict is in order of last use.
                 table = tables.pop(key, None)
                 if table is None:
                     self._make_room(device)
-                    table = make(None)
+                    # Graphs with tables of this content go on reading their host tensor.
+                    table = make(kept.get(key))
                 tables[key] = table
                 return table
-            table = tables.get(key)
-            seen, pinned = self._seen[device], self._pinned[device]
-            counted = key in (pinned if table is None else seen)
-            if not counted and len(seen) + len(pinned) >= self._graph_limit:
+            if key not in kept and len(kept) >= self._graph_limit:
                 raise RuntimeError(
                     f"CUDA graphs have captured calls on {self._graph_limit} lists of tensors "
                     "or segments, whose tables stay: make a plan before the capture, and keep "
                     "it as long as the graph"
                 )
+            table = tables.get(key)
             if table is None:
                 # Only this graph fills the device tensor, so no other graph may use it.
-                table = make(pinned.get(key))
-                pinned[key] = table[1]
+                table = make(kept.get(key))
+                kept[key] = table[1]
             else:
-                seen[key] = table
+                kept[key] = table
             return table
 
     def _make_room(self, device: torch.device) -> None:
         """Drop tables of a device if there is no room for one more."""
-        tables, seen = self._tables[device], self._seen[device]
-        if len(tables) - len(seen) >= self._limit:
+        tables, kept = self._tables[device], self._kept[device]
+        droppable = [key for key in tables if key not in kept]
+        if len(droppable) >= self._limit:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            droppable = [key for key in tables if key not in seen]
             for key in droppable[: -(-len(droppable) // 2)]:
                 del tables[key]
 
@@ -135,52 +135,26 @@ class DeviceTables:
 TABLES = DeviceTables()
 
 
-class AddressTable:
-    """int64 addresses in device memory.
+def write_addresses(call: Call, addresses: array[int]) -> Tensor:
+    """Return a table of int64 addresses on a call's device.
 
-    Args:
-        planned: Whether a plan keeps it. A plan's first addresses are looked up among all tables,
-            and any stream that the plan runs on may read them. Addresses of a rebound plan are
-            written to memory of its own. The addresses of direct calls are not kept, since most
-            lists of tensors occur once.
+    Any stream may read the table of a new plan. Other tables are written in the order of the
+    current stream and are not kept, since most lists of tensors occur once.
     """
-
-    def __init__(self, planned: bool = True) -> None:
-        self._planned = planned
-        self._table: Tensor | None = None
-        self._own = False
-
-    def write(self, addresses: array[int], device: torch.device) -> Tensor:
-        """Return the table of these addresses, written in the order of the current stream.
-
-        Raises:
-            RuntimeError: A graph is being captured, and would write the addresses at each replay.
-        """
-        capturing, known = _is_capturing(device), self._table
-        rebound = known is not None and len(addresses) == len(known)
-        if rebound and capturing:
-            raise RuntimeError("a plan cannot be bound to other tensors while a graph is captured")
-        if capturing or (self._planned and not rebound):
-            key = ("addresses", addresses.tobytes())
-
-            def make(pinned: Tensor | None) -> tuple[Tensor, Tensor]:
-                return upload(np.array(addresses, dtype=np.int64), device, pinned)
-
-            found: Tensor = TABLES.fetch(key, device, make)[0]
-            if self._planned:
-                self._table, self._own = found, False
-            return found
-        host = torch.frombuffer(addresses, dtype=torch.int64)
-        # Up to 64 KiB, CUDA copies pageable memory before the call returns. Larger tables use
-        # pinned memory, which torch keeps alive until the copy is done.
-        if 8 * len(addresses) > _COPIED_AT_ONCE and device != _HOST:
-            host = host.pin_memory()
-        if known is not None and self._own:
-            return known.copy_(host, non_blocking=True)
-        table = host.to(device, non_blocking=True)
-        if rebound:
-            self._table, self._own = table, device != _HOST
-        return table
+    device = call.out.device
+    if call.planned or _is_capturing(device):
+        found: Tensor = TABLES.fetch(
+            ("addresses", addresses.tobytes()),
+            device,
+            lambda pinned: upload(np.array(addresses, dtype=np.int64), device, pinned),
+        )[0]
+        return found
+    host = torch.frombuffer(addresses, dtype=torch.int64)
+    # Up to 64 KiB, CUDA copies pageable memory before the call returns. Larger tables use pinned
+    # memory, which torch keeps alive until the copy is done.
+    if host.nbytes > _COPIED_AT_ONCE and device != _HOST:
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 class Scratch:
@@ -212,13 +186,11 @@ class Scratch:
         key = (use, device, stream)
         found = self._kept.get(key)
         if found is None or found[0] < floats or found[1] < counters:
-            if found is None and len(self._kept) >= self._limit:
-                if device.type == "cuda":
-                    for other in {kept[2][0].device for kept in self._kept.values()}:
-                        torch.cuda.synchronize(other)
-                self._kept.clear()
             if found is not None:
                 floats, counters = max(floats, found[0]), max(counters, found[1])
+            elif len(self._kept) >= self._limit:
+                # Each pair's memory returns to the stream that it was allocated and used on.
+                self._kept.clear()
             found = self._kept[key] = floats, counters, _scratch(device, floats, counters)
         return found[2]
 

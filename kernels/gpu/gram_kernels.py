@@ -27,7 +27,7 @@ from functools import partial
 from kernels.call import Call
 from kernels.gpu import chunking, launcher
 from kernels.gpu.chunking import Aligned, chunks_of
-from kernels.gpu.device_tables import AddressTable, Scratch
+from kernels.gpu.device_tables import Scratch, write_addresses
 from kernels.gpu.dot_products import is_last
 from kernels.gpu.double_double_kernels import made_precise
 from kernels.gpu.launcher import Kernel, jit, tl, triton
@@ -270,7 +270,7 @@ def options_of(count: int, capability: int) -> dict[str, int]:
     return {"maxnreg": 128} if count == 2 else {}
 
 
-def gram(call: Call, table: AddressTable) -> Callable[[], None]:
+def gram(call: Call) -> Callable[[], None]:
     """Bind out = float64 [S, n, n], the dot products of the segments, in one launch.
 
     Precise matrices [S, n, n, 2] need a second launch.
@@ -282,7 +282,7 @@ def gram(call: Call, table: AddressTable) -> Callable[[], None]:
     groups, dtype = -(-n // 4), call.inputs[0].dtype
     ranges, count = (1, n) if n <= 8 else (groups * (groups - 1) // 2, 8)
     block, warps = tile_of(count, call.inputs[0].numel(), dtype.itemsize)
-    addresses = table.write(array("Q", [one.data_ptr() for one in aligned.tensors]), device)
+    addresses = write_addresses(call, array("Q", [one.data_ptr() for one in aligned.tensors]))
     launch = _gram_kernel.bind(
         chunks.chunks * ranges,
         (call.out, chunks.table),

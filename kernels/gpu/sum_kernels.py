@@ -11,7 +11,7 @@ from kernels.call import Call
 from kernels.gpu import launcher
 from kernels.gpu.balanced_tree import branch, join, options_of, tree_tile_of
 from kernels.gpu.chunking import chunks_of, tile_of
-from kernels.gpu.device_tables import AddressTable
+from kernels.gpu.device_tables import write_addresses
 from kernels.gpu.launcher import Kernel, Launch, jit, tl
 from kernels.gpu.tiles import convert, float_of, load_tile, part_of, report, store_tile, weigh
 
@@ -119,7 +119,7 @@ def _sum_kernel(
             store_tile(to + start * OUT_BYTES, left, y, False)
 
 
-def sum_n(call: Call, table: AddressTable) -> Callable[[float], None]:
+def sum_n(call: Call) -> Callable[[float], None]:
     """Bind out = scale * (the sum of the tensors, in the call's order)."""
     addresses, out, dtype = call.addresses, call.out, call.inputs[0].dtype
     numel, wide = out.numel(), compute_dtype(dtype, out.dtype)
@@ -133,7 +133,7 @@ def sum_n(call: Call, table: AddressTable) -> Callable[[float], None]:
     tiles = -(-numel // block)
     if tiles == 0:
         return launcher.nothing
-    on_device = table.write(addresses, out.device)
+    on_device = write_addresses(call, addresses)
 
     def bind(scale: torch.dtype | None) -> Launch:
         return _sum_kernel.bind(
@@ -319,7 +319,7 @@ def weighted_tile_of(numel: int, itemsize: int) -> tuple[int, int]:
     return min(block, 4096 // itemsize), warps
 
 
-def weighted_sum(call: Call, table: AddressTable) -> Callable[[], None]:
+def weighted_sum(call: Call) -> Callable[[], None]:
     """Bind out = the sum of the tensors times their segments' coefficients."""
     addresses, out = call.addresses, call.out
     if out.numel() == 0:
@@ -330,7 +330,7 @@ def weighted_sum(call: Call, table: AddressTable) -> Callable[[], None]:
     return _weighted_sum_kernel.bind(
         chunks.chunks,
         (),
-        table.write(addresses, out.device),
+        write_addresses(call, addresses),
         call.table,
         chunks.table,
         out,

@@ -96,8 +96,8 @@ def watch(device: Device) -> None:
         launch._run = compared
         return launch
 
-    def computed(call: Any, table: Any = None) -> Any:
-        launch = bound(call, table)
+    def computed(call: Any) -> Any:
+        launch = bound(call)
         if device.emulated or not call.out.is_cuda:
             return launch
         on_host = dispatch.bind(call)

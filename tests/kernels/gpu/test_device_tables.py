@@ -5,13 +5,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kernels.call import Call
 from kernels.gpu import device_tables
-from kernels.gpu.device_tables import AddressTable, DeviceTables, Scratch, upload
+from kernels.gpu.device_tables import DeviceTables, Scratch, upload, write_addresses
 
 ONE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 CPU = torch.device("cpu")
@@ -149,11 +151,27 @@ def test_scratch_of_a_graph_is_its_own(
     assert len(made) == 3
 
 
-def test_address_table_of_a_plan_changes_no_other() -> None:
-    mine, others = AddressTable(), AddressTable()
+def test_equal_plans_share_a_table_that_no_other_call_writes() -> None:
+    plan = Call("sum_n", [], torch.empty(1), None, planned=True)
     addresses = array("Q", (1 << 41, 1 << 42))
-    first = mine.write(addresses, CPU)
-    assert others.write(addresses, CPU) is first
-    assert mine.write(array("Q", (3, 4)), CPU).tolist() == [3, 4]
-    assert others.write(array("Q", (5, 6)), CPU).tolist() == [5, 6]
+    first = write_addresses(plan, addresses)
+    assert write_addresses(plan, addresses) is first
+    direct = Call("sum_n", [], torch.empty(1), None)
+    assert write_addresses(direct, addresses) is not first
+    assert write_addresses(direct, array("Q", (3, 4))).tolist() == [3, 4]
     assert first.tolist() == list(addresses)
+
+
+def test_a_graphs_addresses_are_kept_and_those_of_direct_calls_are_not(
+    cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = DeviceTables()
+    monkeypatch.setattr(device_tables, "TABLES", tables)
+    monkeypatch.setattr(device_tables, "upload", lambda *_: (torch.empty(1), torch.empty(1)))
+    monkeypatch.setattr(torch.Tensor, "to", lambda host, *_, **__: host.clone())
+    call: Any = SimpleNamespace(out=SimpleNamespace(device=ONE), planned=False)
+    write_addresses(call, array("Q", (1, 2)))
+    assert len(tables) == 0
+    cuda.capturing = True
+    write_addresses(call, array("Q", (1, 2)))
+    assert len(tables) == 1
