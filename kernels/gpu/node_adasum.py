@@ -142,8 +142,10 @@ def _blend(
 @jit
 def _run(chunks):
     """The first chunk of this program, and the end of its run of chunks."""
-    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    return program * chunks // programs, (program + 1) * chunks // programs
+    # Divisions of int64 take many instructions; there are far fewer chunks than 2**31 / programs.
+    before = tl.program_id(0) * chunks.to(tl.int32)
+    low, high = before // tl.num_programs(0), (before + chunks.to(tl.int32)) // tl.num_programs(0)
+    return low.to(tl.int64), high.to(tl.int64)
 
 
 @jit
