@@ -58,7 +58,7 @@ class Layout:
 
     @cached_property
     def in_one(self) -> bytes:
-        """The layout as int64 for kernels/cpu/reading.h; empty unless it is `sound`.
+        """The layout as int64 for kernels/cpu/reading.h and as a key; empty unless it is `sound`.
 
         The numbers of tensors, of elements and of the dtype, `in_c`, each shape after its length.
         """
@@ -67,11 +67,6 @@ class Layout:
         head = len(self.numels), self.numel, DTYPES.index(self.dtype)
         shapes = itertools.chain.from_iterable((len(shape), *shape) for shape in self.shapes)
         return array("q", (*head, *itertools.chain(*self.in_c, shapes))).tobytes()
-
-    @cached_property
-    def content(self) -> bytes:
-        """The bytes of `in_c`, a key for tables: Python computes the hash of bytes once."""
-        return b"".join(self.in_c)
 
     @cached_property
     def sound(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from kernels.call import Call
 from kernels.gpu import launcher
 from kernels.gpu.device_tables import TABLES, upload, write_addresses
 from kernels.gpu.launcher import Kernel, Launch, jit, tl
-from kernels.gpu.tiles import load_tile, part_of, report, rescale, store_tile
+from kernels.gpu.tiles import convert, float_of, load_tile, part_of, report, store_tile
 from kernels.layout import Layout
 
 # The largest float32: a larger factor would be infinite in float32.
@@ -44,9 +44,18 @@ def _move(
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy `reads` of at most BLOCK elements, and write zeros behind them up to `writes`."""
+    """Copy `reads` of at most BLOCK elements, and write zeros behind them up to `writes`.
+
+    The zeros stay zeros even if the scale is not FINITE, which would make them NaN.
+    """
     x = load_tile(source, reads, SOURCE, VECTORS, BLOCK)
-    x = rescale(x, tl.arange(0, BLOCK) < reads, scale_bits, WIDE, TARGET, SCALED, FINITE, LIVE)
+    if SCALED:
+        x = convert(x, WIDE) * float_of(scale_bits, LIVE).to(WIDE)
+        if not FINITE:
+            x = tl.where(tl.arange(0, BLOCK) < reads, x, 0.0)
+    elif SOURCE != TARGET:
+        x = convert(x, WIDE)
+    x = convert(x, TARGET)
     report(x, found_inf)
     store_tile(target, writes, x, VECTORS)
 
@@ -137,17 +146,6 @@ def _copy_kernel(
             )  # fmt: skip
 
 
-class _Kind(NamedTuple):
-    """The tensors of one dtype in a list, for `_copy_kernel`: `tensors` is its `tensor_count`."""
-
-    dtype: torch.dtype
-    table: Tensor
-    tiles: int
-    tensors: int
-    block: int
-    warps: int
-
-
 def copies(call: Call) -> Callable[[float | Tensor], None]:
     """Bind one launch for each dtype among the tensors."""
     layout, out = call.layout, call.out
@@ -158,13 +156,9 @@ def copies(call: Call) -> Callable[[float | Tensor], None]:
     # uploaded in a capture.
     kinds, addresses = _kinds(call, layout), write_addresses(call, call.addresses)
 
-    def bind(
-        scaled: bool, fits_float: bool, finite: bool, live: torch.dtype | None
-    ) -> list[Launch]:
-        launches = []
-        for dtype, rows, tiles, tensors, block, warps in kinds:
-            wide = compute_dtype(dtype, out.dtype)
-            launch = _copy_kernel.bind(
+    def bind(scaled: bool, finite: bool, live: torch.dtype | None) -> list[Launch]:
+        return [
+            _copy_kernel.bind(
                 tiles,
                 (0,),
                 rows,
@@ -174,25 +168,24 @@ def copies(call: Call) -> Callable[[float | Tensor], None]:
                 tensors,
                 TENSOR=dtype,
                 BUFFER=out.dtype,
-                WIDE=wide,
+                WIDE=compute_dtype(dtype, out.dtype),
                 PACK=call.packing,
                 SCALED=scaled,
-                FINITE=finite if wide == torch.float64 else fits_float,
+                FINITE=finite,
                 LIVE=live,
                 BLOCK=block,
                 num_warps=warps,
             )
-            launches.append(launch)
-        return launches
+            for rows, dtype, tiles, tensors, block, warps in kinds
+        ]
 
-    # By whether there is a scale, whether it is finite in float32 and in float64, and its dtype if
-    # it is a tensor.
-    bound: dict[tuple[bool, bool, bool, torch.dtype | None], list[Launch]] = {}
+    # By whether there is a scale, whether it is finite in float32, and its dtype if it is a tensor.
+    bound: dict[tuple[bool, bool, torch.dtype | None], list[Launch]] = {}
 
     def run(scale: float | Tensor) -> None:
         bits, live = launcher.scalar_of(scale, out)
         number = math.inf if live is not None else float(scale)
-        kind = (number != 1.0, abs(number) <= _LARGEST, math.isfinite(number), live)
+        kind = (number != 1.0, abs(number) <= _LARGEST, live)
         if kind not in bound:
             with launcher.on_device_of(out):
                 bound[kind] = bind(*kind)
@@ -202,11 +195,11 @@ def copies(call: Call) -> Callable[[float | Tensor], None]:
     return run
 
 
-def _kinds(call: Call, layout: Layout) -> list[_Kind]:
-    """Return each dtype's tensors, with their tables on the device."""
+def _kinds(call: Call, layout: Layout) -> list[tuple[Any, ...]]:
+    """Return (table on the device, dtype, tiles, `tensor_count`, block, warps) of each dtype."""
     device = call.out.device
 
-    def make(pinned: Tensor | None) -> tuple[Tensor, Tensor, list[_Kind]]:
+    def make(pinned: Tensor | None) -> tuple[Tensor, Tensor, list[tuple[Any, ...]]]:
         numels, edges = map(np.array, layout.in_c)
         slots, parts, kinds = np.diff(edges), [], []
         indices: dict[torch.dtype, list[int]] = {}
@@ -225,9 +218,7 @@ def _kinds(call: Call, layout: Layout) -> list[_Kind]:
             kinds.append((dtype, len(owners), tensors, block, warps))
         table, host = upload(np.concatenate(parts), device, pinned)
         tables = table.split([len(part) for part in parts])
-        pairs = zip(kinds, tables, strict=True)
-        return table, host, [_Kind(kind[0], own, *kind[1:]) for kind, own in pairs]
+        return table, host, [(own, *kind) for own, kind in zip(tables, kinds, strict=True)]
 
-    key = ("copy", call.codes, layout.dtype, layout.content)
-    found: tuple[Tensor, Tensor, list[_Kind]] = TABLES.fetch(key, device, make)
-    return found[2]
+    found: list[tuple[Any, ...]] = TABLES.fetch((call.codes, layout.in_one), device, make)[2]
+    return found

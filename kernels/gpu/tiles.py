@@ -15,15 +15,6 @@ THREADS = 128 if triton is None else tl.constexpr(128)
 
 
 @jit
-def vector_pointer(address, DTYPE: tl.constexpr):
-    """Pointer to DTYPE at an int64 `address` that must be a multiple of 16.
-
-    The hint must follow the cast: on the integer it would be lost.
-    """
-    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
-
-
-@jit
 def scalar_pointer(address, DTYPE: tl.constexpr):
     """Pointer to DTYPE at any int64 `address`.
 
@@ -48,12 +39,19 @@ def part_of(block, count):
 
 
 @jit
-def vector_count(count, VECTOR: tl.constexpr):
-    """`count`, a multiple of VECTOR, in a form that shows the compiler that it is one.
+def _elements(address, count, DTYPE: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to BLOCK elements at `address`, and a mask of the first `count`.
 
-    A mask below such a count is constant over each 16-byte vector, so vectors stay whole.
+    With VECTORS both `address` and `count` are multiples of 16 bytes, which the compiler must see.
     """
-    return (count // VECTOR * VECTOR).to(tl.int32)
+    VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    i, pointer = tl.arange(0, BLOCK), scalar_pointer(address, DTYPE)
+    if VECTORS:
+        # On the integer, before the cast, the hint would be lost.
+        pointer = tl.multiple_of(pointer, 16)
+        # A mask below such a count is constant over each vector, so vectors stay whole.
+        count = count // VECTOR * VECTOR
+    return pointer + i, i < tl.cast(count, tl.int32)
 
 
 @jit
@@ -67,30 +65,17 @@ def load_tile(
 ):
     """Load the first `count` of at most BLOCK elements at `address`, with zeros behind them.
 
-    With VECTORS both `address` and `count` are multiples of 16 bytes. EVICT: Triton's policy for
-    the caches.
+    VECTORS: As in `_elements`. EVICT: Triton's policy for the caches.
     """
-    i = tl.arange(0, BLOCK)
-    if VECTORS:
-        inside = i < vector_count(count, 128 // DTYPE.primitive_bitwidth)
-        at = vector_pointer(address, DTYPE) + i
-    else:
-        inside = i < tl.cast(count, tl.int32)
-        at = scalar_pointer(address, DTYPE) + i
+    at, inside = _elements(address, count, DTYPE, VECTORS, BLOCK)
     return tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT)
 
 
 @jit
 def store_tile(address, count, x, VECTORS: tl.constexpr, EVICT: tl.constexpr = _NORMAL):
     """Store the first `count` elements of x at `address`, in their own dtype; see `load_tile`."""
-    i = tl.arange(0, x.shape[0])
-    if VECTORS:
-        inside = i < vector_count(count, 128 // x.dtype.primitive_bitwidth)
-        tl.store(vector_pointer(address, x.dtype) + i, x, mask=inside, eviction_policy=EVICT)
-    else:
-        inside = i < tl.cast(count, tl.int32)
-        at = scalar_pointer(address, x.dtype) + i
-        tl.store(at, x, mask=inside, eviction_policy=EVICT)
+    at, inside = _elements(address, count, x.dtype, VECTORS, x.shape[0])
+    tl.store(at, x, mask=inside, eviction_policy=EVICT)
 
 
 @jit
@@ -168,36 +153,9 @@ def report(x, found_inf):
 
 
 @jit
-def rescale(
-    x,
-    used,
-    bits,
-    WIDE: tl.constexpr,
-    TARGET: tl.constexpr,
-    SCALED: tl.constexpr,
-    FINITE: tl.constexpr,
-    LIVE: tl.constexpr,
-):
-    """Multiply x by `float_of(bits, LIVE)` in WIDE, then convert it to TARGET.
-
-    Unless SCALED, x is only converted. Elements that are not `used` are zero and stay zero, even if
-    the factor is not FINITE, which would make them NaN.
-    """
-    # One return: Triton types all of them, even those behind a constexpr condition.
-    if SCALED:
-        scaled = convert(x, WIDE) * float_of(bits, LIVE).to(WIDE)
-        y = convert(scaled if FINITE else tl.where(used, scaled, 0.0), TARGET)
-    elif x.dtype != TARGET:
-        y = convert(convert(x, WIDE), TARGET)
-    else:
-        y = x
-    return y
-
-
-@jit
 def float_of(bits, LIVE: tl.constexpr = None):
     """float64 from the bits of `bits_of` or, if LIVE, a number of that dtype at an address."""
-    # One return: Triton types all of them.
+    # One return: Triton types all of them, even those behind a constexpr condition.
     if LIVE is None:
         value = bits.to(tl.int64).to(tl.float64, bitcast=True)
     else:
