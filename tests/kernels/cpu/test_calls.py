@@ -59,7 +59,7 @@ def shrunk(shape: Shape, elements: int) -> Tensor:
 STAND_INS: dict[str, tuple[Callable[[Shape], Any], bool]] = {
     "plain": (lambda s: like(7, shape=s), True),
     "parameter": (lambda s: torch.nn.Parameter(like(7, shape=s), requires_grad=False), True),
-    "at an offset": (lambda s: within(torch.arange(500.0), s, 3), True),
+    "at an offset": (lambda s: within(torch.arange(1100.0), s, 3), True),
     "end of its storage": (lambda s: shrunk(s, 0), True),
     "copied on write": (lambda s: torch._lazy_clone(like(7, shape=s)), True),
     "inference": (made_in_inference_mode, True),
@@ -88,7 +88,7 @@ STAND_INS: dict[str, tuple[Callable[[Shape], Any], bool]] = {
     "fake": (lambda s: fake(), False),
     "subclass": (lambda s: torch.ones(s).as_subclass(Subclass), False),
     "zeros of torch": (lambda s: torch._efficientzerotensor(s), False),
-    "part of torch's zeros": (lambda s: within(torch._efficientzerotensor(500), s, 3), False),
+    "part of torch's zeros": (lambda s: within(torch._efficientzerotensor(1100), s, 3), False),
     "too short": (lambda s: shrunk(s, 1), False),
     "emptied": (lambda s: resized(torch.ones(s), 0), False),
     "array": (lambda s: torch.ones(s).numpy(), False),
