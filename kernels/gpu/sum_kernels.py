@@ -44,29 +44,6 @@ def in_order(
     return join(total, convert(x, SUM))
 
 
-@jit
-def _total(
-    addresses,
-    offset,
-    count,
-    tensor_count,
-    DTYPE: tl.constexpr,
-    SUM: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    LEVELS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    VECTORS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Sum of the tensors' tiles at `offset` bytes in each; each sum of two is rounded to SUM."""
-    if LEVELS is None:
-        x = in_order(addresses, offset, count, tensor_count, DTYPE, SUM, ROUNDED, VECTORS, BLOCK)
-    else:
-        extra = tensor_count - (1 << LEVELS)
-        x = branch(addresses, offset, count, 0, extra, DTYPE, SUM, LEVELS, PAIRS, VECTORS, BLOCK)
-    return x
-
-
 @Kernel
 def _sum_kernel(
     scale_bits: tl.int64,
@@ -98,25 +75,27 @@ def _sum_kernel(
     first = tl.program_id(0).to(tl.int64) * BLOCK
     count = tl.minimum(element_count - first, BLOCK)
     scale = float_of(scale_bits, SCALE).to(WIDE)
-    to = out.to(tl.int64)
-    n = tensor_count
-    if ALIGNED and count % VECTOR == 0:
-        at = first * BYTES
-        x = _total(addresses, at, count, n, DTYPE, SUM, ROUNDED, LEVELS, PAIRS, True, BLOCK)
-        x = convert(convert(x, WIDE) * scale, OUT)
-        report(x, found_inf)
-        store_tile(to + first * OUT_BYTES, count, x, True)
-    else:
-        # In parts, in a loop that is not unrolled: see scalar_pointer.
-        PART: tl.constexpr = part_of(BLOCK, 4)
-        for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
-            start = first + part * PART
-            left = count - part * PART
-            at = start * BYTES
-            y = _total(addresses, at, left, n, DTYPE, SUM, ROUNDED, LEVELS, PAIRS, False, PART)
-            y = convert(convert(y, WIDE) * scale, OUT)
-            report(y, found_inf)
-            store_tile(to + start * OUT_BYTES, left, y, False)
+    whole = ALIGNED and count % VECTOR == 0
+    # One source for both paths. scalar_pointer says why the scalar one works on parts of a tile.
+    for VECTORS in tl.static_range(1, -1, -1):
+        if whole == VECTORS:
+            for part in tl.range(0, BLOCK // part_of(BLOCK, 4, VECTORS), loop_unroll_factor=1):
+                done = part * part_of(BLOCK, 4, VECTORS)
+                at, left = (first + done) * BYTES, count - done
+                if LEVELS is None:
+                    x = in_order(
+                        addresses, at, left, tensor_count, DTYPE, SUM, ROUNDED,
+                        VECTORS, part_of(BLOCK, 4, VECTORS),
+                    )  # fmt: skip
+                else:
+                    extra = tensor_count - (1 << LEVELS)
+                    x = branch(
+                        addresses, at, left, 0, extra, DTYPE, SUM, LEVELS, PAIRS,
+                        VECTORS, part_of(BLOCK, 4, VECTORS),
+                    )  # fmt: skip
+                x = convert(convert(x, WIDE) * scale, OUT)
+                report(x, found_inf)
+                store_tile(out.to(tl.int64) + (first + done) * OUT_BYTES, left, x, VECTORS)
 
 
 def sum_n(call: Call) -> Callable[[float], None]:
@@ -190,22 +169,18 @@ def _scaled_add_kernel(
     at_a = a.to(tl.int64) + first * A_BYTES
     at_b = b.to(tl.int64) + first * B_BYTES
     to = out.to(tl.int64) + first * OUT_BYTES
-    if ALIGNED and count % VECTOR == 0:
-        x = load_tile(at_a, count, A, True, BLOCK)
-        y = load_tile(at_b, count, B, True, BLOCK)
-        z = convert(weigh(x, y, alpha, beta, False, WIDE), OUT)
-        report(z, found_inf)
-        store_tile(to, count, z, True)
-    else:
-        # In parts, in a loop: see scalar_pointer. With quarters ptxas would spill.
-        PART: tl.constexpr = part_of(BLOCK, 8)
-        for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
-            done = part * PART
-            u = load_tile(at_a + done * A_BYTES, count - done, A, False, PART)
-            v = load_tile(at_b + done * B_BYTES, count - done, B, False, PART)
-            w = convert(weigh(u, v, alpha, beta, False, WIDE), OUT)
-            report(w, found_inf)
-            store_tile(to + done * OUT_BYTES, count - done, w, False)
+    whole = ALIGNED and count % VECTOR == 0
+    # As in `_sum_kernel`. With quarters ptxas would spill.
+    for VECTORS in tl.static_range(1, -1, -1):
+        if whole == VECTORS:
+            for part in tl.range(0, BLOCK // part_of(BLOCK, 8, VECTORS), loop_unroll_factor=1):
+                done = part * part_of(BLOCK, 8, VECTORS)
+                left = count - done
+                x = load_tile(at_a + done * A_BYTES, left, A, VECTORS, part_of(BLOCK, 8, VECTORS))
+                y = load_tile(at_b + done * B_BYTES, left, B, VECTORS, part_of(BLOCK, 8, VECTORS))
+                z = convert(weigh(x, y, alpha, beta, False, WIDE), OUT)
+                report(z, found_inf)
+                store_tile(to + done * OUT_BYTES, left, z, VECTORS)
 
 
 def scaled_add(call: Call) -> Callable[[float, float], None]:

@@ -29,13 +29,14 @@ def scalar_pointer(address, DTYPE: tl.constexpr):
 
 
 @constexpr_function
-def part_of(block, count):
+def part_of(block, count, vectors=False):
     """Return the number of elements in each part of a tile on the scalar path.
 
     There are at least as many as threads in four warps: otherwise two threads would share an
-    element, and one of them might load it after the other has stored it.
+    element, and one of them might load it after the other has stored it. With `vectors` the whole
+    tile is one part, so that one piece of source is the code of both paths.
     """
-    return max(block // count, 128)
+    return block if vectors else max(block // count, 128)
 
 
 @jit
