@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -43,25 +44,19 @@ OPTIONS = {"enable_fp_fusion": True}
 jit: Any = triton.jit if triton else lambda fn: fn
 
 
+@dataclass(slots=True)
 class Launch:
     """A launch whose kernel is compiled and whose arguments are bound.
 
     name: The kernel's name. device: torch's number of the GPU; negative while a test emulates one.
-    stream_of: Returns the handle of a device's current stream.
+    stream_of: Returns the handle of a device's current stream. run: Starts the kernel.
     """
 
-    __slots__ = ("_arguments", "_device", "_run", "_stream_of", "name")
-
-    def __init__(
-        self,
-        name: str,
-        device: int,
-        stream_of: Callable[[int], Any],
-        run: Callable[..., Any],
-        arguments: tuple[Any, ...],
-    ) -> None:
-        self.name, self._device, self._stream_of = name, device, stream_of
-        self._run, self._arguments = run, arguments
+    name: str
+    device: int
+    stream_of: Callable[[int], Any]
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...]
 
     def __call__(
         self,
@@ -74,20 +69,20 @@ class Launch:
         scratch: Returns the arguments that follow those, for a stream. then: `start` of another
         launch on the same device, called with the same stream.
         """
-        device = self._device
+        device = self.device
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self(*leading, scratch=scratch, then=then)
             return
-        stream = self._stream_of(device)
+        stream = self.stream_of(device)
         more = () if scratch is None else scratch(stream)
-        self._run(*leading, *more, *self._arguments, stream=stream)
+        self.run(*leading, *more, *self.arguments, stream=stream)
         if then is not None:
             then(stream=stream)
 
     def start(self, *leading: Tensor | int, stream: int) -> None:
         """Launch on a stream; the current device must be this launch's."""
-        self._run(*leading, *self._arguments, stream=stream)
+        self.run(*leading, *self.arguments, stream=stream)
 
 
 class Kernel:
@@ -130,50 +125,36 @@ class Kernel:
         device = driver.get_current_device()
         key = (device, *[one is None for one in arguments], *constants.values())
         found = self._compiled.get(key)
-        name = self.function.__name__
-        known = name, device, driver.get_current_stream
         if found is None:
             given = {name: _in_triton(value) for name, value in constants.items()} | OPTIONS
             given["num_warps"] = _warps(given["num_warps"])
-            compiled = self._compile(programs, (*leading, *arguments), given)
-            if compiled is None:
-                # Triton's interpreter has no streams.
-                interpreted = self.function[(programs,)]
-                return Launch(*known, lambda *a, stream: interpreted(*a, **given), arguments)
             names = self.function.arg_names[len(leading) + len(arguments) :]
-            values = tuple([given[name] for name in names])
-            found = self._compiled[key] = compiled, _runner(compiled), values
-        _, start, values = found
-        return Launch(*known, functools.partial(start, programs), (*arguments, *values))
-
-    def _compile(
-        self, programs: int, arguments: tuple[Tensor | int | None, ...], given: dict[str, Any]
-    ) -> Any:
-        """Return Triton's compiled kernel, loaded on the GPU; None under Triton's interpreter.
-
-        Concurrent threads wait for the first one. Nothing is launched while the lock is held, since
-        a launch may have to wait for other threads' work on the GPU.
-        """
-        with _compiling:
-            compiled = self.function.warmup(*arguments, grid=(programs,), **given)
-        # Under triton.AsyncCompileMode it is a future. Wait for it without the lock, since the
-        # compiling thread may be waiting for the lock.
-        if hasattr(compiled, "result"):
-            compiled = compiled.result()
-        if compiled is not None:
+            # Concurrent threads wait for the first one. Nothing is launched while the lock is held,
+            # since a launch may have to wait for other threads' work on the GPU.
             with _compiling:
-                # This loads it on the GPU.
-                compiled[programs, 1, 1]
-        return compiled
+                compiled = self.function.warmup(*leading, *arguments, grid=(programs,), **given)
+                if compiled is None:
+                    raise RuntimeError("kernels cannot be interpreted: unset TRITON_INTERPRET")
+                start = _runner(compiled)
+            found = self._compiled[key] = compiled, start, tuple([given[name] for name in names])
+        _, start, values = found
+        return Launch(
+            self.function.__name__,
+            device,
+            driver.get_current_stream,
+            functools.partial(start, programs),
+            (*arguments, *values),
+        )
 
 
 def _runner(compiled: Any) -> Callable[..., None]:
-    """Return a function that starts so many programs, as `compiled[programs, 1, 1]` does.
+    """Load a kernel; return a function that starts programs as `compiled[programs, 1, 1]` does.
 
     Triton's own describes each launch to Triton's launch hooks. Without such hooks, which is usual,
     this function takes some 1.1 us less (bench/NOTES.md).
     """
     knobs = triton.knobs
+    # `run` first: it loads the kernel on the GPU.
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
     def start(programs: int, *arguments: Any, stream: int) -> None:
@@ -308,7 +289,7 @@ def chip_of(device: torch.device) -> Chip:
     """Return the properties of this GPU that launchers use."""
     properties = torch.cuda.get_device_properties(device)
     nvidia = torch.version.hip is None
-    able = nvidia and properties.major >= 9 and not triton.knobs.runtime.interpret
+    able = nvidia and properties.major >= 9
     return Chip(
         properties.multi_processor_count,
         properties.L2_cache_size,

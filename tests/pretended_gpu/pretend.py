@@ -83,7 +83,7 @@ def watch(device: Device) -> None:
         if name == _DEPENDENT and constants["DEPENDENT"]:
             names.add("dependent")
 
-        run, count = launch._run, len(leading) + len(arguments)
+        run, count = launch.run, len(leading) + len(arguments)
 
         def compared(*given: Tensor | int, stream: int) -> None:
             passed = tuple(_numbers(given[:count]))
@@ -93,7 +93,7 @@ def watch(device: Device) -> None:
             finally:
                 device.expected.bound = None
 
-        launch._run = compared
+        launch.run = compared
         return launch
 
     def computed(call: Any) -> Any:

@@ -52,19 +52,18 @@ def test_launches_that_overlap_give_the_bits_of_launches_that_do_not(backend, mo
 
 
 @pytest.mark.parametrize(
-    ("major", "hip", "driver", "interpreted", "expected"),
+    ("major", "hip", "driver", "expected"),
     [
-        (9, None, 12030, False, True),
-        (10, None, 13000, False, True),
-        (9, None, 12020, False, False),
-        (9, None, None, False, False),
-        (8, None, 13000, False, False),
-        (9, "6.4", 13000, False, False),
-        (9, None, 13000, True, False),
+        (9, None, 12030, True),
+        (10, None, 13000, True),
+        (9, None, 12020, False),
+        (9, None, None, False),
+        (8, None, 13000, False),
+        (9, "6.4", 13000, False),
     ],
 )
 def test_launches_overlap_where_gpu_and_driver_can_also_in_a_graph(
-    monkeypatch, major, hip, driver, interpreted, expected
+    monkeypatch, major, hip, driver, expected
 ):
     chip = {"multi_processor_count": 132, "L2_cache_size": 60 << 20}
     properties = SimpleNamespace(major=major, minor=3, **chip)
@@ -80,7 +79,6 @@ def test_launches_overlap_where_gpu_and_driver_can_also_in_a_graph(
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)
     monkeypatch.setattr(ctypes, "CDLL", library)
     capability = 10 * major + 3 if hip is None else 0
     assert launcher.chip_of.__wrapped__(torch.device("cuda", 0)) == launcher.Chip(
