@@ -215,10 +215,11 @@ def _trace(call: Call, first: Scalar = 1.0, second: Scalar = 1.0) -> None:
         _record(call.function, *given, first, second, None, call.bounds, call.found_inf, *others)
 
 
-def _run_operator(function: str, inputs: list[Tensor], *given: Any, fake: bool = False) -> Tensor:
-    """Run the operator of a function of `TAKES`, and return `out`.
+def _run_operator(function: str, inputs: list[Tensor], *given: Any, fake: bool = False) -> Any:
+    """Run the operator of a function of `TAKES`, and return `out` if it was not given.
 
-    given: In the schema's order. fake: Only check the arguments, as far as that needs no data.
+    given: In the schema's order. fake: Only check the arguments, as far as that needs no data. If
+    they are wrong, dynamo leaves the call to eager mode.
     """
     dtype, starts, table, kind, accumulate, *passed = given[:9]
     out, found_inf = given[9:] or (None, None)
@@ -228,17 +229,14 @@ def _run_operator(function: str, inputs: list[Tensor], *given: Any, fake: bool =
         kind = kind == "True"
     options = segments, found_inf, table, kind, accumulate
     if fake:
-        return check(function, inputs, out, dtype, *options).out
-    found = run_direct(function, (inputs, out, dtype, *scalars, *options))
-    if found is None:
+        try:
+            found = check(function, inputs, out, dtype, *options).out
+        except (TypeError, ValueError) as error:
+            raise NotImplementedError(str(error)) from error
+    elif (found := run_direct(function, (inputs, out, dtype, *scalars, *options))) is None:
         call = check(function, inputs, out, dtype, *options)
         found = _run_checked(call, *scalars[: SCALARS.get(function, 0)])
-    return found
-
-
-def _write(function: str, *given: Any, fake: bool = False) -> None:
-    """`_run_operator` with a given `out`."""
-    _run_operator(function, *given, fake=fake)
+    return found if out is None else None
 
 
 def _run_checked(call: Call, *scalars: Scalar) -> Any:
@@ -280,14 +278,6 @@ def _run_coefficients(
     _run_checked(Call("adasum_coefficients", inputs, out, (), spread=spread, tree=joins))
 
 
-def _check(run: Callable[..., Any], function: str, *given: Any) -> Any:
-    """Check a call of dynamo's while it traces. If it is wrong, dynamo leaves it to eager mode."""
-    try:
-        return run(function, *given, fake=True)
-    except (TypeError, ValueError) as error:
-        raise NotImplementedError(str(error)) from error
-
-
 def _define(
     schema: str, run: Callable[..., Any], check: Callable[..., Any] = lambda *_: None
 ) -> None:
@@ -304,11 +294,11 @@ def _define(
 
 
 for _name in TAKES:
-    for _schema, _run in (
-        (f"{_name}_10(Tensor[] inputs, {_OPTIONS}) -> Tensor", _run_operator),
-        (f"{_name}_10.out(Tensor[] inputs, {_OPTIONS}, Tensor(a!) out, {_FLAG}) -> ()", _write),
+    for _schema in (
+        f"{_name}_10(Tensor[] inputs, {_OPTIONS}) -> Tensor",
+        f"{_name}_10.out(Tensor[] inputs, {_OPTIONS}, Tensor(a!) out, {_FLAG}) -> ()",
     ):
-        _define(_schema, partial(_run, _name), partial(_check, _run, _name))
+        _define(_schema, partial(_run_operator, _name), partial(_run_operator, _name, fake=True))
 for _schema in (
     f"pack_10(Tensor[] inputs, Tensor(a!) out, {_SLOTS}) -> ()",
     f"unpack_10(Tensor(a!)[] inputs, Tensor out, {_SLOTS}) -> ()",
