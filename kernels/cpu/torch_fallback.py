@@ -119,7 +119,8 @@ def gram(call: Call) -> None:
     for matrix, low, high in zip(call.out, call.bounds[:-1], call.bounds[1:], strict=True):
         parts, sums = [one[low:high] for one in vectors], matrix[..., 0] if call.precise else matrix
         for i, j in pairs:
-            sums[i, j] = sums[j, i] = parts[i].dot(parts[j])
+            # Not torch.dot, whose bits depend on the tensors' alignment.
+            sums[i, j] = sums[j, i] = (parts[i] * parts[j]).sum()
         if call.precise and _may_cancel(sums):
             for i, j in pairs:
                 matrix[i, j] = matrix[j, i] = _exact_dot(parts[i], parts[j])
