@@ -181,22 +181,15 @@ def check_packed(given: list[Any], layout: Layout, *, any_order: bool = True) ->
     return inputs
 
 
-def layout_within(
-    buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], alignment: int
-) -> Layout:
-    """Return the layout of tensors in a buffer by their offsets; ValueError if they do not fit."""
-    shapes = tuple([tensor.shape for tensor in tensors])
-    return _checked_layout(buffer.dtype, shapes, tuple(offsets), buffer.numel(), alignment)
-
-
 @functools.lru_cache(maxsize=128)
-def _checked_layout(
+def checked_layout(
     dtype: torch.dtype,
     shapes: tuple[tuple[int, ...], ...],
     offsets: tuple[int, ...],
     numel: int,
     alignment: int,
 ) -> Layout:
+    """Return the layout of tensors by their offsets; ValueError if they do not fit."""
     numels = tuple(map(math.prod, shapes))
     layout = Layout(dtype, tuple(map(tuple, shapes)), numels, offsets, numel, alignment)
     check_layout(layout)

@@ -27,7 +27,7 @@ from kernels.binding import locate, run_at_once, run_direct
 from kernels.call import SCALARS, UNREAD, Call
 from kernels.cpu import torch_fallback
 from kernels.gradients import is_followed, refuse_followed
-from kernels.layout import codes_of, layout_within
+from kernels.layout import checked_layout, codes_of
 from kernels.validation import check_segments, tracing
 
 Scalar = float | Tensor
@@ -258,8 +258,9 @@ def _run_packed(
     found_inf: Tensor | None,
 ) -> None:
     """Run the operator of `pack` or `unpack`."""
+    shapes = tuple([one.shape for one in inputs])
     # AOTInductor passes None for an empty list.
-    layout = layout_within(buffer, inputs, starts or (), alignment)
+    layout = checked_layout(buffer.dtype, shapes, tuple(starts or ()), buffer.numel(), alignment)
     scale = first if first_at is None else first_at
     if run_direct(function, (inputs, buffer, None, scale, 1.0, layout, found_inf)) is None:
         codes = codes_of(inputs)
