@@ -46,9 +46,9 @@ def _elements(address, count, DTYPE: tl.constexpr, VECTORS: tl.constexpr, BLOCK:
     With VECTORS both `address` and `count` are multiples of 16 bytes, which the compiler must see.
     """
     VECTOR: tl.constexpr = 128 // DTYPE.primitive_bitwidth
-    i, pointer = tl.arange(0, BLOCK), scalar_pointer(address, DTYPE)
+    i, pointer = tl.arange(0, BLOCK), address.to(tl.pointer_type(DTYPE))
     if VECTORS:
-        # On the integer, before the cast, the hint would be lost.
+        # The hint would be lost on the integer and, in Triton 3.6, on the result of another call.
         pointer = tl.multiple_of(pointer, 16)
         # A mask below such a count is constant over each vector, so vectors stay whole.
         count = count // VECTOR * VECTOR
