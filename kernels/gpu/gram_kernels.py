@@ -129,7 +129,7 @@ def _store_entries(out, total, mine, n, COUNT: tl.constexpr, PARTS: tl.constexpr
     chosen = (high >= _GROUP) | (mine < tl.cdiv(n, _GROUP))
     chosen = tl.where(low < _GROUP, chosen, n <= _MOST)
     stored = chosen & (high < COUNT) & (row < n) & (column < n)
-    to = out + PARTS * (row * n + column)
+    to = out + PARTS * (row.to(tl.int64) * n + column)
     tl.store(to, tl.gather(total, place, 0), mask=stored)
     if PARTS == 2:
         tl.store(to + 1, tl.zeros([SIZE * SIZE], tl.float64), mask=stored)

@@ -83,7 +83,7 @@ def test_second_start_and_wrong_arguments_raise_and_other_ranks_write_nothing(
     run_threads(2, job)
     assert [each.name for each in tmp_path.iterdir()] == ["one.json"]
     _names(tmp_path / "one.json")
-    with pytest.raises(RuntimeError, match=r"call init\(\) first"):
+    with pytest.raises(RuntimeError, match=r"call adasum.init\(\)"):
         hvd.start_timeline(tmp_path / "two.json")
 
 
