@@ -113,7 +113,7 @@ class Residents:
 
     def unseen(self) -> Array:
         """Return some blocks, all furthest behind where they do nothing that orders others."""
-        going = self.going()
+        going = np.flatnonzero(self.behind != _EXITED)
         if len(going) == 0 and self._waits.any():
             raise self._hang("threads wait at a barrier for others that have exited")
         going = going[~self.seen[self.behind[going]]]
@@ -121,9 +121,10 @@ class Residents:
         some: Array = going[self.behind[going] == self.behind[going].min(initial=_EXITED)]
         return some
 
-    def going(self) -> Array:
-        """Return the blocks that go on."""
-        some: Array = np.flatnonzero(self.behind != _EXITED)
+    def going(self, patience: float) -> Array:
+        """Return the blocks that go on, now and then those too that wait for what others do."""
+        waits = self._threads.idle() & (self._launch.random.random(len(self.behind)) < patience)
+        some: Array = np.flatnonzero((self.behind != _EXITED) & ~waits)
         return some
 
     def finish(self) -> None:
@@ -131,7 +132,7 @@ class Residents:
         steps, random = _MAX_STEPS * len(self._owner), self._launch.random
         for _ in range(steps):
             self._launch.machine.now += 1
-            going = self.going()
+            going = np.flatnonzero(self.behind != _EXITED)
             if len(going) == 0:
                 if self._waits.any():
                     raise self._hang("threads wait at a barrier for others that have exited")

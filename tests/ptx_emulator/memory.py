@@ -157,6 +157,11 @@ class Memory:
         view, index = self._elements(addresses, width)
         return [view[index + k] for k in range(count)]
 
+    def peek(self, addresses: Array, width: int) -> Array:
+        """Return what is at addresses that have been loaded from."""
+        view, index = self._elements(addresses, width)
+        return view[index]
+
     def store(self, addresses: Array, values: list[Array], threads: Array, text: str) -> None:
         """Store the elements of `values` at each address."""
         width = values[0].dtype.itemsize

@@ -25,6 +25,8 @@ from tests.ptx_emulator.machine import HangError, Residents
 _MAX_STEPS = 20_000
 # Draws for which ranks keep their pace.
 _SAME_PACE = 16
+# How often a block of theirs stands still that would only find what it found before.
+_PATIENCE = 0.97
 # Basic blocks at most that are run between two draws. One that spins without an atomic access
 # would hold up the others.
 _WITHOUT_DRAW = 1000
@@ -114,7 +116,7 @@ class _Streams:
     def _draw(self) -> list[tuple[Residents, int, Array]]:
         """Return for each node some blocks, by where they all are in one program."""
         random = self._machine.random
-        some = [pool.going() for pool in self._pools]
+        some = [pool.going(_PATIENCE) for pool in self._pools]
         pool = np.repeat(np.arange(len(some)), [len(blocks) for blocks in some])
         if len(pool) == 0:
             self._stands[:] = True

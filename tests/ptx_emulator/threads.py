@@ -117,6 +117,11 @@ class Threads:
             same = len(set(values)) == 1
             self._arguments[name] = values[0] if same else each(np.array(values, np.uint64))
         self._warp = self._thread // WARP
+        # What a block may wait for: how often it has read the same once more, of how many bytes,
+        # by which threads, and where each of those read what.
+        self._again, self._bytes = np.full(count, -1), np.zeros(count, np.int64)
+        self._reads = np.zeros(width * count, bool)
+        self._read_at, self._was = (np.zeros(width * count, np.uint64) for _ in range(2))
         self._waited = np.full(width * count, not launch.dependent)
         self._shared = SharedMemory(launch.shared_size, count, launch.clocks)
         special = {
@@ -143,10 +148,40 @@ class Threads:
         instruction, method, entry = listed
         if ".global" in instruction.opcode:
             self.require_wait(instruction, index)
+            if not (isinstance(entry, Atomic) or entry.order != "weak"):
+                self._go_on(index)
         try:
             method(self, instruction, entry, index)
         except NotImplementedError as error:
             raise NotImplementedError(f"{instruction.text}: {error}") from error
+
+    def _go_on(self, index: Array | None) -> None:
+        """Forget what blocks wait for that access something else."""
+        self._again[self._slot[slice(None) if index is None else index]] = -1
+
+    def _poll(self, addresses: Array, values: Array, index: Array | None) -> None:
+        """Remember what blocks read that may be waiting for it to change."""
+        threads = np.arange(len(self._slot)) if index is None else index
+        blocks, width = np.unique(self._slot[threads]), self._launch.program.threads
+        reads = np.zeros(len(self._slot), bool)
+        reads[threads] = True
+        others = (reads != self._reads).reshape(-1, width)[blocks].any(axis=1)
+        changed = (self._read_at[threads] != addresses) | (self._was[threads] != values)
+        self._again[blocks] += 1
+        self._again[blocks[others]] = self._again[self._slot[threads[changed]]] = 0
+        self._bytes[blocks] = values.dtype.itemsize
+        self._reads.reshape(-1, width)[blocks] = reads.reshape(-1, width)[blocks]
+        self._read_at[threads], self._was[threads] = addresses, values
+
+    def idle(self) -> Array:
+        """Return for each block whether it only loads, again and again, what has not changed."""
+        idle = self._again >= 1
+        for size in np.unique(self._bytes[idle]):
+            mine = (idle & (self._bytes == size))[self._slot]
+            threads = np.flatnonzero(self._reads & mine)
+            now = self._launch.memory.peek(self._read_at[threads], int(size))
+            idle[self._slot[threads[now != self._was[threads]]]] = False
+        return idle
 
     def require_wait(self, instruction: Instruction, index: Array | None) -> None:
         """Raise AccessError if threads that must wait for the launch ahead have not done so."""
@@ -233,6 +268,8 @@ class Threads:
             instruction.text,
             strong=None if access.order == "weak" else access.scope,
         )
+        if access.order != "weak":
+            self._poll(addresses, values[0], index)
         for part, value in zip(parts, values, strict=True):
             typed = value.view(numpy_type(access.kind))
             self._registers.write_extended(part, access.kind, typed, index)
@@ -276,6 +313,12 @@ class Threads:
                     clocks.release(*one, system)
         for register in target:
             self._registers.write(register, atomic.kind, results, index)
+        bits = results.view(f"u{results.itemsize}")
+        taken = np.arange(len(self._slot)) if index is None else index
+        changed = self._launch.memory.peek(addresses, results.itemsize) != bits
+        updates = np.isin(self._slot[taken], self._slot[taken[changed]])
+        self._go_on(taken[updates])
+        self._poll(addresses[~updates], bits[~updates], taken[~updates])
 
     # What the threads of a warp do together
 
